@@ -111,17 +111,6 @@ class Samples:
         return replace(self, values={name: value.pin_memory() for name, value in self.values.items()})
 
 
-def task_folder(task: Task, data_dir: str | Path) -> Path:
-    """Return the task's folder below ``data_dir``, which must exist."""
-    folder = Path(data_dir) / task.folder
-    if not folder.is_dir():
-        raise DataError(
-            f"There is no folder {task.folder} in {data_dir}; fetch it with "
-            f"`python -m {__package__}.download --data-dir {data_dir} --tasks {task.key}`."
-        )
-    return folder
-
-
 def read_lines(path: Path, what: str) -> list[str]:
     """Return the stripped lines of a text file, without blank lines."""
     try:

@@ -1,5 +1,6 @@
 """Average results over complete groups of tasks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ def _names(keys: Sequence[str], most: int = 5) -> str:
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the main metrics by key, for the lines of a result file that have one."""
+    """Return the main metrics by key, for the lines of a result file that have one, which may be NaN in DataComp's own."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
-    return {key: value for key, value in scores.items() if value is not None}
+    return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
 
 def averages(scores: Mapping[str, float]) -> dict[str, Average]:
