@@ -25,7 +25,7 @@ from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
-from openclip_ext.evaluation.text_tower import find_causal_tower, shrink
+from openclip_ext.evaluation.text import find_causal_tower, shrink
 from openclip_ext.files.writing import write_atomically
 
 # Stored images are at most this many times as large as the model's input, so random crops lose nothing visible.

@@ -11,15 +11,15 @@ from torch import Tensor
 from openclip_ext.evaluation.data import (
     CLASSNAMES_FILE,
     TEMPLATES_FILE,
-    Batch,
     DataError,
     SampleFormat,
+    Samples,
     Skipped,
-    find_shards,
+    find_samples,
     read_classes,
     read_lines,
 )
-from openclip_ext.evaluation.features import Collected, Encoder
+from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.tasks import FACE_METADATA, Task
 
@@ -62,7 +62,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
     """
     classnames, templates = read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
-    batches = encoder.batches(find_shards(folder), spec)
+    batches = encoder.batches(find_samples(folder), spec)
     weights = encoder.class_embeddings(classnames, templates)
     answers = classify(encoder, batches, [weights], task)
     labels, predicted, ranks = (answers.values[name].numpy() for name in ("label", "predicted", "rank"))
@@ -80,18 +80,18 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     """Score FairFace or UTKFace, which ask four questions about every image, each with its own classes and templates."""
     classnames = _by_question(folder / CLASSNAMES_FILE, "class names")
     templates = _by_question(folder / TEMPLATES_FILE, "prompt templates")
-    batches = encoder.batches(find_shards(folder), SampleFormat(metadata_columns=len(task.metadata)))
+    batches = encoder.batches(find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
     values = answers.values
     return _result(face_metrics(values["predicted"].numpy(), values["metadata"].numpy()), answers)
 
 
-def _result(metrics: Metrics, found: Collected) -> TaskResult:
+def _result(metrics: Metrics, found: Samples) -> TaskResult:
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
 
 
-def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[Tensor], task: Task) -> Collected:
+def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
     """Answer every question about every image, without keeping the logits.
 
     Args:
@@ -105,15 +105,12 @@ def classify(encoder: Encoder, batches: Iterator[Batch], classifiers: Sequence[T
     # Equal class names must tie exactly, but matrix products round differently at their edges. So each row is computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
 
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        features = encoder.encode_images(batch.images)
+    def compute(batch: Samples) -> dict[str, Tensor]:
+        features = encoder.encode_images(batch.values["image"])
         logits = [(LOGIT_SCALE * features @ rows.T)[:, place] for rows, place in distinct]
         found = {"predicted": torch.stack([scores.argmax(dim=1) for scores in logits], dim=1).cpu()}
-        if batch.labels is not None:
-            found["label"] = batch.labels
-            found["rank"] = target_ranks(logits[0], batch.labels.to(features.device)).cpu()
-        if batch.metadata is not None:
-            found["metadata"] = batch.metadata
+        if "label" in batch.values:
+            found["rank"] = target_ranks(logits[0], batch.values["label"].to(features.device)).cpu()
         return found
 
     return encoder.collect(batches, compute, task.folder, task.size)

@@ -10,20 +10,17 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
-from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.evaluation.tasks import Task
 
@@ -33,16 +30,10 @@ TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 INSTANCES_FILE = "instances.jsonl"
 # A tar ends with two blocks of zeros.
 _END_OF_ARCHIVE = bytes(2 * tar.BLOCK)
-# `Batch.order` holds the number of the shard above this many bits, and the position in the shard below.
-_POSITION_BITS = 32
 
 
 class DataError(ValueError):
     """Says why a data set must not be scored: the fault, its place, and the remedy."""
-
-
-class MissingDataError(DataError):
-    """Says that a data set does not exist."""
 
 
 @dataclass(frozen=True)
@@ -63,53 +54,61 @@ class SampleFormat:
     convert_first: bool = True
 
 
-@dataclass(frozen=True, order=True)
-class Skipped:
+class StoredSample(NamedTuple):
+    """Names the bytes of a sample: those of its ``members`` in a tar, or a whole image file."""
+
+    file: Path
+    key: str
+    members: Mapping[str, tar.Member]  # by field: an image's extension, ``cls``, ``npy`` or ``txt``
+
+    @classmethod
+    def of_image(cls, path: Path) -> "StoredSample":
+        """Return the sample that is an image file, with its path as the key."""
+        member = tar.Member(path.name, 0, 0, path.stat().st_size, is_file=True)
+        return cls(path, str(path), {IMAGE_EXTENSIONS[0]: member})
+
+    def __str__(self) -> str:
+        return self.key if self.key == str(self.file) else f"{self.file}: {self.key}"
+
+    def read(self) -> dict[str, bytes]:
+        """Return the content of all fields."""
+        fields = {}
+        with open(self.file, "rb") as stream:
+            for field, member in self.members.items():
+                stream.seek(member.data)
+                fields[field] = stream.read(member.size)
+        return fields
+
+
+class Skipped(NamedTuple):
     """Describes a sample that was left out because its image does not decode."""
 
-    shard: str
+    where: str
     key: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.shard}: {self.key}: {self.reason}"
+        return f"{self.where}: {self.reason}"
 
 
 @dataclass
-class Batch:
-    """Holds decoded samples of one worker.
+class Samples:
+    """Holds samples in their order on disk: those of a batch, or what was computed for all of a data set.
 
     Attributes:
-        images: ``(B, 3, H, W)`` of the type that the transform returns.
-        order: ``(B,)`` int64 that sorts all samples of the data set into their order on disk.
-        labels: ``(B,)`` int64 or None.
-        metadata: ``(B, columns)`` int64 or None.
+        values: ``(N, ...)`` by name. In a batch these are ``image`` ``(B, 3, H, W)`` of the type that the transform returns,
+            ``label`` ``(B,)`` and ``metadata`` ``(B, columns)``, both int64, if the task has them.
         captions: captions of each sample; the lists are empty if the task has none.
     """
 
-    images: Tensor
-    order: Tensor
     keys: list[str]
-    labels: Tensor | None = None
-    metadata: Tensor | None = None
-    captions: list[list[str]] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    values: dict[str, Tensor]
+    captions: list[list[str]]
+    skipped: list[Skipped]
 
-    def pin_memory(self) -> "Batch":
-        """Pin the images; ``DataLoader`` calls this with ``pin_memory=True``."""
-        self.images = self.images.pin_memory()
-        return self
-
-
-def task_folder(task: Task, data_dir: str | Path) -> Path:
-    """Return the task's folder below ``data_dir``, which must exist."""
-    folder = Path(data_dir) / task.folder
-    if not folder.is_dir():
-        raise MissingDataError(
-            f"There is no folder {task.folder} in {data_dir}; fetch it with "
-            f"`python -m {__package__}.download --data-dir {data_dir} --tasks {task.key}`."
-        )
-    return folder
+    def pin_memory(self) -> "Samples":
+        """Pin the tensors; ``DataLoader`` calls this with ``pin_memory=True``."""
+        return replace(self, values={name: value.pin_memory() for name, value in self.values.items()})
 
 
 def read_lines(path: Path, what: str) -> list[str]:
@@ -211,15 +210,15 @@ def find_shards(folder: Path) -> list[Path]:
     return shards
 
 
-def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield ``(key, {extension: content})`` in file order; the files of one key are adjacent."""
+def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> Iterator[tar.TarSample]:
+    """Yield the samples in file order with the content of the wanted fields (None: of all)."""
     try:
         with open(shard, "rb") as file:
             archive = tar.TarArchive(file)
-            for sample in archive.samples(None):
+            for sample in archive.samples(wanted):
                 if archive.gaps:
                     break
-                yield sample.key, sample.fields
+                yield sample
     except tar.STREAM_ERRORS as error:
         raise DataError(f"{shard}: cannot be read as a tar ({error}): fetch it again.") from None
     if archive.gaps:
@@ -228,17 +227,23 @@ def read_shard(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         )
 
 
-class UniqueKeys(dict[str, str]):
-    """Maps the keys of a data set to their shards; refuses repeated keys, because a copied shard would count twice."""
+def find_samples(folder: Path) -> list[StoredSample]:
+    """Return the samples of the test split, from the headers of its shards, in their order on disk.
 
-    def add(self, key: str, shard: str) -> None:
-        """Add the key of a sample in a shard."""
-        if key in self:
-            raise DataError(
-                f"key {key!r} occurs twice, in {self[key]} and in {shard}, so one of them is a copy or belongs to "
-                "another data set. Fetch the data set again."
-            )
-        self[key] = shard
+    Raises:
+        DataError: if a shard is missing or damaged, or a key occurs twice, because a copied shard would count twice.
+    """
+    found: dict[str, StoredSample] = {}
+    for shard in find_shards(folder):
+        for sample in read_shard(shard, frozenset()):
+            if sample.key in found:
+                raise DataError(
+                    f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}, so one of them is a copy "
+                    "or belongs to another data set. Fetch the data set again."
+                )
+            members = dict(zip(sample.found, sample.members, strict=True))
+            found[sample.key] = StoredSample(shard, sample.key, members)
+    return list(found.values())
 
 
 def fingerprint(folder: Path) -> str:
@@ -250,47 +255,30 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(eq=False)
-class ShardReader(IterableDataset):
-    """Reads shards front to back; yields `Batch` objects, and an error if one ends the reading.
+@dataclass(frozen=True)
+class SampleReader(Dataset):
+    """Reads and decodes samples; one that must not be scored becomes a `Skipped` or a `DataError`."""
 
-    Worker w of W reads the shards w, w + W, ... Several decoding threads keep more cores busy if there are fewer shards than
-    workers, since Pillow decodes and resizes without Python's global lock.
-    """
-
-    shards: list[Path]
+    samples: Sequence[StoredSample]
     transform: Callable[[Image.Image], Tensor]
     spec: SampleFormat
-    batch_size: int
-    threads: int = 1
 
-    def __iter__(self) -> Iterator[Batch | DataError]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        entries = (
-            (number, position, key, fields)
-            for number in range(first, len(self.shards), step)
-            for position, (key, fields) in enumerate(read_shard(self.shards[number]))
-        )
-        with ThreadPoolExecutor(self.threads) as pool:
-            try:
-                while part := list(islice(entries, self.batch_size)):
-                    yield collate(list(pool.map(self._decode, part)))
-            except DataError as error:  # yielded, so that the worker's traceback stays out of the message
-                yield error
+    def __len__(self) -> int:
+        return len(self.samples)
 
-    def _decode(self, entry: tuple[int, int, str, dict[str, bytes]]) -> dict[str, Any] | Skipped:
-        number, position, key, fields = entry
-        shard = str(self.shards[number])
-        content, sample = parse_sample(fields, self.spec, f"{shard}: {key}")
+    def __getitem__(self, position: int) -> dict[str, Any] | Skipped | DataError:
+        stored = self.samples[position]
+        try:
+            content, sample = parse_sample(stored.read(), self.spec, str(stored))
+        except DataError as error:  # returned, so that the worker's traceback stays out of the message
+            return error
         try:
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if self.spec.convert_first else image
         except Exception as error:  # decoders raise anything, even struct.error and SyntaxError
-            return Skipped(shard, key, f"the image does not decode ({error})")
-        order = (number << _POSITION_BITS) + position
-        return {"key": key, "order": order, "image": self.transform(image), **sample}
+            return Skipped(str(stored), stored.key, f"the image does not decode ({error})")
+        return {"key": stored.key, "image": self.transform(image), **sample}
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
@@ -313,11 +301,6 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
         if not sample["captions"]:
             raise DataError(f"{where}: no caption in its .txt, expected one per line.")
     return fields[extension], sample
-
-
-def shard_of(order: int) -> int:
-    """Return the number of the shard of an entry in `Batch.order`."""
-    return order >> _POSITION_BITS
 
 
 def _field(fields: dict[str, bytes], extension: str, where: str) -> bytes:
@@ -350,40 +333,15 @@ def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def collate(found: Sequence[dict[str, Any] | Skipped]) -> Batch:
-    """Make a batch of samples (``key``, ``order``, ``image``, and what `parse_sample` returns) and of skipped ones."""
-    samples = [sample for sample in found if not isinstance(sample, Skipped)]
-    present = samples[0].keys() if samples else ()
-    return Batch(
-        images=torch.stack([sample["image"] for sample in samples]) if samples else torch.empty(0),
-        order=torch.tensor([sample["order"] for sample in samples], dtype=torch.int64),
-        keys=[sample["key"] for sample in samples],
-        labels=torch.tensor([sample["label"] for sample in samples]) if "label" in present else None,
-        metadata=torch.from_numpy(np.stack([s["metadata"] for s in samples])) if "metadata" in present else None,
-        captions=[sample.get("captions", []) for sample in samples],
-        skipped=[sample for sample in found if isinstance(sample, Skipped)],
-    )
-
-
-def make_loader(
-    shards: list[Path],
-    transform: Callable[[Image.Image], Tensor],
-    spec: SampleFormat,
-    batch_size: int,
-    workers: int,
-    pin_memory: bool = False,
-) -> DataLoader:
-    """Make a loader of `Batch` objects with at most one worker process for each shard.
-
-    If there are fewer shards than ``workers``, each process decodes in several threads.
-    """
-    processes = min(workers, len(shards))
-    return DataLoader(
-        ShardReader(shards, transform, spec, batch_size, threads=workers // processes if processes else 1),
-        batch_size=None,
-        num_workers=processes,
-        worker_init_fn=begin_worker,
-        pin_memory=pin_memory,
-        # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
-        generator=torch.Generator(),
+def collate(found: Sequence[dict[str, Any] | Skipped | DataError]) -> Samples | DataError:
+    """Make a batch of what `SampleReader` returns, or return its first error."""
+    if errors := [entry for entry in found if isinstance(entry, DataError)]:
+        return errors[0]
+    samples = [entry for entry in found if isinstance(entry, dict)]
+    names = [name for name in ("image", "label", "metadata") if samples and name in samples[0]]
+    return Samples(
+        [sample["key"] for sample in samples],
+        {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in names},
+        [sample.get("captions", []) for sample in samples],
+        [entry for entry in found if isinstance(entry, Skipped)],
     )

@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
-from openclip_ext.evaluation.data import DataError, task_folder
+from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel
 from openclip_ext.evaluation.results import EvaluationIdentity, ResultFile
@@ -121,7 +121,7 @@ def evaluate_tasks(
             try:
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
-                results.add(task, task_folder(task, args.data_dir), result, seconds)
+                results.add(task, args.data_dir / task.folder, result, seconds)
             except Exception as error:
                 known = isinstance(error, DataError)
                 failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"

@@ -21,15 +21,12 @@ from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
 from openclip_ext.evaluation.data import (
     INSTANCES_FILE,
     DataError,
-    MissingDataError,
     SampleFormat,
-    UniqueKeys,
+    find_samples,
     find_shards,
     parse_sample,
     read_classes,
     read_instances,
-    read_shard,
-    task_folder,
 )
 from openclip_ext.evaluation.tasks import Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
@@ -123,9 +120,8 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
 
     Returns one of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` and `BROKEN`, and a list of faults.
     """
-    try:
-        folder = task_folder(task, data_dir)
-    except MissingDataError:
+    folder = data_dir / task.folder
+    if not folder.is_dir():
         return MISSING, []
     records = read_checksums(folder)
     if records is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
@@ -152,14 +148,13 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
         classnames, _ = read_classes(folder, task, any_size)
         num_classes = None if task.kind == "faces" else len(classnames)
     spec = SampleFormat(num_classes, len(task.metadata), captions=task.kind == "retrieval")
-    keys = UniqueKeys()
-    for shard in find_shards(folder):
-        before = len(keys)
-        for key, fields in read_shard(shard):
-            parse_sample(fields, spec, f"{shard.name}: {key}")
-            keys.add(key, shard.name)
-        if len(keys) == before:
-            raise DataError(f"{shard.name} holds no samples")
+    samples = find_samples(folder)
+    for sample in samples:
+        parse_sample(sample.read(), spec, f"{sample.file.name}: {sample.key}")
+    empty = {path.name for path in find_shards(folder)} - {sample.file.name for sample in samples}
+    if empty:
+        raise DataError(f"{min(empty)} holds no samples")
+    keys = {sample.key for sample in samples}
     if task.kind != "winogavil":
         return len(keys)
     instances = read_instances(folder)

@@ -1,20 +1,22 @@
 """Encode images, texts and classifiers in batches, and each distinct text only once."""
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from openclip_ext.cli.command_line import progress_bar
 from openclip_ext.data.images import split_transform
-from openclip_ext.evaluation.data import Batch, DataError, SampleFormat, Skipped, UniqueKeys, make_loader, shard_of
+from openclip_ext.data.processes import begin_worker
+from openclip_ext.evaluation.data import DataError, SampleFormat, SampleReader, Samples, StoredSample, collate
 from openclip_ext.evaluation.models import ImageTextModel
 from openclip_ext.evaluation.text import TextEncoder
 
@@ -28,28 +30,11 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
     autocast for both towers in retrieval and WinoGAViL), and float32 on the CPU. ``fp32`` is float32 everywhere. ``amp`` is
     autocast everywhere, and needs CUDA.
     """
-    if requested not in PRECISIONS:
-        raise ValueError(f"There is no precision {requested!r}; --precision takes {', '.join(PRECISIONS)}.")
     if torch.device(device).type == "cuda":
         return requested
     if requested == "amp":
         raise ValueError(f"--precision amp needs CUDA, the device is {device}; use datacomp or fp32.")
     return "fp32"
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Holds what was computed for the images of a data set, in their order on disk.
-
-    Attributes:
-        values: values ``(N, ...)`` by name.
-        captions: captions of each sample; the lists are empty if the task has none.
-    """
-
-    values: dict[str, Tensor]
-    keys: list[str]
-    captions: list[list[str]]
-    skipped: list[Skipped]
 
 
 @dataclass
@@ -59,7 +44,7 @@ class Encoder:
     Attributes:
         model, preprocess, tokenizer: as in `LoadedModel`; the model is in evaluation mode on ``device``.
         precision: as `resolve_precision` returns it.
-        workers: number of images decoded in parallel, by at most one process for each shard and by threads.
+        workers: number of processes that decode images.
     """
 
     model: ImageTextModel
@@ -79,54 +64,56 @@ class Encoder:
         self._text_encoder = TextEncoder(self.model)
         self._transform, self._normalize = split_transform(self.preprocess)
 
-    def batches(self, shards: list[Path], spec: SampleFormat) -> Iterator[Batch]:
-        """Read a data set in batches. Reading starts at once, so that it overlaps with encoding texts.
+    def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
+        """Read samples in batches. Reading starts at once, so that it overlaps with encoding texts.
 
         Raises:
             DataError: while iterating, if the data must not be scored.
         """
-        pin_memory = self.device.type == "cuda"
-        reading = iter(make_loader(shards, self._transform, spec, self.batch_size, self.workers, pin_memory))
+        reading = iter(
+            DataLoader(
+                SampleReader(samples, self._transform, spec),
+                self.batch_size,
+                num_workers=min(self.workers, -(-len(samples) // self.batch_size)),
+                collate_fn=collate,
+                worker_init_fn=begin_worker,
+                pin_memory=self.device.type == "cuda",
+                # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
+                generator=torch.Generator(),
+            )
+        )
 
-        def checked() -> Iterator[Batch]:
-            keys = UniqueKeys()
+        def checked() -> Iterator[Samples]:
             for batch in reading:
                 if isinstance(batch, DataError):
                     raise type(batch)(*batch.args)  # itself, it would keep this frame, and with it the workers
-                for key, position in zip(batch.keys, batch.order.tolist(), strict=True):
-                    keys.add(key, str(shards[shard_of(position)]))
-                for skipped in batch.skipped:
-                    keys.add(skipped.key, skipped.shard)
                 yield batch
 
         return checked()
 
     def collect(
-        self, batches: Iterator[Batch], compute: Callable[[Batch], dict[str, Tensor]], name: str, total: int | None
-    ) -> Collected:
-        """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set."""
-        order: list[Tensor] = []
-        parts: dict[str, list[Tensor]] = {}
-        keys: list[str] = []
-        captions: list[list[str]] = []
-        skipped: list[Skipped] = []
+        self, batches: Iterator[Samples], compute: Callable[[Samples], dict[str, Tensor]], name: str, total: int | None
+    ) -> Samples:
+        """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set.
+
+        The result also has the batches' own values, except the images if the function does not replace them.
+        """
+        found, parts = Samples([], {}, [], []), defaultdict(list)
         with self.progress(total, name, "image") as bar:
             for batch in batches:
-                skipped += batch.skipped
+                found.skipped += batch.skipped
                 if not batch.keys:
                     continue
-                order.append(batch.order)
-                for key, value in compute(batch).items():
-                    parts.setdefault(key, []).append(value)
-                keys += batch.keys
-                captions += batch.captions
+                found.keys += batch.keys
+                found.captions += batch.captions
+                computed = compute(batch)
+                del batch.values["image"]
+                for key, value in {**batch.values, **computed}.items():
+                    parts[key].append(value)
                 bar.update(len(batch.keys))
-        if not order:
-            raise DataError(f"No image to score in {name}; {skipped[0] if skipped else 'the shards are empty'}.")
-        on_disk = torch.cat(order).argsort()
-        values = {key: torch.cat(part)[on_disk.to(part[0].device)] for key, part in parts.items()}
-        rows = on_disk.tolist()
-        return Collected(values, [keys[row] for row in rows], [captions[row] for row in rows], sorted(skipped))
+        if not found.keys:
+            raise DataError(f"No image to score in {name}; {(*found.skipped, 'the shards are empty')[0]}.")
+        return replace(found, values={key: torch.cat(part) for key, part in parts.items()})
 
     def model_input(self, images: Tensor) -> Tensor:
         """Return the model's input for images from ``preprocess``, or for uint8 images from `batches`."""

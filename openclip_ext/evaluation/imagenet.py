@@ -34,11 +34,7 @@ class ClassFolders(ImageFolder):
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
-        return names, self.number(names)
-
-    def number(self, names: list[str]) -> dict[str, int]:
-        """Return the classes' numbers by the sorted names of their folders; raise ValueError for other classes."""
-        return {name: number for number, name in enumerate(names)}
+        return names, {name: number for number, name in enumerate(names)}
 
     def _is_image(self, path: Path) -> bool:
         inside = path.relative_to(self.root).parts
@@ -48,7 +44,8 @@ class ClassFolders(ImageFolder):
 class ImageNetFolders(ClassFolders):
     """Images of ImageNet's 1000 classes, in folders named by WordNet (``n01440764``) or by number (``0`` to ``999``)."""
 
-    def number(self, names: list[str]) -> dict[str, int]:
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names, _ = super().find_classes(directory)
         synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
         numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
         if len(names) != len(synsets) or set(numbers.values()) != set(synsets.values()):
@@ -57,7 +54,7 @@ class ImageNetFolders(ClassFolders):
                 f"found {len(names)} class folders, {others[0] if others else names[0]} among them; expected ImageNet's 1000: "
                 "n01440764, ... or 0 to 999"
             )
-        return numbers
+        return names, numbers
 
 
 def imagenet_loader(

@@ -3,8 +3,7 @@
 Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance instead of 1.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -72,8 +71,3 @@ def group_metrics(
             accuracies.append(hit / count)
     metrics[f"{name}_wg"] = min(accuracies)
     return metrics
-
-
-def without_nan(metrics: Mapping[str, float | int | None]) -> Metrics:
-    """Replace numbers that are not finite by None: JSON has no NaN."""
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in metrics.items()}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.tasks import Task
+from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
 if TYPE_CHECKING:  # whoever reads results needs neither OpenCLIP nor scikit-learn, which take seconds to import
@@ -136,24 +137,9 @@ class ResultFile:
         return held(self.folder, f".{RESULTS_FILE}.lock", timeout=-1)
 
 
-def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """Read the results in a file of ours or of DataComp's harness, with None for NaN; warn of other lines."""
-    path = Path(path)
-    if not path.is_file():
-        return []
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            # DataComp's own harness writes NaN, which is not JSON.
-            line = json.loads(text, parse_constant=lambda name: None)
-            complete = isinstance(line["key"], str) and isinstance(line["metrics"], dict)
-        except (ValueError, KeyError, TypeError):
-            complete = False
-        if complete:
-            lines.append(line)
-        else:
-            logging.warning(f"{path}, line {number} is not a result and is left out: {text[:80]}")
-    return lines
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Read the results in a file of ours or of DataComp's harness, without lines of other kinds."""
+    return [line for line in json_lines.read(path) if isinstance(line.get("key"), str) and "metrics" in line]
 
 
 def _run_of(line: dict[str, Any]) -> str:
@@ -163,6 +149,6 @@ def _run_of(line: dict[str, Any]) -> str:
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    # NaN is not JSON, so it should raise an error here instead of making the file unreadable.
-    content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    # DataComp's own harness writes NaN, which is not JSON.
+    content = "".join(json_lines.dumps(line) + "\n" for line in lines)
     write_atomically(path, lambda stream: stream.write(content.encode()))

@@ -1,4 +1,8 @@
-"""Score image-text retrieval, and WinoGAViL's choice of images for a cue."""
+"""Score image-text retrieval, and WinoGAViL's choice of images for a cue.
+
+DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
+classification sets come through webdataset, which converts to RGB first.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,17 +12,13 @@ import torch
 from torch import Tensor
 
 from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import INSTANCES_FILE, Batch, DataError, SampleFormat, find_shards, read_instances
-from openclip_ext.evaluation.features import Collected, Encoder
+from openclip_ext.evaluation.data import INSTANCES_FILE, DataError, SampleFormat, Samples, find_samples, read_instances
+from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.tasks import Task
 
 RECALL_AT = (1, 5, 10)
-# DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
-# classification sets come through webdataset, which converts to RGB first.
-_FORMAT = SampleFormat(convert_first=False)
-_FORMAT_WITH_CAPTIONS = SampleFormat(captions=True, convert_first=False)
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
@@ -27,26 +27,20 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
     Raises:
         DataError: if the data must not be scored.
     """
-    found = _encode_images(task, folder, encoder, _FORMAT_WITH_CAPTIONS, task.size)
-    metrics = score_captions(encoder, found.values["image"], found.captions)
+    found = _encode_images(task, folder, encoder, SampleFormat(captions=True, convert_first=False), task.size)
+    texts = encoder.encode_texts([caption for own in found.captions for caption in own])
+    owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
+    metrics = retrieval_metrics(found.values["image"], texts, owners)
     return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
 
 
-def score_captions(encoder: Encoder, images: Tensor, captions: Sequence[Sequence[str]]) -> Metrics:
-    """Compute `retrieval_metrics` from embeddings ``(N, d)`` of images and the captions of each."""
-    texts = encoder.encode_texts([caption for own in captions for caption in own])
-    owners = torch.repeat_interleave(torch.tensor([len(own) for own in captions])).to(texts.device)
-    return retrieval_metrics(images, texts, owners)
-
-
-def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Collected:
+def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Samples:
     """Compute the ``image`` embeddings ``(N, d)`` of a data set."""
-    batches = encoder.batches(find_shards(folder), spec)
 
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.images, autocast=True)}
+    def compute(batch: Samples) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.values["image"], autocast=True)}
 
-    return encoder.collect(batches, compute, task.folder, total)
+    return encoder.collect(encoder.batches(find_samples(folder), spec), compute, task.folder, total)
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
@@ -75,7 +69,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     images does not decode.
     """
     instances = read_instances(folder)
-    found = _encode_images(task, folder, encoder, _FORMAT, total=None)
+    found = _encode_images(task, folder, encoder, SampleFormat(convert_first=False), total=None)
     images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
     undecoded = {entry.key for entry in found.skipped}
     usable = []

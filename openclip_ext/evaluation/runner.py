@@ -1,13 +1,12 @@
-"""Evaluate one task: find its data, score it, and refuse data that is not DataComp's."""
+"""Evaluate one task: score its data, and refuse data that is not DataComp's."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from openclip_ext.evaluation.classification import GROUPED, TaskResult, evaluate_classification, evaluate_faces
-from openclip_ext.evaluation.data import DataError, task_folder
+from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.metrics import without_nan
 from openclip_ext.evaluation.retrieval import evaluate_retrieval, evaluate_winogavil
 from openclip_ext.evaluation.tasks import Task
 
@@ -31,7 +30,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
         DataError: if the data are missing, damaged, or not DataComp's.
         ValueError: if the model's embeddings are not finite.
     """
-    result = EVALUATORS[task.kind](task, task_folder(task, data_dir), encoder, any_size)
+    result = EVALUATORS[task.kind](task, Path(data_dir) / task.folder, encoder, any_size)
     if len(result.skipped) > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * (result.samples + len(result.skipped))):
         raise DataError(
             f"{len(result.skipped)} of {result.samples + len(result.skipped)} images do not decode, "
@@ -42,6 +41,5 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
             f"Found {result.found} samples, DataComp's data set has {task.size}: not scored; "
             f"fetch the data set again, or score it as it is with --allow-size-mismatch."
         )
-    metrics = without_nan(result.metrics)
-    metrics["main_metric"] = None if task.main_metric is None else metrics.get(task.main_metric)
-    return replace(result, metrics=metrics)
+    main_metric = None if task.main_metric is None else result.metrics[task.main_metric]
+    return replace(result, metrics={**result.metrics, "main_metric": main_metric})

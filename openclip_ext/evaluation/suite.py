@@ -27,29 +27,23 @@ class DataCompSuite:
     make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure an OpenCLIP model, not wrapped in DDP, whose mode is restored; a task that fails is logged and left out.
+        """Measure an OpenCLIP model, in evaluation mode and not wrapped in DDP; a task that fails is logged and left out.
 
         Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
         """
-        was_training = model.training
-        model.eval()
         # Each call needs a new encoder, because the cached class embeddings belong to other weights.
         encoder = self.make_encoder(model)
         scores = {}
-        try:
-            for task in self.tasks:
-                try:
-                    value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
-                except Exception as error:
-                    logging.error(f"{task.name} could not be evaluated and is left out: {error}")
-                    continue
-                if value is not None:  # it is None if there is no group to take it over
-                    scores[task.key] = value
-        finally:
-            model.train(was_training)
-        complete = {f"average/{average.title}": average.value for average in averages(scores)}
-        found = {**scores, **{title: value for title, value in complete.items() if value is not None}}
-        return {f"{self.name}/{key}": value for key, value in found.items()}
+        for task in self.tasks:
+            try:
+                value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
+            except Exception as error:
+                logging.error(f"{task.name} could not be evaluated and is left out: {error}")
+                continue
+            if value is not None:  # it is None if there is no group to take it over
+                scores[task.key] = value
+        complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
+        return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
 
 
 def build_suite(

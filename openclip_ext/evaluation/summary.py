@@ -1,26 +1,18 @@
 """Average results over complete groups of tasks."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 
 
-@dataclass(frozen=True)
-class Average:
-    """Holds the mean of the main metrics of ``total`` tasks, which is None if results of some tasks are ``missing``."""
+class Average(NamedTuple):
+    """Holds the mean of the main metrics of a group, which is None if results of some tasks are ``missing``."""
 
-    title: str
     value: float | None
     missing: tuple[str, ...]
-    total: int
-
-    def __str__(self) -> str:
-        if self.value is not None:
-            return f"{self.value:.4f}"
-        return f"partial, {self.total - len(self.missing)}/{self.total}; missing: {_names(self.missing)}"
 
 
 def _names(keys: Sequence[str], most: int = 5) -> str:
@@ -30,18 +22,17 @@ def _names(keys: Sequence[str], most: int = 5) -> str:
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the main metrics by key, for the lines of a result file that have one."""
+    """Return the main metrics by key, for the lines of a result file that have one, which may be NaN in DataComp's own."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
-    return {key: value for key, value in scores.items() if value is not None}
+    return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
 
-def averages(scores: Mapping[str, float]) -> list[Average]:
-    """Average main metrics by key over every group of tasks."""
-    found = []
+def averages(scores: Mapping[str, float]) -> dict[str, Average]:
+    """Average main metrics by key over every group of tasks; the result is by the group's title."""
+    found = {}
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
-        value = None if missing else sum(scores[key] for key in keys) / len(keys)
-        found.append(Average(title, value, missing, len(keys)))
+        found[title] = Average(None if missing else sum(scores[key] for key in keys) / len(keys), missing)
     return found
 
 
@@ -49,8 +40,8 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
     """Return the content of ``eval_summary.json``."""
     return {
         "averages": {
-            average.title: {"value": average.value, "tasks": average.total, "missing": list(average.missing)}
-            for average in averages(main_metrics(lines))
+            title: {"value": value, "tasks": len(GROUPS[title]), "missing": list(missing)}
+            for title, (value, missing) in averages(main_metrics(lines)).items()
         },
         "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
         "problems": dict(failed),
@@ -75,7 +66,11 @@ def summary_text(
     for task in (task for key, task in TASKS.items() if key in by_key):
         value = by_key[task.key]["metrics"].get("main_metric")
         text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
-    text += ["", *(f"{average.title}: {average}" for average in averages(main_metrics(lines)))]
+    text.append("")
+    for title, (average, lacking) in averages(main_metrics(lines)).items():
+        total = len(GROUPS[title])
+        partial = f"partial, {total - len(lacking)}/{total}; missing: {_names(lacking)}"
+        text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
     other = [line["key"] for line in lines if has_other_size(line)]
     if other:
         size = "other sizes), so not DataComp's numbers"

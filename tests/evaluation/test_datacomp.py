@@ -5,14 +5,13 @@ import json
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from openclip_ext.evaluation import datacomp
-from openclip_ext.evaluation.results import RESULTS_FILE, EvaluationIdentity, read_results
+from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.evaluation import datasets
@@ -137,17 +136,6 @@ def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_pat
     caplog.clear()
     assert evaluate(tiny_folder, data_dir, *output) == 0
     assert "moved" not in caplog.text and read_results(tmp_path / "eval_results.unknown.jsonl") == aside
-
-
-def test_the_identity_of_a_run(tiny):
-    run = EvaluationIdentity.of(tiny, "fp32")
-    others = [
-        EvaluationIdentity.of(tiny, "amp"),
-        EvaluationIdentity.of(tiny, "fp32", any_size=True),
-        replace(run, weights="0"),
-    ]
-    assert len({run.id, *(other.id for other in others)}) == 4
-    assert run.id == EvaluationIdentity.of(tiny, "fp32").id
 
 
 def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folder, tmp_path):

@@ -1,9 +1,9 @@
-"""The metrics against scikit-learn and against literal transcriptions of their definitions."""
+"""The metrics where `test_oracle` has no such data: classes and groups that do not occur, and ties."""
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score, top_k_accuracy_score
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from openclip_ext.evaluation.metrics import classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.retrieval import retrieval_metrics
@@ -17,26 +17,16 @@ def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch
     return torch.from_numpy(logits), labels
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_classification_metrics_equal_scikit_learn(seed):
-    logits, labels = random_case(seed)
+def test_classes_that_never_occur_do_not_enter_the_means():
+    logits, labels = random_case(0)
     predictions = logits.argmax(dim=1).numpy()
     ranks = target_ranks(logits, torch.from_numpy(labels)).numpy()
-    found = classification_metrics(labels, predictions, ranks, 12)
-    for k, name in ((1, "acc1"), (5, "acc5")):
-        expected = top_k_accuracy_score(labels, logits.numpy(), k=k, labels=np.arange(12))
-        assert found[name] == pytest.approx(expected, abs=1e-12)
-    assert found["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
+    assert classification_metrics(labels, predictions, ranks, 4)["acc5"] is None
+    found = classification_metrics(labels, predictions, ranks, 12)["mean_per_class_recall"]
+    assert found == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
     expected = f1_score(labels, predictions, average="macro", labels=np.unique(labels))
     assert macro_f1(labels, predictions) == pytest.approx(expected, abs=1e-12)
-    # The trap: predictions of classes that never occur must not enter the mean.
     assert abs(expected - f1_score(labels, predictions, average="macro")) > 0.05
-
-
-def test_top5_needs_five_classes():
-    logits, labels = random_case(1, classes=4)
-    ranks = target_ranks(logits, torch.from_numpy(labels)).numpy()
-    assert classification_metrics(labels, logits.argmax(1).numpy(), ranks, 4)["acc5"] is None
 
 
 def test_a_collapsed_model_scores_chance_and_not_one():

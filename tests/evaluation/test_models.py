@@ -11,9 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from openclip_ext.evaluation.features import resolve_precision
 from openclip_ext.evaluation.models import ModelError, load_model
-from openclip_ext.evaluation.results import config_digest
 from openclip_ext.losses.heads import HEADS_KEY, HeadsError
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
@@ -36,15 +34,6 @@ def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder,
     trained = open_clip.create_model(TINY_MODEL, init_logit_bias=-10.0)
     torch.save({"state_dict": trained.state_dict()}, tmp_path / "siglip.pt")
     assert load_model(TINY_MODEL, tmp_path / "siglip.pt").model.logit_bias.item() == -10
-
-
-def test_digests_tell_weights_and_configurations_apart(tiny, tiny_folder):
-    other = load_model(TINY_MODEL, tiny_folder / "epoch_2.pt")
-    assert other.weights_sha256 != tiny.weights_sha256
-    assert config_digest(other.config) == config_digest(tiny.config)
-    quick = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt", force_quick_gelu=True)
-    assert config_digest(quick.config) != config_digest(tiny.config)
-    assert quick.weights_sha256 == tiny.weights_sha256
 
 
 def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
@@ -93,12 +82,6 @@ def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
         load_model(TINY_MODEL, tmp_path / "heads.pt")
 
 
-def test_precisions():
-    assert [resolve_precision("datacomp", device) for device in ("cpu", "cuda")] == ["fp32", "datacomp"]
-    with pytest.raises(ValueError, match="no precision 'bf16'"):
-        resolve_precision("bf16", "cpu")
-
-
 def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
     broken = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt").model
     nn.init.constant_(broken.visual.proj, torch.nan)
@@ -135,11 +118,10 @@ def run_folder(tmp_path, caplog) -> Path:
 @pytest.mark.parametrize(
     ("parameters", "options", "expected"),
     [
-        ({"force_quick_gelu": True}, {}, {"force_quick_gelu": True}),
-        ({"force_custom_text": False, "image_mean": None, "lr": 0.1}, {}, {}),
+        ({"force_custom_text": False, "image_std": None, "lr": 0.1}, {}, {}),
+        ({"force_quick_gelu": True, "image_mean": [0.5] * 3}, {}, {"force_quick_gelu": True, "image_mean": [0.5] * 3}),
         ({"force_image_size": [64]}, {}, {"force_image_size": 64}),
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
-        ({"image_mean": [0.5, 0.5, 0.5]}, {}, {"image_mean": [0.5, 0.5, 0.5]}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
 )

@@ -12,7 +12,7 @@ from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
-from openclip_ext.evaluation.data import SampleFormat, find_shards, read_classes, read_shard
+from openclip_ext.evaluation.data import SampleFormat, find_samples, find_shards, read_classes, read_shard
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import FLICKR, TASKS
 from tests.evaluation import datasets
@@ -66,9 +66,9 @@ def test_classifier_and_logits_equal_clip_benchmark(data_dir, tiny, make_encoder
     torch.testing.assert_close(weights, expected.T, atol=1e-6, rtol=0)
 
     expected, labels = oracle_logits(tiny, folder)
-    batches = list(encoder.batches(find_shards(folder), SampleFormat(num_classes=10)))
-    logits = torch.cat([100 * encoder.encode_images(batch.images) @ weights.T for batch in batches])
-    assert torch.cat([batch.labels for batch in batches]).tolist() == labels.tolist()
+    batches = list(encoder.batches(find_samples(folder), SampleFormat(num_classes=10)))
+    logits = torch.cat([100 * encoder.encode_images(batch.values["image"]) @ weights.T for batch in batches])
+    assert torch.cat([batch.values["label"] for batch in batches]).tolist() == labels.tolist()
     # The logits are cosines times 100.
     torch.testing.assert_close(logits / 100, expected / 100, atol=1e-6, rtol=0)
     assert len(logits.argmax(dim=1).unique()) >= 3, "a model that always says the same would prove nothing"
@@ -168,7 +168,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
     """DataComp's harness literally: every instance's images and cue through the model by themselves."""
     task = TASKS["misc/winogavil"]
     folder = datasets.make_task(tmp_path, task.key, count=24, images=40, shards=3)
-    files = {key: fields["jpg"] for shard in find_shards(folder) for key, fields in read_shard(shard)}
+    files = {sample.key: sample.fields["jpg"] for shard in find_shards(folder) for sample in read_shard(shard)}
     scores, sizes = [], []
     for line in (folder / "instances.jsonl").read_text().splitlines():
         instance = json.loads(line)

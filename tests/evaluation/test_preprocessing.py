@@ -1,4 +1,4 @@
-"""The two parts of a transform are, bit for bit, the transform."""
+"""Images of all modes reach the model as upstream gives them to it."""
 
 import io
 import json
@@ -7,32 +7,12 @@ import numpy as np
 import pytest
 import torch
 from clip_benchmark.datasets.builder import build_dataset
-from open_clip.transform import image_transform
 from PIL import Image
 
-from openclip_ext.data.images import split_transform
-from openclip_ext.evaluation.data import SampleFormat, find_shards
+from openclip_ext.evaluation.data import SampleFormat, find_samples
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
-
-
-def pictures() -> list[Image.Image]:
-    generator = np.random.default_rng(0)
-    shapes = [(40, 61, 3), (64, 32, 3), (17, 23, 3)]
-    return [Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
-
-
-@pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("mean", [None, (0.5, 0.5, 0.5)])
-def test_the_parts_together_are_openclips_transform(resize_mode, interpolation, mean):
-    options = {"resize_mode": resize_mode, "interpolation": interpolation}
-    transform = image_transform(32, is_train=False, mean=mean, **options)
-    on_images, on_batches = split_transform(transform)
-    batch = torch.stack([on_images(image) for image in pictures()])
-    assert batch.dtype == torch.uint8
-    assert torch.equal(on_batches(batch), torch.stack([transform(image) for image in pictures()]))
 
 
 def stored_image(mode: str) -> bytes:
@@ -58,8 +38,8 @@ def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make
     converted_first = build_dataset("wds/one", root=str(folder), transform=tiny.preprocess)
     resized_first = tiny.preprocess(Image.open(io.BytesIO(content)))
     ((expected, _),) = converted_first
-    (batch,) = encoder.batches(find_shards(folder), SampleFormat(num_classes=1))
-    assert torch.equal(encoder.model_input(batch.images)[0], expected)
+    (batch,) = encoder.batches(find_samples(folder), SampleFormat(num_classes=1))
+    assert torch.equal(encoder.model_input(batch.values["image"])[0], expected)
     assert torch.equal(expected, resized_first) == (mode in ("L", "RGB")), "the order matters for the other modes"
 
     for key, captions, texts in ((FLICKR, b"a", {"dataset_type": ["retrieval"]}), (WINOGAVIL, b"", {})):

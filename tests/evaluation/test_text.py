@@ -1,5 +1,6 @@
 """Texts without their padding have the embeddings of texts with it."""
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from openclip_ext.evaluation.text import TextEncoder
+from openclip_ext.evaluation.text import TextEncoder, find_causal_tower, shrink
+from openclip_ext.model_configs import add_model_configs
 from tests.evaluation.datasets import tiny_model_config
 
 TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusual number seven on a wall"]
@@ -66,3 +68,28 @@ def test_a_tower_that_only_looks_causal_is_found_out(tmp_path, monkeypatch, capl
     assert set(lengths) == {24}
     assert "other embeddings without padding" in caplog.text
     torch.testing.assert_close(found, model.encode_text(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("custom_text", [False, True])
+def test_the_small_tower_is_the_same_function(custom_text):
+    add_model_configs()
+    torch.manual_seed(0)
+    model = open_clip.create_model("demo-vit", force_custom_text=custom_text).double()
+    tokens = open_clip.get_tokenizer("demo-vit")(["red over blue", "a long caption of a black square", "red"])
+    small = copy.deepcopy(model)
+    vocabulary, numbers = tokens.unique(return_inverse=True)
+    length = int(tokens.argmax(dim=1).max()) + 1
+    shrink(find_causal_tower(small)[1], vocabulary, length)
+
+    whole, short = model.encode_text(tokens), small.encode_text(numbers[:, :length].contiguous())
+    torch.testing.assert_close(short, whole)
+    weights = torch.randn_like(whole)
+    (whole * weights).sum().backward()
+    (short * weights).sum().backward()
+    gradients = [find_causal_tower(one)[1].token_embedding.weight.grad for one in (small, model)]
+    assert len(gradients[0]) < 20
+    torch.testing.assert_close(gradients[0], gradients[1][vocabulary])
+
+
+def test_a_tower_of_another_kind_is_not_found():
+    assert find_causal_tower(torch.nn.Linear(1, 1)) is None

@@ -19,10 +19,10 @@ from torch import Tensor
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.cliplite.image_files import encode_files, list_images, open_image
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
-from openclip_ext.evaluation.data import Batch, read_lines
+from openclip_ext.evaluation.data import Samples, read_lines
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
-from openclip_ext.pages.rendering import render_page, thumbnail
+from openclip_ext.pages.rendering import markdown_table, render_page, thumbnail
 
 # The paper's concept, gender; the first two pairs and the first template are its examples.
 PAIRS = (
@@ -116,14 +116,15 @@ def _picture(path: Path) -> str:
     return thumbnail(open_image(path), _PIXELS)
 
 
-def markdown_table(table: AlignmentTable) -> str:
-    """Format the alignment table, with a row for each side and three columns for each group."""
+def alignment_rows(table: AlignmentTable) -> list[list[str]]:
+    """Return the cells of the alignment table, with a row for each side and three columns for each group."""
     columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
     head = ["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]
-    lines = [head, ["---"] * len(head)]
-    for side, row in table.items():
-        lines.append([side, *(f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items())])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    cells = (
+        [f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items()]
+        for row in table.values()
+    )
+    return [head, *([side, *row] for side, row in zip(table, cells, strict=True))]
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -174,12 +175,14 @@ def main(argv: list[str]) -> None:
     first, second = (encoder.encode_texts(texts).cpu() for texts in prompts)
     basis, explained = concept_subspace(first, second, args.components)
 
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.images).cpu(), "order": torch.as_tensor(batch.order)}
+    def compute(batch: Samples) -> dict[str, Tensor]:
+        return {"image": encoder.encode_images(batch.values["image"]).cpu()}
 
-    paths = {name: list_images(folder) for name, folder in zip(names, args.images, strict=True)}
-    encoded = {name: encode_files(files, encoder, compute).values for name, files in paths.items()}
-    images = {name: values["image"] for name, values in encoded.items()}
+    found = {
+        name: encode_files(list_images(folder), encoder, compute)
+        for name, folder in zip(names, args.images, strict=True)
+    }
+    images = {name: group.values["image"] for name, group in found.items()}
     # As in the paper, there is one query for each pair, the prompt of the first template.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
     table = alignment_table(queries, images, basis, args.top)
@@ -192,15 +195,14 @@ def main(argv: list[str]) -> None:
         "top": args.top,
         "alignment": table,
     }
-    text = markdown_table(table)
+    text = markdown_table(alignment_rows(table))
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    files = {name: [paths[name][place] for place in values["order"].tolist()] for name, values in encoded.items()}
-    groups = {name: (images[name], files[name]) for name in names}
+    groups = {name: (images[name], list(map(Path, found[name].keys))) for name in names}
     asked = zip(
         chain.from_iterable(texts[: len(pairs)] for texts in prompts), torch.cat(list(queries.values())), strict=True
     )
-    found = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
-    page = render_page("nearest.html", "Nearest images", queries=found, picture=_picture)
+    nearest = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
+    page = render_page("nearest.html", "Nearest images", queries=nearest, picture=_picture)
     (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
     (args.output_dir / "editing.json").write_text(json_lines.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")

@@ -30,16 +30,12 @@ from openclip_ext.evaluation.models import ModelError
 from openclip_ext.files.writing import output_path
 
 
-def _as_it_is(features: Tensor) -> Tensor:
-    return features
-
-
 @dataclass(frozen=True)
 class SpatialLayer:
     """Names a module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
 
     name: str
-    to_map: Callable[[Tensor], Tensor] = _as_it_is
+    to_map: Callable[[Tensor], Tensor] = torch.positive  # the identity
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
@@ -60,8 +56,9 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
         return tokens("trunk.blocks", len(trunk.blocks), "norm1", trunk.patch_embed.grid_size)
     if getattr(trunk, "feature_info", None):
         name = f"trunk.{trunk.feature_info[-1]['module']}"
-        channels_last = str(getattr(trunk, "output_fmt", "")).endswith("NHWC")
-        return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1) if channels_last else _as_it_is)
+        if str(getattr(trunk, "output_fmt", "")).endswith("NHWC"):
+            return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1))
+        return SpatialLayer(name)
     raise ModelError(
         f"Grad-CAM needs a visual tower whose last features have positions in the image: a ModifiedResNet, a timm "
         f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
@@ -106,15 +103,11 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
             f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
             f"{tuple(image.shape[-2:])}, which is not a map of several positions. Choose an earlier --layer."
         )
-    maps = torch.cat([_weighted_map(activations, layer.to_map(gradient)) for gradient in gradients])
-    maps = F.interpolate(maps.unsqueeze(1), size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
+    # Equations 1 and 2 of Grad-CAM: relu(sum_c mean_hw(gradients)_c activations_c)
+    weights = torch.cat([layer.to_map(gradient) for gradient in gradients]).float().mean(dim=(2, 3), keepdim=True)
+    maps = (weights * activations.float()).sum(dim=1, keepdim=True).clamp_min(0)
+    maps = F.interpolate(maps, size=image.shape[-2:], mode="bilinear", align_corners=False).squeeze(1)
     return (maps / maps.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)).cpu()
-
-
-def _weighted_map(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Compute equations 1 and 2 of Grad-CAM: ``relu(sum_c mean_hw(gradients)_c activations_c)``, ``(1, H, W)``."""
-    weights = gradients.float().mean(dim=(2, 3), keepdim=True)
-    return (weights * activations.float()).sum(dim=1).clamp_min(0)
 
 
 def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:

@@ -27,7 +27,7 @@ from torch import Tensor
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.cliplite.image_files import encode_files
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
-from openclip_ext.evaluation.data import CLASSNAMES_FILE, Batch, SampleFormat, find_shards, read_lines
+from openclip_ext.evaluation.data import CLASSNAMES_FILE, SampleFormat, Samples, find_samples, read_lines
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.imagenet import ClassFolders
 from openclip_ext.evaluation.models import ImageTextModel, ModelError
@@ -94,16 +94,16 @@ def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Ten
     )
 
 
-def _feature_batches(encoder: Encoder, kind: str) -> Callable[[Batch], dict[str, Tensor]]:
-    """Return the function from a batch to its ``features`` ``(B, d)``, float32 on the CPU, ``order`` and ``label``."""
+def _compute_features(encoder: Encoder, kind: str) -> Callable[[Samples], dict[str, Tensor]]:
+    """Return the function from a batch to its ``features`` ``(B, d)``, float32 on the CPU."""
     function = feature_function(encoder.model, kind)
 
     @torch.no_grad()
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        features = function(encoder.model_input(batch.images)).float().cpu()
+    def compute(batch: Samples) -> dict[str, Tensor]:
+        features = function(encoder.model_input(batch.values["image"])).float().cpu()
         if not features.isfinite().all():
             raise ValueError("the model gives features that are not finite: its weights are broken or overflow")
-        return {"features": features, "order": batch.order, **({} if batch.labels is None else {"label": batch.labels})}
+        return {"features": features}
 
     return compute
 
@@ -111,9 +111,10 @@ def _feature_batches(encoder: Encoder, kind: str) -> Callable[[Batch], dict[str,
 def _read_files(
     paths: Sequence[Path], labels: np.ndarray, classes: Sequence[str], encoder: Encoder, kind: str
 ) -> Split:
-    found = encode_files(paths, encoder, _feature_batches(encoder, kind))
-    rows = found.values["order"].numpy()
-    return Split(found.values["features"].numpy(), labels[rows], tuple(classes), len(found.skipped))
+    found = encode_files(paths, encoder, _compute_features(encoder, kind))
+    label_of = dict(zip(map(str, paths), labels, strict=True))
+    rows = np.stack([label_of[key] for key in found.keys])
+    return Split(found.values["features"].numpy(), rows, tuple(classes), len(found.skipped))
 
 
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
@@ -142,8 +143,8 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
     """Read features and labels of a folder of class folders, or of a set in DataComp's format."""
     if (path / CLASSNAMES_FILE).is_file():
         classes = read_lines(path / CLASSNAMES_FILE, "class names")
-        batches = encoder.batches(find_shards(path), SampleFormat(len(classes)))
-        found = encoder.collect(batches, _feature_batches(encoder, kind), path.name, None)
+        batches = encoder.batches(find_samples(path), SampleFormat(len(classes)))
+        found = encoder.collect(batches, _compute_features(encoder, kind), path.name, None)
         features, labels = (found.values[name].numpy() for name in ("features", "label"))
         return Split(features, labels, tuple(classes), len(found.skipped))
     folder = ClassFolders(path)
@@ -180,7 +181,6 @@ def probe_top1(
     test: Split,
     costs: Sequence[float] = LOGISTIC_COSTS,
     samples_per_class: int | None = None,
-    max_iterations: int = 1000,
 ) -> Result:
     """Train a multinomial logistic regression on standardized features, at most ``samples_per_class`` of each class.
 
@@ -198,7 +198,7 @@ def probe_top1(
 
     # The costs are compared on a held-out tenth that contains every class; the best one is then fitted to all data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
-    search = GridSearchCV(LogisticRegression(max_iter=max_iterations), {"C": list(costs)}, cv=held_out)
+    search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
     return {
         "acc1": float(search.score(test_features, test.labels)),
@@ -220,7 +220,6 @@ def build_parser() -> argparse.ArgumentParser:
     top1.add_argument("--train", type=Path, required=True, help="data to train on: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="data to test on: class folders, or DataComp's format")
     top1.add_argument("--samples-per-class", type=int, help="largest number of training samples in a class")
-    top1.add_argument("--max-iterations", type=int, default=1000, help="iterations of L-BFGS (default: %(default)s)")
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         kinds = ("backbone", "embedding")
@@ -250,7 +249,7 @@ def main(argv: list[str]) -> None:
     if is_voc:
         result = probe_voc07(train, test, args.costs)
     else:
-        result = probe_top1(train, test, args.costs, args.samples_per_class, args.max_iterations)
+        result = probe_top1(train, test, args.costs, args.samples_per_class)
     report = {
         "probe": args.probe,
         **result,
