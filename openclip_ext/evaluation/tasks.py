@@ -136,8 +136,8 @@ SUITES: dict[str, tuple[str, ...]] = {
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
     """Return the tasks that a user named, in the order of the list and without repeats.
 
-    A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``) or a suite (``imagenet``, ``quick``, ...); no names
-    mean all 40.
+    A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
+    (``imagenet``, ``quick``, ...); no names mean all 40.
     """
     if not names:
         return list(TASKS.values())
@@ -148,7 +148,7 @@ def select_tasks(names: Sequence[str] | None) -> list[Task]:
 def _keys_for(name: str) -> Iterable[str]:
     if name in SUITES:
         return SUITES[name]
-    aliases = {alias: key for key, task in TASKS.items() for alias in (key, task.name)}
+    aliases = {alias: key for key, task in TASKS.items() for alias in (key, task.name, task.folder)}
     if name in aliases:
         return (aliases[name],)
     close = difflib.get_close_matches(name, [*aliases, *SUITES], n=3, cutoff=0.4)

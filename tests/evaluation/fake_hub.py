@@ -1,60 +1,116 @@
-"""Folders in place of the Hugging Face hub, behind the signatures of ``HfApi``."""
+"""A Hugging Face hub on localhost that serves folders as data set repositories, and misbehaves on request."""
 
+import hashlib
+import json
+import re
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock, create_autospec
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import filter_repo_objects
+REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves ``repositories[owner/name]``, a folder each.
+    """Serves ``repositories[owner/name]``, a folder each; tars and zips count as large files, with a SHA-256.
 
     Attributes:
+        endpoint: its address.
         corrupt: path of a file -> how many times to serve it with its first byte changed.
-        busy: paths of files that cannot be fetched.
-        fetched: paths of the files that were.
+        busy: path of a file -> how many times to answer 503.
+        requests: (path, first byte asked for) of every file request.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.corrupt: Counter[str] = Counter()
-        self.busy: set[str] = set()
-        self.fetched: list[str] = []
-        self.api = create_autospec(HfApi, instance=True)
-        self.api.dataset_info.side_effect = self._info
-        self.api.snapshot_download.side_effect = self._snapshot
-        self.api.verify_repo_checksums.side_effect = self._verify
+        self.busy: Counter[str] = Counter()
+        self.requests: list[tuple[str, int]] = []
+        hub = self
 
-    def _files(self, repo_id: str) -> dict[str, Path]:
-        folder = self.repositories[repo_id]
-        return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
 
-    def _info(self, repo_id: str, **_: object) -> SimpleNamespace:
-        if repo_id not in self.repositories:
-            raise HfHubHTTPError("404", response=Mock())
-        sizes = {name: path.stat().st_size for name, path in self._files(repo_id).items()}
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])
+            def do_GET(self) -> None:
+                hub.answer(self)
 
-    def _snapshot(self, repo_id: str, repo_type: str, local_dir: Path, allow_patterns: Sequence[str]) -> None:
-        files = self._files(repo_id)
-        (local_dir / ".cache").mkdir(parents=True, exist_ok=True)
-        for name in filter_repo_objects(files, allow_patterns=list(allow_patterns)):
-            if (local_dir / name).exists():
-                continue
-            if name in self.busy:
-                raise OSError("503")
-            content = files[name].read_bytes()
+            do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "FakeHub":
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path.split("?")[0]
+        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/\w+)?", path):
+            return self._list(handler, match[1])
+        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/\w+", path):
+            return self._list_tree(handler, match[1])
+        if match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/\w+/(.+)", path):
+            return self._send_file(handler, self.repositories[match[1]], match[2])
+        return self._reply(handler, 404, b"")
+
+    def _list(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
+        if repository not in self.repositories:
+            return self._reply(handler, 401, b"", {"X-Error-Message": "not found", "X-Error-Code": "RepoNotFound"})
+        folder = self.repositories[repository]
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        siblings = [{"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size} for path in files]
+        return self._reply(handler, 200, json.dumps({"id": repository, "sha": REVISION, "siblings": siblings}).encode())
+
+    def _list_tree(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
+        folder = self.repositories[repository]
+        files = [describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        self._reply(handler, 200, json.dumps(files).encode())
+
+    def _send_file(self, handler: BaseHTTPRequestHandler, folder: Path, name: str) -> None:
+        file = describe(folder, folder / name)
+        etag = file.get("lfs", file)["oid"]
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}
+        if handler.command == "HEAD":
+            return self._reply(handler, 200, b"", {**headers, "Content-Length": str(file["size"])})
+        first = int(re.match(r"bytes=(\d+)-", handler.headers.get("Range", "bytes=0-"))[1])
+        self.requests.append((name, first))
+        if self.busy[name]:
+            self.busy[name] -= 1
+            return self._reply(handler, 503, b"")
+        content = (folder / name).read_bytes()
+        if self.corrupt[name]:
             self.corrupt[name] -= 1
-            (local_dir / name).parent.mkdir(exist_ok=True)
-            (local_dir / name).write_bytes(content[::-1] if self.corrupt[name] >= 0 else content)
-            self.fetched.append(name)
+            content = bytes([content[0] ^ 1]) + content[1:]
+        handler.send_response(206)
+        for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
+            handler.send_header(header, value)
+        handler.end_headers()
+        handler.wfile.write(content[first:])
+        return None
 
-    def _verify(self, repo_id: str, repo_type: str, local_dir: Path) -> SimpleNamespace:
-        local = {name: local_dir / name for name in self._files(repo_id) if (local_dir / name).exists()}
-        wrong = [name for name, path in local.items() if path.read_bytes() != self._files(repo_id)[name].read_bytes()]
-        return SimpleNamespace(mismatches=[{"path": name} for name in wrong])
+    def _reply(
+        self, handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        handler.send_response(status)
+        for header, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            handler.send_header(header, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
+def describe(folder: Path, path: Path) -> dict:
+    """Return a file's entry in the tree of the hub's API."""
+    content = path.read_bytes()
+    git_hash = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+    entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": git_hash}
+    if path.suffix in (".tar", ".zip"):
+        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return entry

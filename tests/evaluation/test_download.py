@@ -1,8 +1,9 @@
-"""``python -m eval.download`` against folders in place of the hub: what a user sees, and what lies on the disk after it."""
+"""``python -m eval.download`` against a hub on localhost: what a user sees, and what lies on the disk after it."""
 
 import csv
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,21 +29,22 @@ DIGITS = "mnist"  # ten classes, as the fixtures have
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with MNIST in DataComp's format, 3 shards, and files that nobody needs."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the environment says
     origin = datasets.make_task(tmp_path / "hub", DIGITS, shards=3)
     (origin / "README.md").write_text("MIT")
     (origin / ".gitattributes").write_text("*.tar filter=lfs")
     (origin / "train").mkdir()
     (origin / "train" / "0.tar").write_bytes(b"not needed")
-    fake = FakeHub()
-    fake.repositories[repository_of(TASKS[DIGITS])] = origin
-    monkeypatch.setattr("openclip_ext.evaluation.download.HfApi", lambda endpoint: fake.api)
-    return fake
+    with FakeHub() as fake:
+        fake.repositories[repository_of(TASKS[DIGITS])] = origin
+        yield fake
 
 
-def download(data_dir: Path, *arguments: str, task: str = DIGITS) -> int:
-    return status("--data-dir", str(data_dir), "--tasks", task, *arguments)
+def download(hub: FakeHub, data_dir: Path, *arguments: str, task: str = DIGITS) -> int:
+    return status("--data-dir", str(data_dir), "--tasks", task, "--endpoint", hub.endpoint, *arguments)
 
 
 def status(*arguments: str) -> int:
@@ -79,10 +81,10 @@ def test_fetches_exactly_the_data_set_and_verifies_every_byte(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = tmp_path / "data"
-    assert download(data_dir, "--dry-run") == 0
+    assert download(hub, data_dir, "--dry-run") == 0
     assert not data_dir.exists() and "7 files" in capsys.readouterr().out
 
-    assert download(data_dir) == 0
+    assert download(hub, data_dir) == 0
     folder, origin = set_folder(data_dir), hub.repositories[repository_of(TASKS[DIGITS])]
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     wanted = ["README.md", "classnames.txt", "test/0.tar", "test/1.tar", "test/2.tar", "test/nshards.txt"]
@@ -90,41 +92,45 @@ def test_fetches_exactly_the_data_set_and_verifies_every_byte(
     assert all((folder / name).read_bytes() == (origin / name).read_bytes() for name in wanted)
     assert verify(data_dir) == OK
 
-    hub.fetched.clear()
-    assert download(data_dir) == 0 and hub.fetched == []
+    hub.requests.clear()
+    assert status("--data-dir", str(data_dir), "--tasks", DIGITS, "--endpoint", "http://127.0.0.1:9") == 0
+    assert hub.requests == []
 
     template_file = folder / "zeroshot_classification_templates.txt"
     template_file.write_text(template_file.read_text().replace("photo", "image"))
     assert "SHA-256" in problems_of(data_dir, DIGITS)
     template_file.unlink()
-    assert download(data_dir) == 0
+    assert download(hub, data_dir) == 0
     assert verify(data_dir) == OK
 
 
 def test_an_interrupted_download_keeps_complete_files(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.busy.add("test/1.tar")
-    assert download(tmp_path) == 1
+    hub.busy["test/1.tar"] = 1000
+    assert download(hub, tmp_path) == 1
     error = capsys.readouterr().err
     assert "503" in error and "run the same command again" in error
     assert (set_folder(tmp_path) / "test" / "0.tar").exists()
     assert verify(tmp_path) == INCOMPLETE
     hub.busy.clear()
-    hub.fetched.clear()
-    assert download(tmp_path) == 0
-    assert "test/1.tar" in hub.fetched and {"test/0.tar", "classnames.txt"}.isdisjoint(hub.fetched)
+    hub.requests.clear()
+    assert download(hub, tmp_path) == 0
+    assert {name for name, _ in hub.requests}.isdisjoint({"test/0.tar", "classnames.txt"})
+    assert ("test/1.tar", 0) in hub.requests
     assert verify(tmp_path) == OK
 
 
 def test_a_wrong_checksum_is_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
-    hub.corrupt["test/0.tar"] = 2
-    assert download(tmp_path) == 0
+    hub.corrupt["test/0.tar"] = 1
+    hub.corrupt["classnames.txt"] = 1  # a small file: git's checksum, not SHA-256
+    assert download(hub, tmp_path) == 0
     assert verify(tmp_path) == OK
 
 
 def test_one_failing_set_stops_no_other(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("--data-dir", str(tmp_path), "--tasks", "cifar10", DIGITS) == 1
+    arguments = ["--data-dir", str(tmp_path), "--tasks", "cifar10", DIGITS, "--endpoint", hub.endpoint]
+    assert status(*arguments) == 1
     captured = capsys.readouterr()
     assert "failed: cifar10" in captured.err and "1 of 2 data sets are complete" in captured.out
     assert verify(tmp_path) == OK
@@ -183,11 +189,11 @@ def test_retrieval_comes_through_the_conversion(
     (origin / "LICENSE").write_text("terms")
     hub.repositories[repository_of(TASKS[FLICKR])] = origin
     write_zip(origin / "images.zip", ["10.jpg"])
-    assert download(data_dir, task=FLICKR) == 1
+    assert download(hub, data_dir, task=FLICKR) == 1
     assert "no image 'COCO_val.2014.jpg'" in capsys.readouterr().err
     assert verify(data_dir, FLICKR) == INCOMPLETE
     contents = write_zip(origin / "images.zip", ["10.jpg", "11.jpg", "COCO_val.2014.jpg"])
-    assert download(data_dir, task=FLICKR) == 0
+    assert download(hub, data_dir, task=FLICKR) == 0
 
     folder = set_folder(data_dir, FLICKR)
     assert {path.name for path in folder.iterdir()} == {"LICENSE", CHECKSUMS_FILE, "dataset_type.txt", "test"}
@@ -211,7 +217,7 @@ def test_winogavil_comes_through_the_conversion(hub: FakeHub, tmp_path: Path, mo
     contents = write_zip(origin / "winogavil_images.zip", [f"{name}.jpg" for name in [*names, "unused"]])
     hub.repositories[repository_of(TASKS[WINOGAVIL])] = origin
     monkeypatch.setattr("openclip_ext.evaluation.convert.IMAGES_PER_SHARD", 2)
-    assert download(data_dir, task=WINOGAVIL) == 0
+    assert download(hub, data_dir, task=WINOGAVIL) == 0
     folder = set_folder(data_dir, WINOGAVIL)
     assert not (folder / "source").exists()
     assert (folder / "test" / "nshards.txt").read_text() == "3\n"

@@ -9,11 +9,11 @@ from markupsafe import Markup
 from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.report.tables import (
     Row,
+    cell_table,
     describe_run,
     format_difference,
     format_value,
     size_note,
-    text_table,
 )
 from openclip_ext.evaluation.report.training import Table, validation_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
@@ -44,8 +44,8 @@ def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Se
         training_curves=[
             line_chart(chart) for chart in training_charts({run.name: run.logs for run in trained}, metrics)
         ],
-        averages=text_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
-        tasks=text_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
+        averages=cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
+        tasks=cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
         note=size_note(rows),
         repeated=any(len(run.final.repeats) > 1 for run in evaluated),
         baseline=evaluated[0].name if evaluated else "",

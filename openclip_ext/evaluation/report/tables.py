@@ -46,6 +46,14 @@ class Row:
         ]
 
 
+@dataclass(frozen=True)
+class Cell:
+    """Holds the text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
+
+    text: str
+    style: str = ""
+
+
 def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
     """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
     finals = [run.final for run in runs]
@@ -83,16 +91,25 @@ def format_difference(difference: float | None) -> str:
     return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
 
 
-def text_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[str]]:
+def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
     """Return the cells of rows that are all groups or all tasks; the head comes first."""
-    head = ["group"] if all(row.is_group for row in rows) else ["task", "metric"]
-    table = [[*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]]
-    for row in rows:
-        values = zip(row.cells, row.other_sizes, strict=True)
-        numbers = [format_value(cell) + (" †" if has_other_size else "") for cell, has_other_size in values]
-        differences = map(format_difference, row.differences()[1:])
-        table.append([row.title, *([] if row.is_group else [row.metric]), *numbers, *differences])
-    return table
+    is_group = all(row.is_group for row in rows)
+    head = ["group"] if is_group else ["task", "metric"]
+    titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
+    return [[Cell(title, "metric" if title == "metric" else "") for title in titles], *map(_cells, rows)]
+
+
+def _cells(row: Row) -> list[Cell]:
+    numbers = [cell.mean for cell in row.cells if isinstance(cell, Value)]
+    best = max(numbers) if len(numbers) > 1 else None
+    found = [Cell(row.title)] if row.is_group else [Cell(row.title), Cell(row.metric, "metric")]
+    for cell, has_other_size in zip(row.cells, row.other_sizes, strict=True):
+        style = "faint" if isinstance(cell, str) else "best" if cell.mean == best else ""
+        found.append(Cell(format_value(cell) + (" †" if has_other_size else ""), style))
+    for difference in row.differences()[1:]:
+        style = "up" if (difference or 0) > 0 else "down" if (difference or 0) < 0 else "faint"
+        found.append(Cell(format_difference(difference), style))
+    return found
 
 
 def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
@@ -102,7 +119,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
     for is_group in (True, False):
         part = [row for row in rows if row.is_group == is_group]
         if part:
-            lines += ["", markdown_table(text_table(runs, part))]
+            lines += ["", markdown_table([[cell.text for cell in cells] for cells in cell_table(runs, part)])]
     note = size_note(rows)
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
