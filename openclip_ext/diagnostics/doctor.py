@@ -21,6 +21,7 @@ import torch
 from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
@@ -29,7 +30,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.flags import parse
-from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for, with_loss_options
+from openclip_ext.training.model import build_loss, build_model, for_training, with_loss_options
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 

@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 from openclip_ext import distributed
 from openclip_ext.cli.errors import one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import read_as
-from openclip_ext.training.checkpoint.tables import restore_table
-from openclip_ext.training.model import prepare_for
-from openclip_ext.training.optimizer import LOGIT_SCALE
-from openclip_ext.training.validation import symmetric_cross_entropy
+from openclip_ext.state.table_files import restore_table
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

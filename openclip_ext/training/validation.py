@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.evaluation.ranks import ranks_of_best_match
@@ -140,12 +141,6 @@ class Validation:
         metrics = retrieval_metrics(torch.cat(images), torch.cat(texts))
         metrics |= {"clip_val_loss": losses / count, "num_samples": count}
         return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
-
-
-def symmetric_cross_entropy(logits: Tensor) -> Tensor:
-    """Return OpenCLIP's contrastive loss of a square matrix of logits."""
-    labels = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.data import with_index
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training.optimizer import LOGIT_SCALE
 from tests.distributed.pool import WORLD_SIZE, RankPool
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 

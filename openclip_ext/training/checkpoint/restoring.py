@@ -15,6 +15,7 @@ from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
 from openclip_ext.files.schema import read_as
+from openclip_ext.state.table_files import open_table, restore_table
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint.format import (
     Checkpoint,
@@ -24,7 +25,6 @@ from openclip_ext.training.checkpoint.format import (
     set_random_state,
     table_file,
 )
-from openclip_ext.training.checkpoint.tables import open_table, restore_table
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 
