@@ -25,7 +25,7 @@ from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
-from openclip_ext.diagnostics.plan import Plan, Training, gpu_memory_here
+from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
@@ -208,22 +208,14 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="openclip-ext doctor", allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
     )
-    parser.add_argument(
-        "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        default=gpu_memory_here() / 1e9,
-        help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
-    )
+    add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
     processes = {"rank": 0, "local_rank": 0, "world_size": own.world_size, "distributed": own.world_size > 1}
     config = with_loss_options(for_processes(parse(flags), "now", **processes))
     check(config)
     status = 0
-    for verdict, text in Doctor(config, own.world_size, own.gpu_memory * 1e9).findings():
+    for verdict, text in Doctor(config, own.world_size, own.gpu_memory).findings():
         say(f"{verdict:8} {text}")
         status = status or int(verdict == ERROR)
     raise SystemExit(status)

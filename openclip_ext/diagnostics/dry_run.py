@@ -133,16 +133,20 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         yield
 
 
+def valueless_model(name: str) -> Any:
+    """Return a model of OpenCLIP on the meta device; its outputs are a dictionary."""
+    with command_line.without_warnings():
+        return open_clip.create_model(name, device="meta", output_dict=True)
+
+
 def activation_bytes(
-    model_name: str, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
+    model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
     """Return for each batch size the peak bytes of both towers in a forward and backward pass, images included.
 
-    ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is one of :func:`valueless_model`, which this uses up; ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
-    with command_line.without_warnings():
-        model = open_clip.create_model(model_name, device="meta", output_dict=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
         model.set_grad_checkpointing(grad_checkpointing)

@@ -138,5 +138,5 @@ def test_a_loss_goes_on_with_any_number_of_processes():
 
 def test_another_losss_state_is_refused():
     loss = ModelLoss(stateful_loss(), tiny_model())
-    with pytest.raises(ValueError, match="no per-sample state of"):
+    with pytest.raises(ValueError, match="the saved loss has per-sample state of"):
         loss.load_state_dict(ModelLoss(create_loss("openclip"), tiny_model()).state_dict())

@@ -15,7 +15,6 @@ from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.diagnostics.finished_run import (
-    Embeddings,
     FinishedRun,
     add_run_arguments,
     embed_training_set,
@@ -24,6 +23,7 @@ from openclip_ext.diagnostics.finished_run import (
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
+from openclip_ext.evaluation.embeddings import Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 
