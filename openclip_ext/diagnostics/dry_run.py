@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import open_clip
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli import command_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.guard import StepGuard
 
@@ -133,18 +131,12 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         yield
 
 
-def valueless_model(name: str) -> Any:
-    """Return a model of OpenCLIP on the meta device; its outputs are a dictionary."""
-    with command_line.without_warnings():
-        return open_clip.create_model(name, device="meta", output_dict=True)
-
-
 def activation_bytes(
     model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
     """Return for each batch size the peak bytes of both towers in a forward and backward pass, images included.
 
-    ``model`` is one of :func:`valueless_model`, which this uses up; ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is OpenCLIP's on the meta device, with ``output_dict=True``; ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):

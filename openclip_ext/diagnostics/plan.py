@@ -26,7 +26,6 @@ from openclip_ext.diagnostics.dry_run import (
     activation_bytes,
     dry_run,
     sent_bytes,
-    valueless_model,
 )
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
@@ -94,7 +93,8 @@ class Plan:
         if training.model not in open_clip.list_models():
             raise ValueError(f"--model {training.model}: expected one of {', '.join(open_clip.list_models())}")
         self.training, self.gpu_memory = training, gpu_memory
-        model = valueless_model(training.model)
+        with command_line.without_warnings():
+            model = open_clip.create_model(training.model, device="meta", output_dict=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.embed_dim = compat.embedding_dim(training.model, model)
         loss = training.create_loss(self.embed_dim)

@@ -66,8 +66,9 @@ def _inspect(
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)
-    inspection = Inspection(about, thresholds, found, outputs.read_samples(run.source, outputs.shown_indices(found)))
-    thumbnails = outputs.read_thumbnails(run.source, outputs.shown_indices(found, args.show))
+    shown = outputs.shown_indices(found, args.show)
+    samples, thumbnails = outputs.read_samples(run.source, outputs.shown_indices(found), shown)
+    inspection = Inspection(about, thresholds, found, samples)
     outputs.write_page(folder / "index.html", inspection, thumbnails, args.show)
     outputs.write_json(folder / "found.json", inspection)
     outputs.write_csv(folder / "found.csv", inspection)
