@@ -1,4 +1,4 @@
-"""Everything openclip_ext needs from inside OpenCLIP, in one file.
+"""Everything openclip_ext needs from inside OpenCLIP and torch, in one file.
 
 ``open_clip`` has a public interface, ``open_clip_train`` has none: it is the training script that comes with the
 package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release
@@ -298,13 +298,47 @@ def unwrap(model: nn.Module) -> nn.Module:
     from torch import nn
 
     while True:
-        compiled = getattr(model, "_orig_mod", None)
-        if isinstance(compiled, nn.Module):
-            model = compiled
+        if uncompiled(model) is not model:
+            model = uncompiled(model)
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         else:
             return model
+
+
+# --- inside torch, tried with 2.6 to 2.14 --------------------------------------------------------------------------------
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model inside of what ``torch.compile`` returned."""
+    return getattr(model, "_orig_mod", model)
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return a model's BatchNorm layers of all kinds."""
+    from torch import nn
+
+    return [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], nested: Any) -> Any:
+    """Apply a function to all tensors in a nesting of lists, tuples and dictionaries."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, nested)
+
+
+def leaves(nested: Any) -> list[Any]:
+    """Return what a nesting of lists, tuples and dictionaries holds."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(nested)
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step, if it is told so by a tensor, does nothing without a wait of the host."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ def test_help_is_the_answer_to_nothing_and_there_is_a_version(capsys):
     assert capsys.readouterr().out == f"openclip-ext {__version__}\n"
 
 
+def test_ctrl_c_while_a_command_imports_is_one_word(tmp_path):
+    code = _PROGRAM.replace("import main;", "import main; import signal; signal.alarm(1);")
+    code = "import signal; signal.signal(signal.SIGALRM, signal.default_int_handler); " + code
+    stopped = python("-c", code, "compare", str(tmp_path / "x.tar"))
+    assert (stopped.returncode, stopped.stderr) == (130, "stopped\n")
+
+
 def test_an_unknown_command_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["estimate-error"])

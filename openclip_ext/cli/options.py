@@ -53,7 +53,9 @@ def with_flags(message: str, options: "Mapping[str, Option]") -> str:
     """
 
     def as_flag(assignment: re.Match[str]) -> str:
-        name, value = assignment[1], assignment[2].strip("'")
+        name, value = assignment[1], assignment[2]
+        if value.startswith("'"):
+            value = value.strip("'")
         option = options.get(name)
         if option is not None and option.ablation:
             return f"--loss-option {name}={value}".removesuffix("=")

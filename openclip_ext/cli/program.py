@@ -59,10 +59,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments after the program's name (default: the process's own).
 
     Raises:
-        SystemExit: with the command's exit status; 2 for a command that does not exist.
+        SystemExit: with the command's exit status; 2 for a command that does not exist, 130 after Ctrl-C.
     """
-    with until_pipe_breaks():
-        _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+    try:
+        with until_pipe_breaks():
+            _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+    except KeyboardInterrupt:  # also while a command imports for seconds what it needs
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _run(name: str, *rest: str) -> None:

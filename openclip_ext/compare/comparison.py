@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import time
@@ -20,10 +21,20 @@ from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
-from openclip_ext.compare.plan import CONTENDERS, FINALISTS, SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
+from openclip_ext.compare.plan import (
+    CONTENDERS,
+    FINALISTS,
+    SEEDS,
+    Costs,
+    Stage,
+    equal_epochs,
+    least_seconds,
+    plan_next,
+    plan_tuning,
+)
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
-from openclip_ext.compare.short_run import warmup_steps
+from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.statistics import group_numbers, half_width
@@ -54,7 +65,9 @@ def main(argv: list[str]) -> None:
     config, training = parse(argv)
     try:
         with held(config.folder):  # also protects the cache
-            read_plan(config, training)  # a folder of other flags is refused before the data are decoded
+            plan = read_plan(config, training)  # a folder of other flags is refused before the data are decoded
+            if not plan:
+                _refuse_short_time(config, training, started + 60 * config.minutes - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, started + 60 * config.minutes)
             stopped = comparison.run()
@@ -66,6 +79,19 @@ def main(argv: list[str]) -> None:
         raise SystemExit(130)
     if not has_result:
         raise SystemExit(1)
+
+
+def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
+    """Raise ValueError if the time is over before the least number of steps, before the data are decoded."""
+    batch = training.loading.batch_size * training.loading.accum_freq
+    needed = least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
+    if seconds * (1 - _RESERVE) < needed:
+        least = math.ceil(config.minutes + (needed / (1 - _RESERVE) - seconds) / 60)
+        raise ValueError(
+            f"the time is too short: --minutes {config.minutes:g}, and the shortest comparison of {len(config.losses)} losses "
+            f"takes {needed / 60:.1f} minutes of training alone at this model's pace. Give --minutes {least} or, as reading "
+            "and scoring take time, too, twice as many; or fewer --losses, or a smaller --model"
+        )
 
 
 class Comparison:

@@ -73,6 +73,15 @@ def plan_tuning(
     )
 
 
+def least_seconds(per_sample: float, losses: int, processes: int, batch: int) -> float:
+    """Return the seconds that the shortest comparison takes, if training on a sample takes ``per_sample``."""
+    decides = losses <= 1 + CONTENDERS
+    runs = _RUNS_OF_A_STAGE if decides else FINALISTS
+    later = _RUNS_OF_A_STAGE * min(losses, 1 + CONTENDERS)
+    share = 1.0 if decides else runs * losses / (runs * losses + _PLANNED_LONGER * later)
+    return _LEAST_STEPS * batch * per_sample * losses * runs / (processes * share)
+
+
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
     """Plan what follows a finished stage: longer runs if the time allows, else more seeds, else None.
 

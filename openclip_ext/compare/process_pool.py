@@ -44,7 +44,7 @@ class ProcessPool:
         samples: number of samples that all tasks have seen so far.
     """
 
-    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, stand: None) -> None:
+    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, state: None) -> None:
         self.processes, self._judge = processes, judge
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])

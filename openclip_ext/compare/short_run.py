@@ -26,6 +26,35 @@ _CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides it
 CURVE_POINTS = len(_CURVE) + 1
 
 
+def seconds_a_sample(config: TrainingConfig) -> float:
+    """Return how long a forward and a backward pass of the model take on a sample, on one thread: a step takes no less."""
+    add_model_configs()
+    device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
+    with without_warnings():
+        built = build_model(replace(config.model, pretrained=None, pretrained_image=False), device, 0)
+    size = built.model.visual.image_size
+    settings = StepSettings.of(config.step, device)
+    images = torch.zeros(batch, 3, *(size if isinstance(size, tuple) else (size, size)), device=device)
+    images, texts = images.to(settings.input_dtype), built.tokenizer([""] * batch).to(device)
+
+    def seconds_of_a_pass() -> float:
+        started = time.perf_counter()
+        with settings.autocast():
+            outputs = built.model(images, texts)
+        loss = (outputs["image_features"] * outputs["text_features"]).sum()
+        loss.backward()
+        loss.item()  # waits for the device
+        return time.perf_counter() - started
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds_of_a_pass()  # warms up
+        return seconds_of_a_pass() / batch
+    finally:
+        torch.set_num_threads(threads)
+
+
 def warmup_steps(asked: int, steps: int) -> int:
     """Return the warm-up of a run of ``steps`` steps: what was asked for, but at most a tenth of the run."""
     return min(asked, steps // 10)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
@@ -40,7 +39,7 @@ class ContrastiveLoss(nn.Module):
     """Base of all losses.
 
     A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. One call in training mode is one
-    optimizer step and updates the state. A call in evaluation mode changes nothing.
+    optimizer step and updates the state. A call in evaluation mode changes nothing. A loss belongs to one thread.
 
     Attributes:
         embed_dim: required width of the features; None: any.
@@ -133,7 +132,7 @@ class ContrastiveLoss(nn.Module):
             # Losses may train networks of their own, which inference mode forbids, also with its tensors.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
-                *inputs, named = tree_map(_usual, inputs)
+                *inputs, named = compat.map_tensors(_usual, inputs)
                 return self.forward(*inputs, **named)
         recomputes = checks.is_in_backward()
         if recomputes and self.training and self.keeps_state:
@@ -230,7 +229,7 @@ class ContrastiveLoss(nn.Module):
     def state_size(self) -> StateSize:
         """Return the bytes of state in this process."""
         return StateSize(
-            replicated=sum(leaf.nbytes for leaf in tree_leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
+            replicated=sum(leaf.nbytes for leaf in compat.leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
             per_sample=sum(table.nbytes for table in self.tables().values()),
         )
 
@@ -356,6 +355,6 @@ class ContrastiveLoss(nn.Module):
         return self.keeps_state
 
 
-def _usual(value: Any) -> Any:
-    """Return a tensor of inference mode as a usual one, other values as they are."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+def _usual(tensor: Tensor) -> Tensor:
+    """Return a tensor of inference mode as a usual one."""
+    return tensor.clone() if tensor.is_inference() else tensor

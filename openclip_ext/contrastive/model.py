@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
 @contextlib.contextmanager
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    layers: list[Any] = compat.batch_norms(model)
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -43,7 +43,7 @@ class SolvedTemperature(TemperatureScheme):
     yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The model's
     ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     solves = True

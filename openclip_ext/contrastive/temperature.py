@@ -113,7 +113,7 @@ class ConstantTemperature(TemperatureScheme):
 class UnregularizedTemperature(TemperatureScheme):
     """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     learns_logit_scale = True
@@ -142,7 +142,7 @@ class UnregularizedTemperature(TemperatureScheme):
 class GlobalTemperature(UnregularizedTemperature):
     """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     With ``slow_when_small`` the learning rate is a third in each step that begins with ``τ ≤ 0.03``.
     """
 
@@ -192,7 +192,7 @@ class TwoGlobalTemperatures(TemperatureScheme):
     See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam with the learning rate ``lr_tau`` learns their logarithms.
     A step uses the temperatures from before its update. The model's ``logit_scale`` follows the mean of both logarithms.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     learns_own = True

@@ -109,8 +109,8 @@ class _WebDatasetIndex:
 
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
         # The command line of the manifest imports this package.
-        from openclip_ext.data.manifest.manifest import find_or_create_manifest
-        from openclip_ext.data.sources.spec import ANY_FIELD
+        from openclip_ext.data.manifest.find import find_or_create_manifest
+        from openclip_ext.data.sources.keys import ANY_FIELD
 
         found = find_or_create_manifest(shards, manifest, ANY_FIELD, ANY_FIELD)
         self.num_samples = found.num_samples

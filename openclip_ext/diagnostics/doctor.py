@@ -174,8 +174,8 @@ class Doctor:
         count = kept + 1  # the new one is written before an old one is removed
         size = _BYTES_OF_A_PARAMETER * self.plan.parameters + self.plan.of_sample * self.samples
         told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
-        cure = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
-        yield (OK, told) if free > count * size else (ERROR, f"{told}: {cure}")
+        hint = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
+        yield (OK, told) if free > count * size else (ERROR, f"{told}: {hint}")
         if self.config.data is not None and not saving.every_steps:
             yield WARNING, "folder: saved at the ends of epochs only; --save-every-steps saves more often"
 

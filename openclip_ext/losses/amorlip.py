@@ -84,7 +84,7 @@ class MlpNormalizer(Normalizer):
     The target network predicts. With the defaults for other losses (no previous network, no averaging, a fit in every step)
     this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -275,7 +275,7 @@ class Partition(Objective):
 class PartitionNormalizer(MlpNormalizer):
     """The MLP of the paper: it predicts the partition function, positive pair included. Stage II may stay in a process.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates = (PARTITION_MEAN,)

@@ -105,7 +105,7 @@ class ClipLiteLoss(ContrastiveLoss):
     training's optimizer; evaluation must go through them. Each process takes its negatives and the BatchNorms' statistics
     from its own batch. The running statistics follow the mean over all processes.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     expects_unit_norm = False

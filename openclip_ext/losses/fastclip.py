@@ -40,7 +40,7 @@ class MovingAverageNormalizer(Normalizer):
     Kept as ``log u``. A sample seen for the first time takes the batch's estimate. If an index occurs in the global batch more
     than once, all its occurrences receive the mean of the new u.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     The table takes 8 bytes for each sample, spread over the processes.
     """
 

@@ -41,7 +41,7 @@ class PerSampleTemperature(TemperatureScheme):
     counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from before its update. An
     index that occurs in the global batch more than once learns from the mean of its gradients.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     The table takes 24 bytes for each sample, spread over the processes.
     """
 

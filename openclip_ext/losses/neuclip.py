@@ -158,7 +158,7 @@ class PrototypeNormalizer(Normalizer):
     and the fit sees one batch only. The prototypes can then predict far worse than the embeddings they started from, and
     the encoders learn to get away from them. ``verify_fit`` prevents it: see :meth:`_fit_is_better`.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates = (NEGATIVES_MEAN,)

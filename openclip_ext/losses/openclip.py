@@ -34,7 +34,7 @@ _CAPTIONS = {"logits", "labels"}
 class OpenClipLoss(ContrastiveLoss):
     """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is the mean of the
     cross-entropy over all samples of its caption.
     """

@@ -37,7 +37,7 @@ class QueueNormalizer(Normalizer):
     The anchor's positive pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the
     weights from above.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates = (NEGATIVES_MEAN,)

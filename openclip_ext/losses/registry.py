@@ -396,12 +396,12 @@ def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
     smallest = values.get("temperature_min")
     largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if temperature > largest:
-        cure = (
+        hint = (
             f". For a logit scale of {temperature:g} give temperature={1 / temperature:.4g}" if temperature > 1 else ""
         )
         raise OptionError(
             "temperature",
-            f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities{cure}",
+            f"temperature={temperature:g}: expected at most {largest:g}, as it divides the similarities{hint}",
         )
     if smallest is not None and temperature < smallest <= largest:
         raise OptionError(

@@ -62,7 +62,7 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
 
     Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean of its views'.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates = (_UNCENTERED_MEAN,)

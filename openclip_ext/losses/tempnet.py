@@ -73,7 +73,7 @@ class PredictedTemperature(TemperatureScheme):
 
     A step uses the temperatures from before its update.
 
-    Keyword arguments are the options of these names (``losses/options.json``).
+    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     depends_on_epoch = True

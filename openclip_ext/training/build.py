@@ -58,18 +58,18 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     scaler = gradient_scaler(config.step.precision, built.device)
     identity = _identity(config, loader)
     position = ckpt.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
-    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
-    if distributed.is_master():
-        _tell(config, start, identity, position, steps_left)
-        if folder is not None:
-            _begin_folder(config, folder, position, start, trains=steps_left > 0)
-    _announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     ema = ckpt.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
     step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
     if start.checkpoint is not None:
         for name, part in stateful_parts(step, loader).items():
             part.load_state_dict(start.checkpoint.parts.get(name, {}))
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
+    if distributed.is_master():
+        _tell(config, start, identity, position, steps_left)
+        if folder is not None:
+            _begin_folder(config, folder, position, start, trains=steps_left > 0)
+    _announce(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     return Trainer(
         step=step,
         loader=loader,

@@ -13,7 +13,8 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.shards.shardlist import expand_shards
-from openclip_ext.data.sources.spec import DataSpec, parse_keys
+from openclip_ext.data.sources.keys import parse_keys
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
 from openclip_ext.training import parallel
 
@@ -71,8 +71,7 @@ class StepGuard:
 
     def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
         self._loss = loss
-        layers = (layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
-        self._statistics = [buffer for layer in layers for buffer in layer.buffers()]
+        self._statistics = [buffer for layer in compat.batch_norms(model) for buffer in layer.buffers()]
         self._on_host = on_host
         self._before: list[_Remembered] = []
         self._counters: dict[str, Any] = {}
@@ -141,7 +140,7 @@ class StepGuard:
 
         On a GPU, torch's fused optimizers skip it without a wait of the host.
         """
-        if self.decides_on_host(outcome) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.decides_on_host(outcome) or not compat.skips_on_device(optimizer):
             if outcome.good:
                 optimizer.step()
             return

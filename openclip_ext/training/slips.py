@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 # What word processors and web pages make of ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
 # Flags that only these programs have, and what does the same here.
-_FOREIGN = {
+_OF_OTHERS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
         "multiply-tau": "--loss fastclip, or fastclip-v0 without it",
@@ -40,7 +40,7 @@ _FOREIGN = {
         "skip-aggregate": "nothing: the losses gather as the papers do",
     },
 }
-_OURS = {flag: (program, ours) for program, flags in _FOREIGN.items() for flag, ours in flags.items()}
+_OURS = {flag: (program, ours) for program, flags in _OF_OTHERS.items() for flag, ours in flags.items()}
 
 
 def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:

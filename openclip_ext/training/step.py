@@ -10,7 +10,6 @@ from typing import Any
 import open_clip
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -122,7 +121,7 @@ class TrainStep:
 
     def _to_device(self, batch: Batch) -> Batch:
         device = self.settings.device
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+        batch = compat.map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
         image = batch["image"]
         if self.settings.normalize is not None:
             image = self.settings.normalize(image)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.loader.epoch_pass import Interrupted
 from openclip_ext.data.loader.train_loader import TrainLoader
@@ -336,7 +336,7 @@ class Trainer:
 
     def _model_file(self) -> dict[str, Any]:
         """Return OpenCLIP's checkpoint dictionary, and the step that finds our state beside it; complete on the master."""
-        model = getattr(self.model, "_orig_mod", self.model)
+        model = compat.uncompiled(self.model)
         content = {
             "epoch": self.position.epoch,
             "name": self.policy.name,

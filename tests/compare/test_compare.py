@@ -333,6 +333,15 @@ def lasting(path: Path) -> dict[str, Any]:
     return content
 
 
+def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, monkeypatch):
+    monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
+    argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
+    with pytest.raises(
+        ValueError, match=r"--minutes 0.001, and the shortest comparison of 4 losses.*Give --minutes 1 or"
+    ):
+        main(argv)
+
+
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """Interrupted, gone on with, repeated, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
@@ -354,8 +363,8 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
         with pytest.raises(SystemExit, match="130"):
             main(argv)
     assert "No result yet" in capsys.readouterr().out
-    assert json.loads((out / "report.json").read_text())["unfinished"] == 4
     first = (out / "runs.jsonl").read_text().splitlines()
+    assert json.loads((out / "report.json").read_text())["unfinished"] == 6 - len(first)
 
     main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()

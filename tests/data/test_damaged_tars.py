@@ -237,11 +237,3 @@ def test_damaged_tars_neither_hang_nor_crash_nor_lose_silently(
     # The mutations are no mere noise: most lose something, some nothing.
     assert found["lost"] > MUTATIONS_OF_A_CASE / 3 and found["survived"] > MUTATIONS_OF_A_CASE / 20
     assert found["undercounted"] <= MUTATIONS_OF_A_CASE / 20
-
-
-def test_a_scan_that_forgot_what_it_has_lost_would_be_found(
-    good_shards: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Manifest, "num_lost", 0)
-    found = outcomes(SoakCase(1, 0), 40, good_shards, tmp_path, caplog)
-    assert any("missing without a word" in what for what in found)

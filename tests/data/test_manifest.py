@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.data.manifest import scan
-from openclip_ext.data.manifest.manifest import Manifest, ManifestError, find_or_create_manifest, main
+from openclip_ext.data.manifest.__main__ import main
+from openclip_ext.data.manifest.find import find_or_create_manifest
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards, shard_name, sibling
+from openclip_ext.data.sources.keys import Key, parse_keys
 from openclip_ext.data.sources.source import BadDataError
-from openclip_ext.data.sources.spec import Key, parse_keys
 from tests.data.shards import image_bytes, sample_members, sample_starts, write_shards, write_sizes, write_tar
 
 COUNTS = [3, 5, 2]
@@ -47,7 +49,6 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
         ("memory://nothing/*.tar", r"no file matches 'memory://nothing/\*.tar'"),
         ("https://x.org/*.tar", "a web server does not list its files: name them with braces"),
         ([*shards, str(data / "again.tar")], r"again.tar is given twice \(also as .*00000.tar\)"),
-        ("s3://b/{0..99999999999}.tar", "names more than 1,000,000 shards: is a digit"),
     ):
         with pytest.raises(ValueError, match=message):
             expand_shards(wrong)
@@ -153,13 +154,12 @@ def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], t
 
 
 def test_entries_that_captions_are_not_in(tmp_path: Path):
-    """The JSON of the first samples is read, and that of others as long as none has a caption."""
     other = b'{"text": "a", "texts": ["a", "b"], "caption": " ", "number": 1}'
     replaced = {number: [*sample_members(number, ["jpg"]), (f"{number:06d}.json", other)] for number in (0, 2, 30)}
     (shard,) = write_shards(tmp_path, [40], replaced)
     for path in (shard, f"pipe:gzip -c {shard}"):
         counted = Manifest.scan([path], caption_key="json:caption", journal=tmp_path / "journal").shards[0]
-        assert counted.problems == {"bad": 2, "bad_positions": [0, 2], "without_caption": 2}
+        assert counted.problems == {"bad": 3, "bad_positions": [0, 2, 30], "without_caption": 3}
         assert counted.num_samples == 40
         other_keys = Manifest.scan([path], caption_key="txt;json:x", journal=tmp_path / "journal")
         assert other_keys.shards[0].problems["bad_positions"] == [0, 2, 30]
@@ -167,8 +167,6 @@ def test_entries_that_captions_are_not_in(tmp_path: Path):
         ManifestError, match=r"a caption \(json:captions\).*json:caption \(37\), json:text \(3\), json:texts \(3\)"
     ):
         Manifest.scan([shard], caption_key="json:captions")
-    late = replaced | dict.fromkeys(range(39), replaced[0])
-    assert Manifest.scan(write_shards(tmp_path, [40], late), caption_key="json:caption").num_bad == 39
 
 
 def test_names_of_files_give_a_terminal_nothing_to_obey(tmp_path: Path, caplog, capsys):
@@ -206,7 +204,7 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     """The state in a checkpoint belongs to its indices."""
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
-    with pytest.raises(ManifestError, match=r"00000.tar \(size [\d,]+, was [\d,]+ bytes\).*Make the manifest again"):
+    with pytest.raises(ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, [\d,]+ when .*Make the manifest again"):
         find_or_create_manifest(shards)
     assert main(shards) == 0
     assert find_or_create_manifest(shards).num_samples == 8
@@ -253,11 +251,20 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in printed
     assert main([*shards, *output, "--caption-key", "txt;jpg"]) == 0
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
+    # It overwrites nothing but a manifest of the same shards.
+    assert main(shards) == main(shards[:2]) == main(shards[:2]) == 0
+    assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
+    (named,) = (tmp_path / "data").glob("manifest-*.json")
+    assert str(named) in capsys.readouterr().out and find_or_create_manifest(shards[:2]).num_samples == 5
+    content = Path(shards[2]).read_bytes()
+    assert main([*shards, "--output", shards[2]]) == 1
+    assert "is there and no manifest: give another --output" in capsys.readouterr().err
+    assert Path(shards[2]).read_bytes() == content
 
 
 def test_command_line_needs_no_torch(shards: list[str]):
     """It starts in a fraction of a second, also on a machine for the data only."""
-    code = "import sys; from openclip_ext.data.manifest.manifest import main; main(sys.argv[1:]); "
+    code = "import sys; from openclip_ext.data.manifest.__main__ import main; main(sys.argv[1:]); "
     code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
 
@@ -276,7 +283,7 @@ def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
     assert (loaded.shards, loaded.digest) == (manifest.shards, manifest.digest)
     shutil.move(path.parent, tmp_path / "elsewhere")
     moved = Manifest.load(tmp_path / "elsewhere" / "m.json")
-    assert moved.verify() is False, "a folder may be moved with its manifest"
+    assert moved.verify([shard.url for shard in moved.shards]) is False, "a folder may be moved with its manifest"
     assert [Path(shard.url).parent.name for shard in moved.shards] == ["elsewhere"] * 3
 
 
@@ -284,23 +291,13 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
     path = tmp_path / "m.json"
     Manifest.scan(shards).save(path)
     good = json.loads(path.read_text())
-    unsigned = {key: value for key, value in good.items() if key != "checksum"}
-    first, *others = good["shards"]
     for content, message in (
         ([], "expected a JSON object"),
         ({"shards": []}, "expected a JSON object with 'format'"),
-        (good | {"version": 99}, "version 99"),
-        (good | {"num_samples": 11}, "m.json is no manifest, or a damaged one.*checksum"),
-        # Without a checksum, what can be checked is.
-        (unsigned | {"num_samples": 11}, "num_samples is 11, not the sum"),
-        (unsigned | {"shards": others}, "num_samples is 10, not the sum"),
-        (unsigned | {"shards": "none"}, r"shards is 'none', expected list"),
-        (unsigned | {"shards": [first | {"num_samples": 3.5}]}, r"shards\[0\].num_samples is '3.5', expected int"),
-        (unsigned | {"shards": [first | {"problems": {"bad": "3"}}]}, r"shards\[0\].problems.bad is '3', expected int"),
-        (unsigned | {"shards": [first | {"sise": 3}]}, r"shards\[0\] has the unknown sise"),
-        (unsigned | {"left_out": f"3-{10**30}"}, r"leaves out '3-10+': expected ascending indices from 0 to 9"),
-        (unsigned | {"left_out": "5,3"}, r"leaves out '3'"),
-        (unsigned | {"left_out": "0-9"}, "leaves out all samples"),
+        (good | {"version": 99}, "it has version 99, expected 1: make it again"),
+        (good | {"num_samples": 11}, "m.json is no manifest, or a damaged one: .*checksum"),
+        (good | {"shards": good["shards"][1:]}, "checksum"),
+        ({key: value for key, value in good.items() if key != "checksum"}, "checksum"),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(ManifestError, match=message):
@@ -332,7 +329,7 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
 
 def test_shards_that_were_touched_or_moved_verify(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     manifest = Manifest.scan(shards)
-    assert [manifest.verify(shards), manifest.verify(shards[::-1]), manifest.verify()] == [False] * 3
+    assert manifest.verify(shards) is manifest.verify(shards[::-1]) is False
     shutil.move(tmp_path / "data", tmp_path / "elsewhere")
     moved = [shard.replace("/data/", "/elsewhere/") for shard in shards]
     assert manifest.verify(moved) is True
@@ -355,7 +352,7 @@ def test_changed_shards_do_not_verify(shards: list[str]):
     assert os.path.getsize(shards[0]) == size
     os.utime(shards[0], ns=(1, 1))
     with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00000.tar \(3 samples, were 3"):
-        manifest.verify()
+        manifest.verify(shards)
     os.unlink(shards[2])
     with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest are gone: .*00002.tar"):
         manifest.verify(shards)
@@ -374,18 +371,6 @@ def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
     monkeypatch.setattr(Manifest, "save", read_only)
     assert find_or_create_manifest(shards).num_samples == find_or_create_manifest(shards).num_samples == 10
     assert len(list((tmp_path / "cache" / "openclip_ext").glob("manifest-*.json"))) == 1
-
-
-def test_command_line_spares_what_is_not_its_own(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert main(shards) == main(shards[:2]) == main(shards[:2]) == 0
-    assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 10
-    (named,) = (tmp_path / "data").glob("manifest-*.json")
-    assert str(named) in capsys.readouterr().out
-    assert find_or_create_manifest(shards[:2]).num_samples == 8
-    content = Path(shards[2]).read_bytes()
-    assert main([*shards, "--output", shards[2]]) == 1
-    assert "is there and no manifest: give another --output" in capsys.readouterr().err
-    assert Path(shards[2]).read_bytes() == content
 
 
 def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):

@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 
 from openclip_ext.data.loader import train_loader
 from openclip_ext.data.loader.workers import leave_process_group
-from openclip_ext.data.manifest.manifest import Manifest, ManifestError, find_or_create_manifest
+from openclip_ext.data.manifest.find import find_or_create_manifest
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.sources.source import BadDataError
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards

@@ -21,16 +21,18 @@ from typing import Any
 import fsspec
 import pytest
 
-from openclip_ext.data import storage
+from openclip_ext.data import remote, storage
 from openclip_ext.data.loader.build import build_eval_loader, build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
-from openclip_ext.data.manifest import manifest, scan
+from openclip_ext.data.manifest import scan
+from openclip_ext.data.manifest.__main__ import main as count_shards
+from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from openclip_ext.diagnostics.finished_run import load_run
-from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
+from tests.data.loading import assert_equal, build, indices, preprocess, progress_after, tokenize
 from tests.data.shards import write_shards, write_sizes
 from tests.training import runs
 from tests.training.programs import wait_until
@@ -195,11 +197,12 @@ def test_what_a_server_has_not_is_not_waited_for(server: Server, caplog: pytest.
     assert "again in" not in caplog.text
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url, message in (("gs://bucket/0.tar", "install gcsfs"), ("nothing://0.tar", "Protocol not known: nothing")):
-        with pytest.raises(ValueError, match=f"(?i)cannot read {url}: .*{message}"):
-            expand_shards(url)
+        with pytest.raises(ValueError, match=f"(?i)cannot read shards: {url}: .*{message}"):
+            build(url)
+    assert "again in" not in caplog.text
 
 
 # ------------------------------------------------------------------ secrets
@@ -230,27 +233,26 @@ def test_a_password_is_in_no_file_of_a_run(
 # ------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("way", ["ranges", "stream", "command"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_shards_on_a_server_train_as_local_ones(folder: Path, server: Server, workers: int, has_ranges: bool):
-    """The first answer breaks off."""
-    server.has_ranges = has_ranges
-    expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
-    loader = build(f"{server.url}/data/{SHARDS}", workers=workers)
+def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, workers: int, way: str):
+    """The server's first answer breaks off."""
+    server.has_ranges = way == "ranges"
+    whole = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
+    loader = build(
+        f"pipe:cat {folder}/{SHARDS}" if way == "command" else f"{server.url}/data/{SHARDS}", workers=workers
+    )
     server.breaks = 1
-    assert_equal(list(loader.iterate(1)), expected)
-    assert loader.bad.by_shard() == {} and server.breaks == 0
-
-
-def test_a_pattern_names_the_shards_in_a_bucket(bucket: Any):
-    assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
-    assert expand_shards("s3://bucket/*.tar") == expand_shards(f"s3://bucket/{SHARDS}")
-    with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
-        expand_shards("s3://bucket/*.tgz")
+    assert_equal(list(loader.iterate(1)), whole)
+    assert_equal(list(loader.iterate(1, progress_after(loader, 6))), whole[6:])
+    assert loader.bad.by_shard() == {} and server.breaks == (way == "command")
 
 
 def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
     """Their counts come from the command that the refusal of the training names."""
+    assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
+    with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
+        expand_shards("s3://bucket/*.tgz")
     with pytest.raises(ValueError, match=r"cannot read shards: s3://bucked/00000\.tar: .*bucket does not exist"):
         build(f"s3://bucked/{SHARDS}")
     with pytest.raises(ValueError, match="number of samples is unknown for 4 of 4 shards") as refused:
@@ -260,7 +262,7 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
     # It keeps this frame: loaders would end when garbage is collected, perhaps in fsspec's thread, for seconds.
     del refused
     counts = str(tmp_path / "manifest.json")
-    assert manifest.main([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
+    assert count_shards([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
     for workers, options in ((0, {}), (2, {}), (2, {"cache_dir": str(tmp_path / "copies")})):
         loader = build(f"s3://bucket/{SHARDS}", manifest=counts, workers=workers, **options)
         expected = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
@@ -282,7 +284,7 @@ def test_a_bucket_that_is_away_for_8_seconds(bucket: Any, folder: Path, caplog: 
 
 
 def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_STALL", 0.3)
+    monkeypatch.setattr(remote, "_STALL", 0.3)
     server.stalls = 2
     assert Storage().read(f"{server.url}/data/00000.tar") == (folder / "00000.tar").read_bytes()
     server.stalls = 10
@@ -296,20 +298,20 @@ def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server,
 def test_an_answer_that_trickles_has_a_time_limit(
     has_ranges: bool, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(storage, "_STALL", 0.5)
+    monkeypatch.setattr(remote, "_STALL", 0.5)
     server.has_ranges, server.trickles = has_ranges, True
     with pytest.raises(
         OSError, match=r"00000.tar: \w*Timeout\w*:" + ("" if has_ranges else r" only \d+ bytes came in")
     ):
         Storage(patience=0).read(f"{server.url}/data/00000.tar")
-    with pytest.raises(OSError, match=r"TimeoutError: only [12][0-9] bytes came in 1 s"):
+    with pytest.raises(OSError, match=r"TimeoutError: only \d+ bytes came in 1 s"):
         Storage(patience=0).read("pipe:for i in $(seq 100); do echo; sleep 0.02; done")
 
 
 def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     """What the reader does between two reads does not count, nor how long the whole takes."""
-    monkeypatch.setattr(storage, "_STALL", 0.5)
-    monkeypatch.setattr(storage, "_BUFFER", 1 << 16)
+    monkeypatch.setattr(remote, "_STALL", 0.5)
+    monkeypatch.setattr(remote, "BUFFER", 1 << 16)
     server.has_ranges = False
     (folder / "large").write_bytes(content := bytes(range(256)) * (1 << 15))
     with Storage(patience=0).open(f"{server.url}/data/large") as file:
@@ -318,14 +320,6 @@ def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Ser
             time.sleep(0.7)
             parts.append(file.read(1 << 21))
     assert b"".join(parts) == content and len(server.requests) == requests
-
-
-def test_a_stream_that_always_breaks_off_is_not_read_for_ever(
-    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(storage, "_FIRST_WAIT", 0.001)
-    with pytest.raises(OSError, match="it broke off 11 times; the last: the command failed with exit status 1"):
-        Storage().read(f"pipe:head -c 10000 {folder}/00000.tar; exit 1")
 
 
 def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -338,7 +332,7 @@ def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest
     assert shard.num_samples == COUNTS[0] and "no tar header in the 1,048,576 bytes" in shard.problems["error"]
     counts = tmp_path / "sizes.json"
     shutil.copy(folder / "sizes.json", counts)
-    assert manifest.main([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
+    assert count_shards([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
     loader = build(f"{server.url}/data/{SHARDS}", manifest=str(tmp_path / "m"), max_bad_fraction=1.0)
     assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "the last of each shard"
 
@@ -361,7 +355,7 @@ def test_a_wrong_address_is_refused_at_once(
             lambda url=url: build(url, manifest=counts),
             lambda url=url: build_eval_loader(DataSpec(url), preprocess=preprocess, tokenizer=tokenize, batch_size=1),
         ):
-            found = manifest.Manifest([scan.Shard(shard, 9) for shard in expand_shards(url)])
+            found = Manifest([scan.Shard(shard, 9) for shard in expand_shards(url)])
             found.save(counts)
             with pytest.raises(ValueError, match="cannot read shards: "):
                 start()
@@ -371,8 +365,8 @@ def test_a_wrong_address_is_refused_at_once(
 
 
 def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_BLOCK", 4096)
-    monkeypatch.setattr(storage, "_BUFFER", 4096)
+    monkeypatch.setattr(remote, "_BLOCK", 4096)
+    monkeypatch.setattr(remote, "BUFFER", 4096)
     path = folder / "00000.tar"
     with Storage(patience=0).open(f"{server.url}/data/00000.tar") as file:
         file.read(4096)
@@ -524,12 +518,12 @@ def test_a_scan_that_was_killed_goes_on(
 
     monkeypatch.setattr(scan, "scan_shard", killed)
     with pytest.raises(KeyboardInterrupt):
-        manifest.main(arguments)
+        count_shards(arguments)
     monkeypatch.undo()
     server.requests.clear()
-    assert manifest.main(arguments) == 0
+    assert count_shards(arguments) == 0
     assert {path for path in server.fetched() if path.endswith(".tar")} == {"/data/00003.tar"}
-    found = manifest.Manifest.load(tmp_path / "m.json")
+    found = Manifest.load(tmp_path / "m.json")
     assert [shard.num_samples for shard in found.shards] == COUNTS
-    assert found.digest == manifest.Manifest.scan(f"{folder}/{SHARDS}").digest
+    assert found.digest == Manifest.scan(f"{folder}/{SHARDS}").digest
     assert not list(tmp_path.glob("*.journal"))

@@ -68,7 +68,8 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_training_commands_parse(page, argv):
     """A page leaves out with ``...`` what it does not speak of."""
-    parse(["--train-data", "x.tar", *argv])
+    words = argv[1:] if argv[:1] == ["--"] else argv
+    parse(["--train-data", "x.tar", *words])
 
 
 @pytest.mark.parametrize(

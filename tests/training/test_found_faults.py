@@ -13,7 +13,6 @@ import torch
 
 from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.training import checkpoint as ckpt
@@ -93,18 +92,11 @@ def test_ranks_with_other_flags_are_named(tmp_path: Path):
     assert "rank 1 was started with other flags than rank 0 (in brackets): batch_size 4" in said[0]
 
 
-def load_manifest(folder: Path, shard: dict | None = None, **change: object) -> None:
-    shards = [{"name": "0.tar", "num_samples": 20} | (shard or {})]
-    content = {"format": FORMAT, "version": 2, "image_key": "jpg", "caption_key": "txt", "num_samples": 20}
-    (folder / "manifest.json").write_text(json.dumps(content | {"shards": shards} | change))
-    Manifest.load(folder / "manifest.json")
-
-
 def read_checkpoint(folder: Path, **change: object) -> None:
     (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
     torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
     identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
-    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
+    shared = {"loss": {}, "parts": {}, "position": {"epoch": 1}, "identity": identity, "world_size": 1, "tables": []}
     torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
     ckpt.read(folder / "epoch_1.pt")
 
@@ -117,8 +109,6 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda f: load_manifest(f, {"problems": {"gaps": [[1]]}}), r"problems\.gaps\[0\] has 1 items, expected 2"),
-        (lambda f: load_manifest(f, left_out="3,-1"), "it leaves out '-1': expected ascending indices from 0 to 19"),
         (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int: not as a save"),
         (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
         (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),

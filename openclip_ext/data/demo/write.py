@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from PIL import Image
 from tqdm import tqdm
@@ -26,11 +26,9 @@ RECIPE_FILE = "shapes.json"
 SIZES_FILE = "sizes.json"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The three members of a sample as they stand in the tar."""
+class Sample(NamedTuple):
+    """The members of a sample as they stand in the tar."""
 
-    key: str
     png: bytes
     txt: bytes
     json: bytes
@@ -51,8 +49,6 @@ class ShapesConfig:
                 "num_samples and samples_per_shard must be at least 1, "
                 f"got {self.num_samples} and {self.samples_per_shard}"
             )
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
 
     def shards(self) -> dict[str, range]:
         """Return the indices of the samples of each shard, by its name."""
@@ -78,7 +74,6 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
         "index": index,
     }
     return Sample(
-        key=f"{index:08d}",
         png=buffer.getvalue(),
         txt=sample_caption(scene, generator_of("caption", seed, split, index)).encode(),
         json=json.dumps(attributes).encode(),
@@ -119,7 +114,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
 
 def _claim(folder: Path, config: ShapesConfig) -> None:
     """Note in the folder what it is going to hold, or check that it is the same as what it holds."""
-    wanted: dict[str, Any] = {**asdict(config), "generator_version": GENERATOR_VERSION}
+    wanted = {**asdict(config), "generator_version": GENERATOR_VERSION}
     recipe = folder / RECIPE_FILE
     if recipe.exists():
         found = json.loads(recipe.read_text())
@@ -148,14 +143,13 @@ def _write_shard(config: ShapesConfig, shard: tuple[Path, range]) -> int:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for index in span:
-            sample = make_sample(config.seed, config.split, index)
-            for extension, content in (("png", sample.png), ("txt", sample.txt), ("json", sample.json)):
-                member = tarfile.TarInfo(f"{sample.key}.{extension}")  # owner and time are zero: equal bytes every time
+            for extension, content in make_sample(config.seed, config.split, index)._asdict().items():
+                member = tarfile.TarInfo(f"{index:08d}.{extension}")  # owner and time are zero: equal bytes every time
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
     return len(span)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: object) -> None:
     write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))

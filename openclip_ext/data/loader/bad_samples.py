@@ -24,7 +24,7 @@ class BadSample:
 
 
 class BadSamples:
-    """The bad samples that all ranks know, and those that this rank has met since :meth:`share`.
+    """The bad samples that all ranks know, and those that this rank has met since :meth:`exchange`.
 
     Args:
         source: The data set.
@@ -69,7 +69,7 @@ class BadSamples:
         if distributed.world_size() == 1:  # several ranks have to end together
             self._refuse_too_many()
 
-    def share(self) -> None:
+    def exchange(self) -> None:
         """Tell all ranks what each has met; all must call it, and all raise BadDataError if there are too many."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:

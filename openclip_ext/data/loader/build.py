@@ -13,7 +13,7 @@ from openclip_ext import distributed
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
-from openclip_ext.data.manifest.manifest import find_or_create_manifest
+from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
@@ -25,7 +25,7 @@ from openclip_ext.data.sources.source import (
     Source,
     decode_image,
 )
-from openclip_ext.data.sources.spec import DataSpec, parse_keys
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 from openclip_ext.data.storage import Storage
 
@@ -90,10 +90,7 @@ def build_eval_loader(
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
         urls = expand_shards(_given(spec))
-        try:
-            spec.storage.reach(urls)
-        except OSError as error:
-            raise ValueError(f"cannot read shards: {error}") from error
+        spec.storage.reach(urls)
         samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
         _refuse_without_fields(samples, spec)
         num_samples = spec.num_samples
@@ -139,8 +136,7 @@ def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
             return
-    keys = parse_keys(spec.image_key, allow_json=False), parse_keys(spec.caption_key, allow_json=True)
-    reason = explain(samples.urls[0], *keys, samples.storage)
+    reason = explain(samples.urls[0], spec.image_key, spec.caption_key, samples.storage)
     raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")
 
 
@@ -162,8 +158,8 @@ def _together(check: Callable[[], None]) -> None:
     failure = None
     try:
         check()
-    except (OSError, ValueError) as error:
-        failure = str(error) if isinstance(error, ValueError) else f"cannot read shards: {error}"
+    except ValueError as error:
+        failure = str(error)
     if failures := list(filter(None, distributed.all_gather_object(failure))):
         raise ValueError(failures[0])
 

@@ -135,7 +135,7 @@ class EpochPass:
                 )
             yield from self._until_short(seen, range(start, order.batches), left_out)
             done = start + self.handed_out
-            data.bad.share()
+            data.bad.exchange()
             self.entries, self.handed_out = self.progress(), 0
             if done in (0, order.batches):
                 break
@@ -172,7 +172,7 @@ class EpochPass:
             if found == _Found.FAILED_WORKERS:
                 raise self._failure or WorkerError("the data workers of another rank failed; see its error")
             if data.is_shared and self.handed_out % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
-                data.bad.share()
+                data.bad.exchange()
             self.handed_out += len(step)
             self.passed = received
             yield from step

@@ -132,7 +132,7 @@ class TrainLoader:
 
         It also tells the ranks each other's bad samples.
         """
-        self.bad.share()
+        self.bad.exchange()
         return self._pass.progress()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Count the samples of shards: local tars by their headers, remote ones by the counts of img2dataset next to them."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -8,28 +9,36 @@ import multiprocessing
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from tqdm import tqdm
 
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.data.processes import available_cores, begin_worker
+from openclip_ext.data.remote import RemoteFile
 from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import shard_name, sibling
-from openclip_ext.data.sources.spec import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY, Key, parse_keys
+from openclip_ext.data.sources.keys import (
+    ANY_FIELD,
+    DEFAULT_CAPTION_KEY,
+    DEFAULT_IMAGE_KEY,
+    BadSampleError,
+    Key,
+    captions_of,
+    parse_keys,
+)
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
-from openclip_ext.files.schema import read_as
+
+T = TypeVar("T")
 
 # Positions of bad samples are written down only when they are few: a manifest stays small.
 _MAX_POSITIONS = 20
 _MAX_GAPS = 5
-# Samples of a shard whose JSON is read, to see whether it has the entry that --caption-key names.
-_LOOKED_INTO, _MAX_JSON = 10, 1 << 20
 # Remote files that are asked for at a time.
 _REQUESTS = 32
 
@@ -42,9 +51,9 @@ class Problems(TypedDict, total=False):
     bad: int  # number of samples without image or without caption
     bad_positions: list[int]  # positions of these, if they are few
     duplicate_keys: int  # samples whose key has occurred before
-    gaps: list[tuple[int, int]]  # [start, end] bytes without a readable header, the first few
+    gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
     lost: int  # samples in the gaps, estimated by their size
-    error: str  # why the shard could not be read to its end, or its fields if no sample has image and caption
+    error: str  # why the shard could not be read to its end
 
 
 @dataclass
@@ -84,7 +93,7 @@ def scan_shard(
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
         # The count that img2dataset left next to the shard is better than an estimate.
-        written = _SizeTables(storage).count(url)
+        written = _written_count(url, partial(_read_json, storage))
         if written is not None and written > shard.num_samples:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
     return shard
@@ -94,99 +103,53 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
     digest = hashlib.blake2b(digest_size=16)
     keys: set[str] = set()
     counts: Counter[str] = Counter()
-    fields: Counter[str] = Counter()
     bad: list[int] = []
-    count, num_bytes, problem = 0, 0, None
-    captions = _Captions(archive, caption_keys)
+    count, num_bytes, problems = 0, 0, Problems()
 
-    def readable_members() -> Iterator[tar.Member]:
-        nonlocal problem
+    def until_break(items: Iterator[T]) -> Iterator[T]:
         try:
-            yield from captions.members()
+            yield from items
         except tar.STREAM_ERRORS as error:
-            problem = str(error) or type(error).__name__
+            problems["error"] = str(error) or type(error).__name__
 
-    for count, sample in enumerate(tar.group_samples(readable_members()), start=1):
+    json_fields = frozenset(key.field for key in caption_keys if key.entry is not None)
+    samples = until_break(tar.group_samples(until_break(archive.members()), json_fields, archive.read_at))
+    for count, sample in enumerate(samples, start=1):
         for member in sample.members:
             num_bytes += member.end - member.start
             digest.update(f"{member.name}\0{member.size}\0".encode())
-        lacks_image, lacks_caption = _lacks(sample, image_keys), captions.are_missing(sample)
+        lacks_image, lacks_caption = _lacks(sample, image_keys), _lacks_caption(sample, caption_keys)
         counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
         if lacks_image or lacks_caption:
             bad.append(count - 1)
         keys.add(sample.key)
-        fields.update(sample.found)
-    fields.update(captions.entries)
     gap_bytes = sum(gap.end - gap.start for gap in archive.gaps)
     counts.update(bad=len(bad), lost=math.ceil(gap_bytes * count / num_bytes) if count else 0)
-    problems: Any = {name: count for name, count in sorted(counts.items()) if count}
+    problems |= {name: number for name, number in sorted(counts.items()) if number}  # type: ignore[typeddict-item]
     if 0 < len(bad) <= _MAX_POSITIONS:
         problems["bad_positions"] = bad
     if archive.gaps:
         problems["gaps"] = [list(gap) for gap in archive.gaps[:_MAX_GAPS]]
-    if problem is not None:
-        problems["error"] = problem
-    if len(bad) == count and (count or problem is not None):
-        found = ", ".join(f"{name} ({number:,})" for name, number in sorted(fields.most_common(_MAX_POSITIONS)))
-        problems["error"] = problem or f"{count:,} samples with the fields: {found or 'none'}"
     return Shard(path, count, digest=digest.hexdigest(), problems=problems)
 
 
 def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
     """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
-    sizes = dict(zip(sample.found, (member.size for member in sample.members), strict=True))
-    return bool(keys) and not next((sizes[key.field] for key in keys if key.field in sizes), 0)
+    first = next((sample.found.index(key.field) for key in keys if key.field in sample.found), None)
+    return bool(keys) and (first is None or sample.members[first].size == 0)
 
 
-class _Captions:
-    """Looks for captions in the samples of a shard: by the fields, and of JSON fields by the entries of the first samples.
-
-    Attributes:
-        entries: How many samples have each entry that may be a caption, as ``json:ENTRY``.
-    """
-
-    def __init__(self, archive: tar.TarArchive, keys: Sequence[Key]) -> None:
-        self.entries: Counter[str] = Counter()
-        self._archive = archive
-        self._keys = keys
-        self._json_fields = {key.field for key in keys if key.entry is not None}
-        self._found: dict[int, set[str]] = {}  # entries of the JSON that was read, by the first byte of its member
-        self._num_right = 0
-
-    def members(self) -> Iterator[tar.Member]:
-        """Yield the members of the shard, and read JSON until enough samples have had a caption."""
-        for member in self._archive.members():
-            if self._json_fields and self._num_right < _LOOKED_INTO and member.size <= _MAX_JSON:
-                _, name = tar.split_name(member.name) or ("", "")
-                if name in self._json_fields:
-                    self._found[member.start] = _entries_with_texts(self._archive.content(member))
-                    self.entries.update(f"{name}:{entry}" for entry in self._found[member.start])
-            yield member
-
-    def are_missing(self, sample: tar.TarSample) -> bool:
-        """Return whether a sample lacks a caption, as far as is known. The first key whose field it has decides."""
-        if _lacks(sample, self._keys):
-            return True
-        key = next((key for key in self._keys if key.field in sample.found), None)
-        if key is None or key.entry is None:
-            return False
-        entries = self._found.pop(sample.members[sample.found.index(key.field)].start, None)
-        is_right = entries is None or key.entry in entries
-        self._num_right += entries is not None and is_right
-        return not is_right
-
-
-def _entries_with_texts(data: bytes) -> set[str]:
-    """Return the names of the entries of a JSON object that may be captions: texts, or lists of them, that are not blank."""
+def _lacks_caption(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
+    """Return whether a sample lacks a caption. The first key whose field it has decides, as in training."""
+    if _lacks(sample, keys):
+        return True
+    key = next((key for key in keys if key.field in sample.found), None)
+    if key is None or key.entry is None:
+        return False
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        return set()
-    found = content.items() if isinstance(content, dict) else ()
-    lists = {name: entry if isinstance(entry, list) else [entry] for name, entry in found}
-    return {
-        name for name, entry in lists.items() if entry and all(isinstance(text, str) and text.strip() for text in entry)
-    }
+        return not captions_of(sample.fields[key.field], key)[0].strip()
+    except BadSampleError:
+        return True
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
@@ -211,9 +174,10 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
 
     A shard without a count is missing in the result.
     """
-    tables = _SizeTables(storage, sizes)
+    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard asks for its folder's sizes.json
+    count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        counts = list(_with_bar(pool.map(tables.count, urls), len(urls), "looking up counts"))
+        counts = list(_with_bar(pool.map(count, urls), len(urls), "looking up counts"))
     return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
 
 
@@ -234,10 +198,10 @@ def scan_remote(
     def scan(url: str) -> tuple[list[str], Shard]:
         version = ""
         with contextlib.suppress(OSError):  # the scan says why
-            version = storage.version(url)
+            version = RemoteFile(url, storage.patience).version
         identity = [image_key, caption_key, without_secrets(url), version]
         if version and tuple(identity) in written:
-            return [], read_as(Shard, written[tuple(identity)] | {"url": url}, str(journal))
+            return [], Shard(**written[tuple(identity)] | {"url": url})
         shard = scan_shard(url, image_key=image_key, caption_key=caption_key, storage=storage)
         return identity if version and "error" not in shard.problems else [], shard
 
@@ -253,39 +217,22 @@ def scan_remote(
     return {url: done[url] for url in urls}
 
 
-class _SizeTables:
-    """Sample counts by file name: given, or from the files next to a shard."""
-
-    def __init__(self, storage: Storage, sizes: dict[str, int] | None = None) -> None:
-        self._storage = storage
-        self._sizes = sizes
-        self._folders: dict[str | None, dict[str, Any]] = {}
-
-    def count(self, url: str) -> int | None:
-        name = shard_name(url)
-        if self._sizes is not None:
-            return _as_count(self._sizes.get(name))
-        folder = sibling(url, "sizes.json")
-        # Two threads may read the same table at the same time; both get the same.
-        if folder not in self._folders:
-            self._folders[folder] = self._read_json(folder)
-        if name in self._folders[folder]:
-            return _as_count(self._folders[folder][name])
-        stats = self._read_json(sibling(url, re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"))
-        return _as_count(stats.get("successes"))
-
-    def _read_json(self, url: str | None) -> dict[str, Any]:
-        if url is None:
-            return {}
-        # A command cannot say that a file is not there; that it fails is no reason for patience.
-        storage = Storage(patience=0) if url.startswith("pipe:") else self._storage
-        try:
-            content = json.loads(storage.read(url))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> int | None:
+    """Return the count of a shard in the files next to it; None if there is none."""
+    name = shard_name(url)
+    table = read(sibling(url, "sizes.json"))
+    stats = re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"
+    count = table[name] if name in table else read(sibling(url, stats)).get("successes")
+    return count if isinstance(count, int) and count >= 0 else None
 
 
-def _as_count(value: Any) -> int | None:
-    """Return a number of samples as read from JSON; None if it is no such number."""
-    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
+def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
+    if url is None:
+        return {}
+    # A command cannot say that a file is not there; that it fails is no reason for patience.
+    storage = Storage(patience=0) if url.startswith("pipe:") else storage
+    try:
+        content = json.loads(storage.read(url))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,12 +1,14 @@
 """Explain why a shard has no usable sample, and what to do about it."""
 
+import contextlib
+import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.spec import Key
+from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.storage import Storage, is_local
 
 _MEMBERS = 10_000  # enough to see what a shard holds
@@ -28,34 +30,56 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
 )
 
 
-def explain(url: str, images: Sequence[Key], captions: Sequence[Key], storage: Storage, scanned: str = "") -> str:
+def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
     """Say in one sentence why a shard has no sample with image and caption, with the fix.
 
     Args:
-        scanned: What its scan says of the fields and the entries of JSON.
+        url, image_key, caption_key, storage: As for :func:`~openclip_ext.data.manifest.scan.scan_shard`.
+        error: What its scan has found.
     """
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
-    if scanned.startswith("cannot be read"):
-        return f"it {scanned}"
+    if error.startswith("cannot be read"):
+        return f"it {error}"
+    images, captions = parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True)
+    wanted = {f"{key.field}:{key.entry}": key.field for key in captions if key.entry is not None}
+    names: list[tuple[str, str]] = []
+    entries: Counter[str] = Counter()
+    problem = ""
     try:
         with storage.open(url, headers_only=True) as file:
             start = file.peek(tar.BLOCK)[: tar.BLOCK]
             if not start:
                 return f"it is empty (0 bytes); {_AGAIN}"
             archive = tar.TarArchive(file)
-            members, problem = [], ""
             try:
-                members = [member for member in islice(archive.members(), _MEMBERS) if member.is_file]
-            except tar.STREAM_ERRORS as error:
-                problem = str(error) or type(error).__name__
-    except OSError as error:
-        return f"it cannot be read: {error.strerror or error}"
-    if not members:
+                for member in islice(archive.members(), _MEMBERS):
+                    if member.is_file:
+                        names.append(tar.split_name(member.name) or (member.name, ""))
+                        if names[-1][1] in wanted.values():
+                            entries.update(_entries_with_texts(names[-1][1], archive.read_at(member.data, member.size)))
+            except tar.STREAM_ERRORS as broken:
+                problem = str(broken) or type(broken).__name__
+    except OSError as unreadable:
+        return f"it cannot be read: {unreadable.strerror or unreadable}"
+    if not names:
         return _not_a_tar(start, problem)
-    if any(key.entry is not None for key in captions) and "json" in scanned:
-        return f"it has {scanned}; name the entry of the captions with --caption-key json:ENTRY"
-    return _unpaired(members, {key.field for key in images}, {key.field for key in captions})
+    if {field for _, field in names}.intersection(wanted.values()) and not entries.keys() & wanted.keys():
+        found = _listed(Counter(field for _, field in names) + entries)
+        return f"its samples have the fields {found}; name the entry of the captions with --caption-key json:ENTRY"
+    return _unpaired(names, {key.field for key in images}, {key.field for key in captions})
+
+
+def _entries_with_texts(field: str, data: bytes) -> Iterator[str]:
+    """Yield ``json:ENTRY`` for each entry of a JSON object that may be a caption: a text that is not blank, or a list."""
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        for name, entry in json.loads(data).items():
+            if isinstance(entry, str | list) and str(entry).strip():
+                yield f"{field}:{name}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{field or '(no ending)'} ({number:,})" for field, number in counts.most_common(_SHOWN))
 
 
 def _not_a_tar(start: bytes, problem: str) -> str:
@@ -67,25 +91,23 @@ def _not_a_tar(start: bytes, problem: str) -> str:
     return f"it is damaged, or no tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"
 
 
-def _unpaired(members: Sequence[tar.Member], images: set[str], captions: set[str]) -> str:
-    """Say why no sample of a tar has both an image and a caption."""
-    fields: Counter[str] = Counter()
-    keys: dict[str, set[str]] = {"image": set(), "caption": set()}
-    for member in members:
-        key, field = tar.split_name(member.name) or ("", "")
-        fields[field] += 1
-        for what, wanted in (("image", images), ("caption", captions)):
-            if field in wanted:
-                keys[what].add(key)
-    if keys["image"] & keys["caption"]:
+def _unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
+    """Say why no sample of a tar has both an image and a caption.
+
+    Args:
+        names: Key and field of each member.
+        images, captions: The wanted fields.
+    """
+    fields = Counter(field for _, field in names)
+    with_image, with_caption = ({key for key, field in names if field in wanted} for wanted in (images, captions))
+    if with_image & with_caption:
         return "the files of a sample do not lie side by side; sort them: tar --sort=name -cf NEW.tar FOLDER"
-    if {key.rpartition("/")[2] for key in keys["image"]} & {key.rpartition("/")[2] for key in keys["caption"]}:
+    if {key.rpartition("/")[2] for key in with_image} & {key.rpartition("/")[2] for key in with_caption}:
         return "images and captions are in different folders; put the files of a sample into one folder, side by side"
     last = {field.rpartition(".")[2] for field in fields}
     if any("." in field for field in fields) and last & images and last & captions:
         return (
             "names have dots before the ending, and the first dot ends a sample's key (WebDataset's rule); rename the "
-            f"files, for example {members[0].name}"
+            f"files, for example {'.'.join(names[0])}"
         )
-    found = ", ".join(f"{field or '(no ending)'} ({number:,})" for field, number in fields.most_common(_SHOWN))
-    return f"its samples have the fields {found}; name those of image and caption with --image-key and --caption-key"
+    return f"its samples have the fields {_listed(fields)}; name those of image and caption with --image-key and --caption-key"

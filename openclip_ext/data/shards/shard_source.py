@@ -11,9 +11,10 @@ import numpy as np
 
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
+from openclip_ext.data.remote import ReplacedError, in_background, persist
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
-from openclip_ext.data.storage import DEFAULT_STORAGE, ReplacedError, Storage, in_background, persist
+from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 # Remote shards that are opened before their turn, and with them that of a reader's turn.
 _SHARDS_AHEAD = 3

@@ -306,40 +306,32 @@ class TarArchive:
 
     Attributes:
         gaps: What had to be skipped so far, with offsets in the decompressed tar; grows while iterating.
+        read_at: Reads the content of the member that :meth:`members` has yielded last; it may be cut off.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.gaps: list[Gap] = []
-        can_seek = file.seekable()
-        if can_seek:
-            magic = file.read(8)
-            file.seek(0)
-        else:
-            buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
-            magic, file = buffered.peek(8), buffered
+        file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
+        magic = file.peek(8)
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
         # If the size is unknown, reading its data or the next header shows that a member is cut off.
         self._end = sys.maxsize
-        self._read_at: ReadAt
+        self.read_at: ReadAt
         if decompress is not None:
-            self._read_at = _forward(decompress(file))
-        elif can_seek:
+            self.read_at = _forward(decompress(file))
+        elif file.seekable():
             self._end = file.seek(0, io.SEEK_END)
-            self._read_at = _seeking(file)
+            self.read_at = _seeking(file)
         else:
-            self._read_at = _forward(file)
+            self.read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
         """Yield the complete members; raise one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
-        return iter_members(self._read_at, self._end, self.gaps)
-
-    def content(self, member: Member) -> bytes:
-        """Return the content of the member that :meth:`members` has yielded last; it may be cut off."""
-        return self._read_at(member.data, member.size)
+        return iter_members(self.read_at, self._end, self.gaps)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
         """Yield the samples with the content of the wanted fields (None: of all), and raise as :meth:`members`."""
-        return group_samples(self.members(), wanted, self._read_at)
+        return group_samples(self.members(), wanted, self.read_at)
 
 
 def _seeking(file: BinaryIO) -> ReadAt:

@@ -1,12 +1,10 @@
 """Sources: loaders read samples from them by index, and decode them later, because a shuffle holds raw bytes."""
 
 import io
-import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from openclip_ext.cli.messages import for_people
 from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
-from openclip_ext.data.sources.spec import Key, parse_keys
+from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, parse_keys
 
 # RGB: Pillow's, or (3, H, W) uint8.
 DecodedImage = Image.Image | Tensor
@@ -26,8 +24,6 @@ MAX_CAPTION = 4000
 MAX_ASPECT = 500
 # Bits of a gray value that files of 8, 16 and 32 bits have in use.
 _GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
-# JSON can write half of a surrogate pair, on which tokenizers fail.
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class BadDataError(RuntimeError):
@@ -35,10 +31,6 @@ class BadDataError(RuntimeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
-
-
-class BadSampleError(ValueError):
-    """One sample lacks its image or caption or does not decode. It is passed over and counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +151,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
 
 
 class SampleKeys:
-    """The keys of image and caption in the samples of shards, see :func:`~openclip_ext.data.sources.spec.parse_keys`."""
+    """The keys of image and caption in the samples of shards, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
 
     def __init__(self, image_key: str, caption_key: str) -> None:
         self._images = parse_keys(image_key, allow_json=False)
@@ -173,7 +165,7 @@ class SampleKeys:
         image_key = _choose(raw, self._images, "image")
         caption_key = _choose(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
-        captions = [caption for key in present for caption in _captions(raw.fields[key.field], key)]
+        captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
         caption = captions[draw % len(captions)]
         if not caption.strip():
             raise BadSampleError("no caption: the text is empty")
@@ -182,7 +174,7 @@ class SampleKeys:
     def caption(self, raw: RawSample) -> str:
         """Return the first caption of a sample; raise BadSampleError if it has none, or it does not decode."""
         key = _choose(raw, self._captions, "caption")
-        return _captions(raw.fields[key.field], key)[0]
+        return captions_of(raw.fields[key.field], key)[0]
 
 
 def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
@@ -191,25 +183,3 @@ def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
             return key
     wanted = " or ".join(key.field for key in keys)
     raise BadSampleError(f"no {what}: expected {wanted}, found {', '.join(raw.found[:20]) or 'nothing'}")
-
-
-def _captions(data: bytes, key: Key) -> list[str]:
-    """Return the captions of a field, at least one: json may have a list of them."""
-    try:
-        text = data.decode("utf-8")
-        if key.entry is None:
-            return [text]
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
-    entry = content.get(key.entry) if isinstance(content, dict) else None
-    captions: list[Any] = entry if isinstance(entry, list) else [entry]
-    if not captions or not all(isinstance(caption, str) for caption in captions):
-        wanted = f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}"
-        if isinstance(content, dict) and key.entry in content:
-            raise BadSampleError(f"{wanted}, found {json.dumps(entry)[:40]}")
-        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise BadSampleError(f"{wanted}, which has {found or 'nothing'}")
-    if any(not caption.isprintable() and _HALF_A_PAIR.search(caption) for caption in captions):
-        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
-    return captions

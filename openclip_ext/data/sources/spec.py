@@ -3,41 +3,14 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
 DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
 _SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
-DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
-DEFAULT_CAPTION_KEY = "txt"
-# The keys of a manifest that is only for indices.
-ANY_FIELD = "*"
-
-
-class Key(NamedTuple):
-    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
-
-    field: str
-    entry: str | None = None
-
-
-def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
-    """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
-
-    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". Raise ValueError otherwise.
-    """
-    keys = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        name, colon, entry = part.partition(":")
-        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
-            json_entry = " or an entry of a json field such as 'json:caption'" if allow_json else ""
-            raise ValueError(f"the key {part!r} is not understood: expected a field such as 'jpg'{json_entry}")
-        keys.append(Key(name.lower(), entry or None))
-    if not keys:
-        raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
-    return tuple(keys)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,350 @@
+"""Remote files: what fsspec reads, and the output of commands. Reading is repeated while it fails, and never without end.
+
+All errors of reading are OSErrors.
+"""
+
+import asyncio
+import io
+import logging
+import re
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlparse
+
+from openclip_ext.cli.messages import for_people
+
+T = TypeVar("T")
+
+PIPE = "pipe:"
+BUFFER = 1 << 20
+HEADER_BUFFER = 1 << 13
+# A file is fetched in blocks, some of them ahead of the reader and at the same time.
+_BLOCK = 1 << 22
+_BLOCKS_AHEAD = 6
+# A smaller block for reading the headers of a tar without the images between them.
+_HEADER_BLOCK = 1 << 18
+# Seconds after which a request without an answer counts as failed, and bytes that a stream has to bring in that time.
+_STALL, _LEAST = 60.0, 1 << 20
+# What tells a file from another one of the same name, by file system.
+_VERSIONS = (
+    *("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "generation", "blob_id", "last_commit"),
+    *("Last-Modified", "LastModified", "last_modified", "updated", "mtime"),
+)
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+# Where a process has read something: what fails afterwards may work again.
+_reached: set[str] = set()
+
+
+class ReplacedError(OSError):
+    """A file is no longer the one that was opened or scanned."""
+
+
+class _CommandFailed(OSError):
+    """A command ended with another status than 0."""
+
+
+_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror, _CommandFailed)
+_NO_ACCESS = re.compile("Credential|TokenRetrieval|ProfileNotFound|ClientConnector|EndpointConnection")
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three types before Python 3.11
+
+
+def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
+    """Repeat an action that fails, after waits that double, until the patience is over; log each failure.
+
+    Raises:
+        OSError: The last failure, or one that is final.
+    """
+    start, failures = time.monotonic(), 0
+    while True:
+        try:
+            result = action()
+        except Exception as error:
+            wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
+            failures += 1
+            if is_final(error) or time.monotonic() + wait > start + patience:
+                tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
+                raise OSError(for_people(f"{url}: {type(error).__name__}: {error}{tried}")) from error
+            logging.warning(f"Reading {url} failed ({type(error).__name__}: {error}): again in {wait:g} s.")
+            time.sleep(wait)
+        else:
+            if failures:
+                seconds = time.monotonic() - start
+                logging.warning(f"Reading {url} goes on after {failures} failures in {seconds:.0f} s.")
+            return result
+
+
+def place_of(url: str) -> str:
+    """Return the server or bucket of a URL, or the program of a command."""
+    return url.split()[0] if url.startswith(PIPE) else "{0.scheme}://{0.netloc}".format(urlparse(url))
+
+
+def is_final(url: str, error: Exception) -> bool:
+    """Return whether trying again is useless: the file is not there, may not be read, or is another one.
+
+    So it is if there is no connection, or are no credentials, at a place that was never reached, or if fsspec does not know
+    the protocol or lacks its package.
+    """
+    if isinstance(error, ReplacedError | ImportError) or "Protocol not known" in str(error):
+        return True
+    chain: list[BaseException] = [error]
+    while following := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(following)
+    status = next(filter(None, (getattr(cause, "status", None) for cause in chain)), None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in (408, 425, 429)
+    if any(isinstance(cause, _NO_CONNECTION) or _NO_ACCESS.search(type(cause).__name__) for cause in chain):
+        return place_of(url) not in _reached
+    # fsspec says "not found", too, if an HTTP server does not answer.
+    no_answer = any(isinstance(cause, _TIMEOUTS) or type(cause).__module__.startswith("aiohttp") for cause in chain)
+    return isinstance(error, FileNotFoundError | PermissionError) and not no_answer
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it."""
+    import fsspec  # takes a tenth of a second, and only remote data need it
+
+    options: dict[str, Any] = {}
+    if url.startswith(("http:", "https:")):
+        from aiohttp import ClientTimeout
+
+        # By default 5 minutes for a whole answer: too few for a large one.
+        options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_STALL, sock_read=_STALL)}}
+    return fsspec.core.url_to_fs(url, **options)
+
+
+def in_background(action: Callable[[], T]) -> "Future[T]":
+    """Call a function in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class RemoteFile:
+    """A remote file as its server describes it.
+
+    Args:
+        url: A URL that fsspec knows, or ``pipe:COMMAND``.
+        patience: Seconds for which a request that fails, stalls or comes too short is repeated.
+
+    Attributes:
+        size: Bytes; None if unknown.
+        version: Size with ETag, date or checksum, which change when another file gets the same name; empty if there is none.
+
+    Raises:
+        OSError: There is no such file, or it cannot be reached.
+    """
+
+    def __init__(self, url: str, patience: float) -> None:
+        self.url = url
+        self._seconds = min(_STALL, patience or _STALL)
+        self.persist = partial(persist, url, patience, partial(is_final, url))
+        self.size, self.version = (None, "") if url.startswith(PIPE) else self.persist(self._describe)
+
+    def open(self, headers_only: bool = False) -> io.BufferedReader:
+        """Open the file to read bytes from its beginning: in blocks if the server has ranges, otherwise as a stream."""
+        block, ahead = (_HEADER_BLOCK, 0) if headers_only else (_BLOCK, _BLOCKS_AHEAD)
+        buffer = HEADER_BUFFER if headers_only else BUFFER
+        first = None if self.size is None else self.fetch(0, min(block, self.size))
+        return io.BufferedReader(_Stream(self) if first is None else _Blocks(self, block, ahead, first), buffer)
+
+    def open_stream(self) -> Any:
+        """Open the file to read its bytes once, from front to back, without repetitions."""
+        if self.url.startswith(PIPE):
+            return _CommandOutput(self.url[len(PIPE) :])
+        return self._system.open(self._path, block_size=0)
+
+    def fetch(self, begin: int, end: int) -> bytes | None:
+        """Return the bytes from ``begin`` to ``end``; None if the server has no ranges, but sends the whole file."""
+        return self.persist(partial(self._fetch, begin, end))
+
+    def _describe(self) -> tuple[int | None, str]:
+        self._system, self._path = file_system(self.url)
+        info = self._call(self._system.info, self._path)
+        _reached.add(place_of(self.url))
+        known = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
+        version = " ".join([f"size={info.get('size')}", *known]) if known else ""
+        return info.get("size") if info.get("partial", True) else None, version
+
+    def _call(self, method: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a method of the file system; raise a TimeoutError if there is no answer."""
+        try:
+            if self._system.async_impl:
+                return method(*args, **options, timeout=self._seconds)
+            return in_background(partial(method, *args, **options)).result(self._seconds)
+        except _TIMEOUTS as error:
+            raise TimeoutError(f"no whole answer within {self._seconds:g} s") from error
+
+    def _fetch(self, begin: int, end: int) -> bytes | None:
+        if self.url.startswith(("http:", "https:")):
+            from fsspec.asyn import sync
+
+            data = self._call(partial(sync, self._system.loop, self._get_range), begin, end)
+        else:
+            data = self._call(self._system.cat_file, self._path, start=begin, end=end)
+        if data is None and begin == 0:
+            return None
+        if data is None or len(data) != end - begin:
+            raise OSError(f"{'all' if data is None else len(data)} bytes came instead of {end - begin:,}")
+        if begin and end == self.size and self._describe() != (self.size, self.version):
+            raise ReplacedError("it was replaced by another file while it was read")
+        return data
+
+    async def _get_range(self, begin: int, end: int) -> bytes | None:
+        """Return a part of a file of a web server, and read no more than that; None if the server sends the whole file."""
+        options = self._system.kwargs
+        wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = {**options.get("headers", {}), **wanted}
+        session = await self._system.set_session()
+        async with session.get(self._system.encode_url(self._path), **{**options, "headers": headers}) as response:
+            response.raise_for_status()
+            if response.status != 206 and (begin, end) != (0, self.size):
+                return None
+            came = response.headers.get("Content-Range", f"bytes {begin}-")
+            if not came.startswith(f"bytes {begin}-"):
+                raise OSError(f"{came} came instead of bytes {begin}-{end - 1}")
+            return await response.content.readexactly(end - begin)
+
+
+class _Blocks(io.RawIOBase):
+    """A file in blocks, of which some are fetched ahead of the reader."""
+
+    def __init__(self, file: RemoteFile, block: int, ahead: int, first: bytes) -> None:
+        assert file.size is not None
+        self._file = file
+        self._size = file.size
+        self._block = block
+        self._ahead = ahead
+        self._position = 0
+        self._blocks: dict[int, Future[bytes | None]] = {0: Future()}
+        self._blocks[0].set_result(first)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        if self._position >= self._size:
+            return 0
+        number = self._position // self._block
+        last = min(number + self._ahead, (self._size - 1) // self._block)
+        self._blocks = {ahead: self._blocks.get(ahead) or self._fetch(ahead) for ahead in range(number, last + 1)}
+        data = self._blocks[number].result()
+        assert data is not None, "only the first block tells that there are no ranges"
+        part = memoryview(data)[self._position - number * self._block :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def _fetch(self, number: int) -> "Future[bytes | None]":
+        begin = number * self._block
+        return in_background(partial(self._file.fetch, begin, min(begin + self._block, self._size)))
+
+    def close(self) -> None:
+        self._blocks = {}
+        super().close()
+
+
+class _Stream(io.RawIOBase):
+    """A file that is read from front to back, again from its beginning if it breaks off."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._position = 0  # of the reader
+        self._stream: Any = None
+        self._done = 0  # bytes that were read of the stream
+        self._waited, self._came = 0.0, 0  # seconds and bytes since its pace was looked at
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.persist(partial(self._read, len(buffer)))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _read(self, count: int) -> bytes:
+        """Return at most so many bytes from the position on."""
+        try:
+            self._stream = self._stream or self._file.open_stream()
+            while self._done < self._position and self._read_on(self._position - self._done):
+                pass
+            data = self._read_on(count)
+            if not data and self._done < (self._file.size or 0):
+                raise OSError(f"it ended after {self._done:,} of {self._file.size:,} bytes")
+            _reached.add(place_of(self._file.url))
+            return data
+        except BaseException:
+            self._close_stream()
+            raise
+
+    def _read_on(self, count: int) -> bytes:
+        start = time.monotonic()
+        data = self._stream.read(min(count, BUFFER))
+        self._waited += time.monotonic() - start
+        self._done += len(data)
+        self._came += len(data)
+        if data and self._waited > _STALL:
+            if self._came < _LEAST:
+                raise TimeoutError(f"only {self._came:,} bytes came in {self._waited:.0f} s")
+            self._waited, self._came = 0.0, 0
+        return data
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        self._done, self._waited, self._came = 0, 0.0, 0
+        if stream is not None:
+            stream.close()
+
+    def close(self) -> None:
+        self._close_stream()
+        super().close()
+
+
+class _CommandOutput:
+    """The output of a shell command; its end raises OSError unless the status is 0."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, bufsize=0)
+
+    def read(self, count: int) -> bytes:
+        """Return at most so many bytes, as soon as there are some; none at the end."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _STALL)[0]:
+            raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")
+        data = self._process.stdout.read(count)
+        if not data and (status := self._process.wait()):
+            raise _CommandFailed(f"the command failed with exit status {status}: {self._command}")
+        return data
+
+    def close(self) -> None:
+        """End the command."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.terminate()
+        self._process.wait()

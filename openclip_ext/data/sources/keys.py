@@ -1,0 +1,62 @@
+"""Where the image and the captions are in a sample of a shard. Imports no torch, for the command line of the manifest."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
+DEFAULT_CAPTION_KEY = "txt"
+# The keys of a manifest that is only for indices.
+ANY_FIELD = "*"
+# JSON can write half of a surrogate pair, on which tokenizers fail.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadSampleError(ValueError):
+    """One sample lacks its image or caption or does not decode. It is passed over and counted."""
+
+
+class Key(NamedTuple):
+    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
+
+    field: str
+    entry: str | None = None
+
+
+def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
+    """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
+
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". Raise ValueError otherwise.
+    """
+    keys = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, entry = part.partition(":")
+        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
+            json_entry = " or an entry of a json field such as 'json:caption'" if allow_json else ""
+            raise ValueError(f"the key {part!r} is not understood: expected a field such as 'jpg'{json_entry}")
+        keys.append(Key(name.lower(), entry or None))
+    if not keys:
+        raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
+    return tuple(keys)
+
+
+def captions_of(data: bytes, key: Key) -> list[str]:
+    """Return the captions of a field, at least one: json may have a list of them."""
+    try:
+        text = data.decode("utf-8")
+        if key.entry is None:
+            return [text]
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
+    entry = content.get(key.entry) if isinstance(content, dict) else None
+    captions: list[Any] = entry if isinstance(entry, list) else [entry]
+    if not captions or not all(isinstance(caption, str) for caption in captions):
+        wanted = f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}"
+        if isinstance(content, dict) and key.entry in content:
+            raise BadSampleError(f"{wanted}, found {json.dumps(entry)[:40]}")
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise BadSampleError(f"{wanted}, which has {found or 'nothing'}")
+    if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
+        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
+    return captions
