@@ -37,8 +37,8 @@ def rooms_of(path: Path) -> set[str]:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after a statement."""
-    program = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    """Modules that a fresh interpreter has loaded after a statement."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     return set(shown.splitlines()[-1].split())
 
@@ -51,6 +51,11 @@ def test_a_loss_needs_neither_data_nor_plotting():
     loaded = loaded_by("import openclip_ext; openclip_ext.create_loss('neuclip', embed_dim=8, prototypes=4)")
     assert "torch" in loaded
     assert not loaded & {"webdataset", "pandas", "matplotlib", "open_clip_train"}
+
+
+def test_a_loop_of_ones_own_loads_no_part_of_the_training_program():
+    loaded = loaded_by("import openclip_ext.integrations.model_loss, openclip_ext.integrations.micro_batches")
+    assert not [name for name in loaded if name.startswith(("openclip_ext.training", "openclip_ext.evaluation"))]
 
 
 def test_the_public_names_are_there_and_load():

@@ -18,7 +18,7 @@ from openclip_ext.compare.short_run import CURVE_POINTS, PilotRun
 from openclip_ext.compare.space import BASELINE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.diagnostics import estimation_error
-from openclip_ext.diagnostics.finished_run import embed
+from openclip_ext.evaluation.embeddings import embed
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.statistics import group_numbers
 from openclip_ext.losses import registry

@@ -13,10 +13,11 @@ from torch import Tensor
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig, TrainingConfig
-from openclip_ext.training.model import build_loss, build_model, for_training, load_pretrained_heads, prepare_for
+from openclip_ext.training.model import build_loss, build_model, for_training, load_pretrained_heads
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 

@@ -3,18 +3,21 @@
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, kept_apart
+from openclip_ext.state.table_files import restore_table
 
 # OpenCLIP keeps the temperature in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
@@ -239,6 +242,32 @@ class ContrastiveLoss(nn.Module):
         """Restore :meth:`replicated_state`; the tables stay as they are."""
         with kept_apart(self.tables().values()):
             self.load_state_dict(state)
+
+    def restore_state(
+        self, replicated: dict[str, Any], tables: Mapping[str, Sequence[np.ndarray]], source: object
+    ) -> None:
+        """Load what :meth:`replicated_state` returned, and this rank's part of the tables from all ranks' parts.
+
+        Raises:
+            UsageError: they are of a loss with other options or of other data; the message names the source.
+        """
+        own = self.tables()
+        if tables.keys() != own.keys():
+            raise UsageError(
+                f"{source} has per-sample state of {sorted(tables)}, this run's loss keeps {sorted(own)}: resume with "
+                "the options of the saved run"
+            )
+        if any(part.dtype == np.float64 for parts in tables.values() for part in parts):
+            self.double()
+        try:
+            self.load_replicated_state(replicated)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"{source} has the state of a loss with other options ({' '.join(str(error).split())[:500]}): resume with "
+                "the options of the saved run"
+            ) from error
+        for name, table in own.items():
+            restore_table(table, tables[name], source)
 
     def model_head(self) -> nn.Module | None:
         """Return the modules of the loss that are part of the trained model, or None (``openclip_ext/losses/heads.py``).

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.training_log import TrainingLog, metric_names, read_log, training_charts
 from openclip_ext.files.writing import output_path
-from openclip_ext.pages.charts import draw_curves
+from openclip_ext.pages.charts import Chart, draw_curves
 
 _METRICS = 2  # of validation, at most
 
@@ -19,7 +19,11 @@ _METRICS = 2  # of validation, at most
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
     """Draw runs with logged steps over the samples seen; a run has the same color in all panels."""
     metrics = sorted(metric_names(logs.values()), key=_order_of_metrics)[:_METRICS]
-    charts = training_charts({name: [log] for name, log in logs.items()}, metrics)
+    draw(training_charts({name: [log] for name, log in logs.items()}, metrics), output)
+
+
+def draw(charts: Sequence[Chart], output: Path) -> None:
+    """Draw charts, two in a row, with one legend."""
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).ravel()

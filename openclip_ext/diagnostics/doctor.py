@@ -21,15 +21,16 @@ import torch
 from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
-from openclip_ext.diagnostics.plan import Plan, Training, gpu_memory_here
+from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.flags import parse
-from openclip_ext.training.model import build_loss, build_model, for_training, prepare_for, with_loss_options
+from openclip_ext.training.model import build_loss, build_model, for_training, with_loss_options
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
@@ -207,22 +208,14 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="openclip-ext doctor", allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
     )
-    parser.add_argument(
-        "--world-size", type=command_line.count, default=1, help="number of processes, one for each GPU (default: 1)"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        default=gpu_memory_here() / 1e9,
-        help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
-    )
+    add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
     processes = {"rank": 0, "local_rank": 0, "world_size": own.world_size, "distributed": own.world_size > 1}
     config = with_loss_options(for_processes(parse(flags), "now", **processes))
     check(config)
     status = 0
-    for verdict, text in Doctor(config, own.world_size, own.gpu_memory * 1e9).findings():
+    for verdict, text in Doctor(config, own.world_size, own.gpu_memory).findings():
         say(f"{verdict:8} {text}")
         status = status or int(verdict == ERROR)
     raise SystemExit(status)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import open_clip
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli import command_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.guard import StepGuard
 
@@ -134,15 +132,13 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 
 
 def activation_bytes(
-    model_name: str, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
+    model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
     """Return for each batch size the peak bytes of both towers in a forward and backward pass, images included.
 
-    ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is OpenCLIP's on the meta device, with ``output_dict=True``; ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
-    with command_line.without_warnings():
-        model = open_clip.create_model(model_name, device="meta", output_dict=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
         model.set_grad_checkpointing(grad_checkpointing)

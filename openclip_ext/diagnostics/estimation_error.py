@@ -260,23 +260,19 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Draw the errors over the samples seen, each run in its own color; dashed lines show the mini-batch estimate."""
-    from matplotlib.figure import Figure
+    """Draw the errors over the samples seen: the estimates of each run's loss, and those of its mini-batches."""
+    from openclip_ext.diagnostics.curves import draw
+    from openclip_ext.pages.charts import Chart, Curve
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for number, run in enumerate(dict.fromkeys(result["run"] for result in results)):
-        own = [result for result in results if result["run"] == run]
-        for kind, style in (("estimator", "o-"), ("minibatch", "o--")):
-            points = [(result["samples_seen"], result[kind]["mean"]) for result in own if result[kind] is not None]
-            label = Path(run).name if kind == "estimator" else f"{Path(run).name}: its mini-batches"
-            if points:
-                axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=label)
-    axes.set(xlabel="samples seen", ylabel="mean squared error of log-normalizers", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
+    runs = list(dict.fromkeys(result["run"] for result in results))
+    charts = []
+    for kind, title in (("estimator", "the loss's log-normalizers"), ("minibatch", "log-normalizers of mini-batches")):
+        known = [result for result in results if result[kind] is not None]
+        points = {run: [(one["samples_seen"], one[kind]["mean"]) for one in known if one["run"] == run] for run in runs}
+        curves = [Curve(Path(run).name, points[run], color) for color, run in enumerate(runs) if points[run]]
+        if curves:
+            charts.append(Chart(f"squared error of {title}", curves, from_zero=True))
+    draw(charts, output)
 
 
 def main(argv: list[str]) -> None:

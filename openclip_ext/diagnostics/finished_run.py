@@ -3,14 +3,14 @@
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from openclip_ext import compat
 from openclip_ext.cli import command_line
@@ -22,6 +22,7 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
@@ -49,22 +50,6 @@ class FinishedRun:
     embed_dim: int
     global_batch: int
     device: torch.device
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """Holds the unit embeddings of a training set, in host memory or mapped from files.
-
-    Attributes:
-        image, text: ``(n, d)`` float32 embeddings.
-        index: ``(n,)`` positions in the data set, without those of bad samples and of samples left out.
-        logit_scale: the model's ``1/τ``.
-    """
-
-    image: Tensor
-    text: Tensor
-    index: Tensor
-    logit_scale: float
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -103,22 +88,18 @@ def load_run(
     Raises:
         UsageError: there is no such run or checkpoint, its state is missing, or the training data are missing or changed.
     """
-    add_model_configs()
     device = torch.device(device)
     config = read_config(run)
     loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
-    settings = model_settings(flags)
-    with command_line.without_warnings():
-        model, _, preprocess = settings.create(device)
-    ckpt.load_model(model, loaded.model_file["state_dict"], loaded.path)
+    settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
     assert loaded.shared is not None  # _read_checkpoint refuses that
     identity = loaded.shared["identity"]
     source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
     loader = EvalLoader(
         source,
         preprocess=preprocess,
-        tokenizer=settings.tokenizer(),
+        tokenizer=tokenizer,
         batch_size=batch_size or flags["batch_size"],
         workers=flags["workers"] if workers is None else workers,
         num_samples=source.num_samples,
@@ -134,7 +115,7 @@ def load_run(
         precision=settings.precision,
         loss_name=name,
         loss=loss.to(device).eval(),
-        model=model.eval(),
+        model=model,
         source=source,
         loader=loader,
         embed_dim=width,
@@ -171,39 +152,6 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
     return source
 
 
-@torch.no_grad()
-def embed(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Tensor]],
-    precision: str,
-    device: torch.device,
-    rows: int,
-    folder: Path | None = None,
-) -> Embeddings:
-    """Embed at most ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
-
-    The embeddings go into memory-mapped files in ``folder``; None keeps them in host memory.
-    """
-    autocast = compat.autocast_context(precision, device)
-    input_dtype = open_clip.get_input_dtype(precision)
-    tables: tuple[Tensor, ...] = ()
-    count = 0
-    for batch in batches:
-        with autocast():
-            output = model(
-                batch["image"].to(device, input_dtype, non_blocking=True), batch["text"].to(device, non_blocking=True)
-            )
-        # The embeddings of a large training set do not fit on the GPU beside the model.
-        features = output["image_features"], output["text_features"]
-        tables = tables or _tables(folder, rows, features[0].shape[1])
-        here = slice(count, count + len(batch["index"]))
-        for table, values in zip(tables, (*features, batch["index"]), strict=True):
-            table[here] = values
-        count = here.stop
-    image, text, index = (table[:count] for table in tables)
-    return Embeddings(image, text, index, output["logit_scale"].item())
-
-
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
     """Embed the training set without augmentation, in the precision of the run, and show the progress.
 
@@ -218,7 +166,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
     if about.get("of") == of:
-        image, text, index = (table[: about["rows"]] for table in _tables(folder, *shape))
+        image, text, index = (table[: about["rows"]] for table in tables(folder, *shape))
         return Embeddings(image, text, index, about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)
     about_file.unlink(missing_ok=True)
@@ -226,18 +174,6 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
     about_file.write_text(json.dumps(about) + "\n")
     return embeddings
-
-
-def _tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Return tables for images, texts and index, in files of a folder or in memory."""
-
-    def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
-        if folder is None:
-            return torch.empty(size, dtype=dtype)
-        return torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype)
-
-    image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
-    return image, text, table("index", rows, torch.int64)
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
@@ -251,9 +187,22 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
     return loaded
 
 
-def model_settings(flags: Mapping[str, Any]) -> ModelConfig:
-    """Return the settings that build the run's model without weights, since those come from the checkpoint."""
+def open_model(
+    flags: Mapping[str, Any], checkpoint: Checkpoint, device: torch.device
+) -> tuple[ModelConfig, Any, Callable, Callable]:
+    """Build the model of a run with a checkpoint's weights, in evaluation mode.
+
+    Returns:
+        The settings, the model, its evaluation transform and its tokenizer.
+    """
+    add_model_configs()
     settings = model_config(flags)
     # A pretrained tag also decides how images are normalized. A file that the run started from may be missing by now.
     tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
-    return replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
+    # The weights come from the checkpoint.
+    settings = replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
+    with command_line.without_warnings():
+        model, _, preprocess = settings.create(device)
+        tokenizer = settings.tokenizer()
+    ckpt.load_model(model, checkpoint.model_file["state_dict"], checkpoint.path)
+    return settings, model.eval(), preprocess, tokenizer

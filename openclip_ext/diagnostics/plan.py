@@ -61,11 +61,6 @@ class Training:
         return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | self.options))
 
 
-def gpu_memory_here() -> float:
-    """Return the bytes of this machine's GPU, or 80 GB if it has none."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
-
-
 @dataclass(frozen=True)
 class Row:
     """Holds the needs of ``world_size`` ranks, in bytes per GPU."""
@@ -99,7 +94,7 @@ class Plan:
             raise ValueError(f"--model {training.model}: expected one of {', '.join(open_clip.list_models())}")
         self.training, self.gpu_memory = training, gpu_memory
         with command_line.without_warnings():
-            model = open_clip.create_model(training.model, device="meta")
+            model = open_clip.create_model(training.model, device="meta", output_dict=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.embed_dim = compat.embedding_dim(training.model, model)
         loss = training.create_loss(self.embed_dim)
@@ -108,7 +103,7 @@ class Plan:
         # Activations grow linearly with the batch, so two measurements are enough.
         micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
         batches = micro_batch, 2 * micro_batch
-        once, twice = activation_bytes(training.model, batches, training.precision, training.grad_checkpointing)
+        once, twice = activation_bytes(model, batches, training.precision, training.grad_checkpointing)
         self._fixed, self._of_image = 2 * once - twice, (twice - once) / micro_batch
         self.asked = self.row(world_size)
 
@@ -249,9 +244,7 @@ def main(argv: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=count, required=True, help="number of samples in the data set, such as 1e9")
-    parser.add_argument(
-        "--world-size", type=count, default=1, help="number of ranks, one for each GPU (default: %(default)s)"
-    )
+    add_machine_flags(parser)
     parser.add_argument("--global-batch", type=count, required=True, help="samples of a step over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
@@ -259,15 +252,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accum-freq", type=count, default=1, help="number of micro-batches of a step (default: %(default)s)"
     )
+    add_loss_flags(parser.add_argument_group("loss"))
+    return parser
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the number of GPUs and their memory in bytes, for which a training is planned."""
+    parser.add_argument(
+        "--world-size", type=count, default=1, help="number of processes, one for each GPU (default: %(default)s)"
+    )
     parser.add_argument(
         "--gpu-memory",
         type=_gigabytes,
-        default=gpu_memory_here(),
+        default=_gpu_memory_here(),
         metavar="GB",
         help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
     )
-    add_loss_flags(parser.add_argument_group("loss"))
-    return parser
+
+
+def _gpu_memory_here() -> float:
+    """Return the bytes of this machine's GPU, or 80 GB if it has none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
 
 
 def _gigabytes(text: str) -> float:

@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
@@ -15,14 +15,13 @@ from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
-from openclip_ext.diagnostics.finished_run import model_settings
+from openclip_ext.diagnostics.finished_run import open_model
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.losses.heads import read_heads
-from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import checkpoint as ckpt
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
@@ -53,15 +52,10 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
             f"{checkpoint} has heads of the kind {heads.kind!r}, which its embeddings pass through: neither OpenCLIP nor "
             "transformers has them"
         )
-    add_model_configs()
-    settings = model_settings(config["flags"])
     loaded = ckpt.read(checkpoint)
-    with command_line.without_warnings():
-        model, *_ = settings.create(torch.device("cpu"))
-        tokenizer: Any = settings.tokenizer()
+    settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
-    ckpt.load_model(model, loaded.model_file["state_dict"])
-    model = model.float().eval()
+    model = model.float()
     # With the run's flags.
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     with held(output):
@@ -72,7 +66,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         )
         save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
         if "hf_tokenizer_name" in model_config["text_cfg"]:
-            tokenizer.save_pretrained(output)  # OpenCLIP looks for it here
+            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP looks for it here
         # A file of the model alone, such as best.pt, knows its epoch and no step.
         unit = "epoch" if loaded.shared is None else "step"
         taken = getattr(loaded.position, unit)

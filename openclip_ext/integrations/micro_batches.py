@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from openclip_ext.training.optimizer import LOGIT_SCALE
-from openclip_ext.training.step import SCALARS, frozen_batchnorm_statistics
+from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 
 _EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
 
@@ -61,7 +60,7 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
         # DistributedDataParallel looks for the parameters that are used in what is returned.
-        scalars = {"logit_scale": logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
+        scalars = {LOGIT_SCALE: logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
         return rows | scalars
 
     def embeddings(*args: Any, **inputs: Any) -> dict[str, Tensor]:

@@ -8,14 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from openclip_ext import distributed
-from openclip_ext.cli.errors import one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import read_as
-from openclip_ext.training.checkpoint.tables import restore_table
-from openclip_ext.training.model import prepare_for
-from openclip_ext.training.optimizer import LOGIT_SCALE
-from openclip_ext.training.validation import symmetric_cross_entropy
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,21 +172,9 @@ class ModelLoss:
         Raises:
             ValueError: It is of a loss with other options or of other data.
         """
-        tables = self.loss.tables()
         state = read_as(dict[str, Any], state, "the saved loss")
-        if read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss").keys() != tables.keys():
-            raise ValueError(
-                f"the saved loss has no per-sample state of {sorted(tables)}: resume with the options of the saved run"
-            )
-        if any(part.dtype == torch.float64 for parts in state["tables"].values() for part in parts):
-            self.loss.double()
-        try:
-            self.loss.load_replicated_state(state["loss"])
-        except RuntimeError as error:
-            raise ValueError(
-                f"the saved loss has other options ({one_line(error)}): resume with the options of the saved run"
-            ) from error
-        for name, table in tables.items():
-            restore_table(table, [part.numpy() for part in state["tables"][name]])
+        saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
+        tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}
+        self.loss.restore_state(state["loss"], tables, "the saved loss")
         with torch.no_grad():
             self.logit_scale.copy_(state[LOGIT_SCALE])

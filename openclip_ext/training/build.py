@@ -9,6 +9,7 @@ from torch import nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.train_loader import TrainLoader
@@ -22,7 +23,6 @@ from openclip_ext.training.model import (
     build_loss,
     for_training,
     load_pretrained_heads,
-    prepare_for,
     write_model_config,
 )
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr

@@ -219,28 +219,6 @@ def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
         own.load_state_dict(heads.state_dict())
 
 
-def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the temperature's start value, if it is asked for, and freeze what the loss does not train.
-
-    DistributedDataParallel fails on a parameter that never receives a gradient.
-    """
-    logit_scale = model.get_parameter("logit_scale")
-    if set_logit_scale and loss.initial_logit_scale is not None:
-        with torch.no_grad():
-            logit_scale.fill_(loss.initial_logit_scale)
-    if not loss.learns_logit_scale:
-        logit_scale.requires_grad_(False)
-    logit_bias = getattr(model, "logit_bias", None)
-    if logit_bias is not None and not loss.uses_logit_bias:
-        logit_bias.requires_grad_(False)
-    if loss.trains_captions_only and compat.is_captioner(model):
-        for parameter in compat.unused_by_captions(model):
-            parameter.requires_grad_(False)
-    if loss.views > 1:  # no image passes through anything else
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
-
-
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)

@@ -12,10 +12,10 @@ from torch import nn
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.lr_scales import lr_scales
 
-LOGIT_SCALE = "logit_scale"
 # Of a parameter group: its learning rate over the schedule's. Timm's optimizers have another use for "lr_scale".
 SCALE = "rate_of_schedule"
 # Of a parameter group: what flags say. Other entries may be the optimizer's state.

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 from openclip_ext.training import parallel
 from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, StepOutcome
 
 Batch = dict[str, Tensor]
-# What a model returns that is one number for the whole model, not a row per sample.
-SCALARS = ("logit_scale", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class TrainStep:
         self.settings = settings
         self.scaler = scaler
         self.ema = ema
-        self._logit_scale = parallel.unwrap(model).get_parameter("logit_scale")
+        self._logit_scale = parallel.unwrap(model).get_parameter(LOGIT_SCALE)
         head = loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -280,20 +279,3 @@ class _GeneratorState:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-
-
-@contextlib.contextmanager
-def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
-    """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
-    layers: list[Any] = compat.batch_norms(model)
-    counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum, count in zip(layers, momenta, counts, strict=True):
-            layer.momentum = momentum
-            if count is not None and layer.num_batches_tracked is not None:
-                layer.num_batches_tracked.copy_(count)

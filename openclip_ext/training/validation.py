@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import open_clip
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files import json_lines
@@ -119,13 +120,8 @@ class Validation:
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
-        autocast = compat.autocast_context(self.precision, self.device)
-        input_dtype = open_clip.get_input_dtype(self.precision)
-        for batch in self.loader:
+        for batch, output in outputs_of(model, self.loader, self.precision, self.device):
             size = len(batch["text"])
-            batch = {name: values.to(self.device, non_blocking=True) for name, values in batch.items()}
-            with autocast():
-                output = model(batch["image"].to(input_dtype), batch["text"])
             image, text = output["image_features"].float(), output["text_features"].float()
             logits = output["logit_scale"].float() * image @ text.T
             losses += float(symmetric_cross_entropy(logits)) * size
@@ -140,12 +136,6 @@ class Validation:
         metrics = retrieval_metrics(torch.cat(images), torch.cat(texts))
         metrics |= {"clip_val_loss": losses / count, "num_samples": count}
         return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
-
-
-def symmetric_cross_entropy(logits: Tensor) -> Tensor:
-    """Return OpenCLIP's contrastive loss of a square matrix of logits."""
-    labels = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import pandas as pd
 import torch
 import webdataset
 from PIL import Image
+from torch.nn.functional import normalize
 
 from openclip_ext import compat
 from openclip_ext.files.writing import output_path
@@ -51,8 +51,6 @@ def main(
     parser.add_argument("--output", type=output_path, help="write the numbers as JSON")
     add_arguments(parser)
     args = parser.parse_args()
-    if os.environ.get("RANK", "0") != "0":  # the other ranks measure, and say nothing
-        sys.stdout, args.output = io.StringIO(), None
     about |= {"hardware": hardware(args.device), "load": os.getloadavg()[0]}
     print(f"{about['hardware']}, load {about['load']:.1f}", flush=True)
     compat.set_backends()
@@ -74,6 +72,12 @@ def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples
     """Create a loss with its default options, but for ``--prototypes``."""
     options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(name) else {}
     return registry.create_loss(name, embed_dim=embed_dim, num_samples=num_samples, **options).to(device)
+
+
+def unit_features(batch_size: int, embed_dim: int, device: str) -> torch.Tensor:
+    """Return random unit features of images and texts, ``(2, B, d)``."""
+    random = torch.Generator().manual_seed(0)
+    return normalize(torch.randn(2, batch_size, embed_dim, generator=random), dim=2).to(device)
 
 
 def take_turns(contestants: Mapping[str, Action], baseline: str, args: argparse.Namespace) -> Table:
@@ -111,10 +115,16 @@ def compared(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, 
     }
 
 
-def speeds(rounds: Sequence[Mapping[str, float]], baseline: str) -> Table:
-    """Return the median of the samples per second, and their ratio to the baseline's in the same round."""
+def rate(work: Callable[[], float]) -> float:
+    """Return what some work on the CPU returns, such as a number of samples, per second."""
+    start = time.perf_counter()
+    return work() / (time.perf_counter() - start)
+
+
+def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "samples_per_second") -> Table:
+    """Return the median of the rates of each round, and their ratio to the baseline's in the same round."""
     return {
-        name: {"samples_per_second": statistics.median(found[name] for found in rounds), **ratios}
+        name: {unit: statistics.median(found[name] for found in rounds), **ratios}
         for name, ratios in compared(rounds, baseline).items()
     }
 

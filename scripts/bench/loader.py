@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +87,7 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
         )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
     for epoch in epochs:
-        start = time.perf_counter()
-        samples = sum(len(batch[key]) for batch in epoch)
-        rate = samples / (time.perf_counter() - start)
+        rate = harness.rate(lambda epoch=epoch: sum(len(batch[key]) for batch in epoch))
     print(rate)
 
 

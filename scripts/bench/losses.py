@@ -12,16 +12,13 @@ from functools import partial
 import harness
 import torch
 from open_clip.loss import ClipLoss
-from torch.nn.functional import normalize
 
 BASELINE = "ClipLoss"
 
 
 def make_contestants(batch_size: int, args: argparse.Namespace) -> dict[str, harness.Action]:
-    random = torch.Generator().manual_seed(0)
     features = [
-        normalize(torch.randn(batch_size, args.embed_dim, generator=random), dim=1).to(args.device).requires_grad_()
-        for _ in range(2)
+        side.clone().requires_grad_() for side in harness.unit_features(batch_size, args.embed_dim, args.device)
     ]
     inputs = [*features, torch.tensor(1 / 0.07, device=args.device, requires_grad=True)]
     index = torch.arange(batch_size, device=args.device)

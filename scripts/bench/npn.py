@@ -25,12 +25,11 @@ TAU = 0.07
 EPS = 1e-14
 
 
-def make_contrast(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Contrast:
-    random = torch.Generator().manual_seed(0)
-    images, texts = normalize(torch.randn(2, args.batch_size, args.embed_dim, generator=random), dim=2).to(args.device)
-    scale = torch.tensor(1 / TAU, dtype=dtype, device=args.device)
+def make_contrast(args: argparse.Namespace) -> Contrast:
+    images, texts = harness.unit_features(args.batch_size, args.embed_dim, args.device)
+    scale = torch.tensor(1 / TAU, device=args.device)
     everything = torch.ones(len(images), dtype=torch.bool, device=args.device)
-    return contrast_minibatch(LocalBatch(images, texts, scale, None, everything, dtype), gather=False)
+    return contrast_minibatch(LocalBatch(images, texts, scale, None, everything, scale.dtype), gather=False)
 
 
 @torch.no_grad()

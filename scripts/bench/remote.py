@@ -135,9 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             assert counted.num_samples == args.counts * args.samples
             manifest = Manifest.scan(f"{url}/{{00000..{args.shards - 1:05d}}}.tar")
             rounds = [take_turn(manifest, Path(temporary) / f"{number}") for number in range(args.rounds)]
-    reading = harness.compared(rounds, BASELINE)
-    for name, row in reading.items():
-        row["megabytes_per_second"] = float(np.median([found[name] for found in rounds]))
+    reading = harness.speeds(rounds, BASELINE, "megabytes_per_second")
     counting = {"*_stats.json": {"shards": float(args.counts), "seconds": seconds}}
     return {"reading": reading, "counting": counting}
 
@@ -150,11 +148,7 @@ def take_turn(manifest: Manifest, cache: Path) -> dict[str, float]:
         "into --cache-dir": partial(read, manifest, str(cache)),
         "from --cache-dir": partial(read, manifest, str(cache)),
     }
-    found = {}
-    for name, way in ways.items():
-        start = time.perf_counter()
-        found[name] = way() / 1e6 / (time.perf_counter() - start)
-    return found
+    return {name: harness.rate(way) / 1e6 for name, way in ways.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

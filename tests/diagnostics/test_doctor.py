@@ -75,9 +75,3 @@ def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys, monkeypatch,
     argv = command(shards, tmp_path, "run", "openclip", "--model", "ViT-B-32", "--pretrained", "laion2b_s34b_b79k")
     argv += ["--cache-dir", str(tmp_path), "--force-patch-dropout", "0"]
     assert found(lines_of(capsys, argv, int(not reached)), f"{verdict:8} caches: laion/CLIP-ViT-B-32")
-
-
-def test_it_is_called_by_its_name(capsys):
-    with pytest.raises(SystemExit):
-        main(["--world-size", "none"])
-    assert "openclip-ext doctor: error" in capsys.readouterr().err

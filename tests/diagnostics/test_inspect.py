@@ -16,10 +16,11 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.diagnostics import finished_run
-from openclip_ext.diagnostics.finished_run import Embeddings, embed_training_set, load_run
+from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.evaluation.embeddings import Embeddings
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import normalizers as reference

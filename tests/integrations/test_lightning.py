@@ -65,12 +65,8 @@ def _on_this_rank(folder):
 
 def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path)
-    towers.assert_two_ran_the_example([rank["example"] for rank in ranks])
     single, parts = (_state(train(tmp_path / str(size), size=size, **SGD)[1]) for size in (None, 3))
-    towers.assert_close_runs(parts, single)
-    towers.assert_two_equal_one([rank["whole"] for rank in ranks], single)
-    for rank in ranks:
-        towers.assert_equal_runs(rank["resumed"], rank["whole"])
+    towers.assert_two_processes_train_as_one(ranks, single, parts)
 
 
 def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):

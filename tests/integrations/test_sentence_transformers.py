@@ -14,9 +14,9 @@ from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.data import with_index
 from openclip_ext.integrations.sentence_transformers import GlobalContrastiveLoss
-from openclip_ext.training.optimizer import LOGIT_SCALE
 from tests.integrations.towers import BATCH, SAMPLES, assert_equal_runs, example, final_state, stateful_loss
 from tests.training.tiny import WIDTH
 

@@ -84,17 +84,12 @@ def _on_this_rank(folder: Path) -> dict:
 
 def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path / "two")
-    towers.assert_two_ran_the_example([rank["example"] for rank in ranks])
     single, parts = (trainer(tmp_path / name, optim="sgd") for name in ("single", "parts"))
     in_micro_batches(parts.model, 3)
     for run in (single, parts):
         run.train()
-    towers.assert_close_runs(_state(parts), _state(single))
-    for name in ("whole", "parts"):
-        towers.assert_two_equal_one([rank[name] for rank in ranks], _state(single))
+    towers.assert_two_processes_train_as_one(ranks, _state(single), _state(parts), ["whole", "parts"])
     torch.testing.assert_close(ranks[0]["values"], _values(single))
-    for rank in ranks:
-        towers.assert_equal_runs(rank["resumed"], rank["whole"])
 
 
 def test_the_temperature_has_its_own_constant_rate_and_the_log_the_losss_numbers(uninterrupted):

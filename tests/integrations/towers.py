@@ -4,7 +4,7 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.data import with_index
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training.optimizer import LOGIT_SCALE
 from tests.distributed.pool import WORLD_SIZE, RankPool
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
@@ -89,9 +89,21 @@ def example(name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def assert_two_ran_the_example(printed: list[str]) -> None:
-    """Both processes came to the end, and the first one says what the model has learned."""
-    assert [PAIRS in text for text in printed] == [True, False], printed
+def assert_two_processes_train_as_one(
+    ranks: list[Any], single: dict[str, Tensor], parts: dict[str, Tensor], whole: Sequence[str] = ("whole",)
+) -> None:
+    """Both processes came to the end of the example, where the first one prints; all runs equal that of one process.
+
+    Args:
+        ranks: of each process the output of the example, the final states ``whole``, and ``resumed``, a resumed first one.
+        single, parts: final states of one process, with whole batches and in micro-batches.
+    """
+    assert [PAIRS in rank["example"] for rank in ranks] == [True, False], ranks
+    assert_close_runs(parts, single)
+    for name in whole:
+        assert_two_equal_one([rank[name] for rank in ranks], single)
+    for rank in ranks:
+        assert_equal_runs(rank["resumed"], rank[whole[0]])
 
 
 def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:

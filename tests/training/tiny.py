@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.losses import registry
 from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ParallelConfig
 from openclip_ext.training.guard import StepGuard
-from openclip_ext.training.model import prepare_for
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
 

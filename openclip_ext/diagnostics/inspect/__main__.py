@@ -15,7 +15,6 @@ from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.diagnostics.finished_run import (
-    Embeddings,
     FinishedRun,
     add_run_arguments,
     embed_training_set,
@@ -24,6 +23,7 @@ from openclip_ext.diagnostics.finished_run import (
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
+from openclip_ext.evaluation.embeddings import Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 
@@ -66,8 +66,9 @@ def _inspect(
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)
-    inspection = Inspection(about, thresholds, found, outputs.read_samples(run.source, outputs.shown_indices(found)))
-    thumbnails = outputs.read_thumbnails(run.source, outputs.shown_indices(found, args.show))
+    shown = outputs.shown_indices(found, args.show)
+    samples, thumbnails = outputs.read_samples(run.source, outputs.shown_indices(found), shown)
+    inspection = Inspection(about, thresholds, found, samples)
     outputs.write_page(folder / "index.html", inspection, thumbnails, args.show)
     outputs.write_json(folder / "found.json", inspection)
     outputs.write_csv(folder / "found.csv", inspection)

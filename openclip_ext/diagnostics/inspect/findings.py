@@ -11,7 +11,7 @@ from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
-from openclip_ext.diagnostics.finished_run import Embeddings
+from openclip_ext.evaluation.embeddings import Embeddings
 
 # Rows and columns of a block of similarities, so that each of the four kinds takes 64 MiB.
 _ROWS, _COLUMNS = 2048, 8192

@@ -38,23 +38,20 @@ class Inspection:
     samples: Mapping[int, Sample]
 
 
-def read_samples(source: Source, indices: Iterable[int]) -> dict[int, Sample]:
-    """Return shard, key and caption of samples, without decoding images."""
-    samples, reader = {}, source.reader()
-    for index in sorted(set(indices)):
-        key, caption = source.describe(reader(index))
+def read_samples(
+    source: Source, listed: Iterable[int], shown: Iterable[int]
+) -> tuple[dict[int, Sample], dict[int, str]]:
+    """Return shard, key and caption of the listed samples, and of those that are shown small images as data URIs."""
+    samples, thumbnails, reader, with_image = {}, {}, source.reader(), set(shown)
+    for index in sorted({*listed, *with_image}):
+        raw = reader(index)
+        key, caption = source.describe(raw)
         samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption)
-    return samples
-
-
-def read_thumbnails(source: Source, indices: Iterable[int]) -> dict[int, str]:
-    """Return small images as data URIs."""
-    thumbnails, reader = {}, source.reader()
-    for index in sorted(set(indices)):
-        image, _ = source.decode(reader(index), decode_image)
-        assert isinstance(image, Image.Image)
-        thumbnails[index] = thumbnail(image, _THUMBNAIL)
-    return thumbnails
+        if index in with_image:
+            image, _ = source.decode(raw, decode_image)
+            assert isinstance(image, Image.Image)
+            thumbnails[index] = thumbnail(image, _THUMBNAIL)
+    return samples, thumbnails
 
 
 def write_json(path: Path, inspection: Inspection) -> None:

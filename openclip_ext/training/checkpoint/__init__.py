@@ -29,4 +29,3 @@ from openclip_ext.training.checkpoint.saving import remove_older_mid_epoch as re
 from openclip_ext.training.checkpoint.saving import save as save
 from openclip_ext.training.checkpoint.saving import save_model_file as save_model_file
 from openclip_ext.training.checkpoint.saving import set_aside as set_aside
-from openclip_ext.training.checkpoint.tables import restore_table as restore_table

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
 from openclip_ext.files.schema import read_as
+from openclip_ext.state.table_files import open_table
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint.format import (
     Checkpoint,
@@ -24,7 +24,6 @@ from openclip_ext.training.checkpoint.format import (
     set_random_state,
     table_file,
 )
-from openclip_ext.training.checkpoint.tables import open_table, restore_table
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 
@@ -178,23 +177,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
         name: [open_table(table_file(file, name)) for file in checkpoint.rank_files]
         for name in checkpoint.shared["tables"]
     }
-    tables = loss.tables()
-    if parts.keys() != tables.keys():
-        raise UsageError(
-            f"{checkpoint.path} has per-sample state of {sorted(parts)}, this run's loss keeps {sorted(tables)}: resume with "
-            "the options of the saved run"
-        )
-    if any(part.dtype == np.float64 for saved in parts.values() for part in saved):
-        loss.double()
-    try:
-        loss.load_replicated_state(checkpoint.shared["loss"])
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"{checkpoint.path} has the state of a loss with other options ({' '.join(str(error).split())[:500]}): resume "
-            "with the options of the saved run"
-        ) from error
-    for name, table in tables.items():
-        restore_table(table, parts[name], checkpoint.path)
+    loss.restore_state(checkpoint.shared["loss"], parts, checkpoint.path)
     if checkpoint.shared["world_size"] == distributed.world_size():
         file = checkpoint.rank_files[distributed.rank()]
         generators = load(file).get("random", {})

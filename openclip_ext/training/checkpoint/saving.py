@@ -20,6 +20,7 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
+from openclip_ext.state.table_files import write_table
 from openclip_ext.training.checkpoint.format import (
     CHECKSUMS,
     UNREADABLE,
@@ -29,7 +30,6 @@ from openclip_ext.training.checkpoint.format import (
     random_state,
     table_file,
 )
-from openclip_ext.training.checkpoint.tables import write_table
 
 # A network file system may show the files of another node some seconds late.
 _NODE_SECONDS = 30.0

@@ -8,9 +8,9 @@ import torch
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.state import table_files
 from openclip_ext.state.sharded_table import ShardedTable, shard_bounds
-from openclip_ext.training.checkpoint import tables as table_files
-from openclip_ext.training.checkpoint.tables import open_table, restore_table, write_table
+from openclip_ext.state.table_files import open_table, restore_table, write_table
 
 SAMPLES = 103
 

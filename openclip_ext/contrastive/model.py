@@ -1,0 +1,62 @@
+"""What a loss and a training loop do with the model: its temperature, what is frozen, and its batch normalization."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from openclip_ext import compat
+from openclip_ext.contrastive.loss import ContrastiveLoss
+
+# The model's parameter ``log(1/τ)``.
+LOGIT_SCALE = "logit_scale"
+# What a model returns that is one number for the whole model, not a row per sample.
+SCALARS = (LOGIT_SCALE, "logit_bias")
+
+
+def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
+    """Set the temperature's start value, if it is asked for, and freeze what the loss does not train.
+
+    DistributedDataParallel fails on a parameter that never receives a gradient.
+    """
+    logit_scale = model.get_parameter(LOGIT_SCALE)
+    if set_logit_scale and loss.initial_logit_scale is not None:
+        with torch.no_grad():
+            logit_scale.fill_(loss.initial_logit_scale)
+    if not loss.learns_logit_scale:
+        logit_scale.requires_grad_(False)
+    logit_bias = getattr(model, "logit_bias", None)
+    if logit_bias is not None and not loss.uses_logit_bias:
+        logit_bias.requires_grad_(False)
+    if loss.trains_captions_only and compat.is_captioner(model):
+        for parameter in compat.unused_by_captions(model):
+            parameter.requires_grad_(False)
+    if loss.views > 1:  # no image passes through anything else
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
+
+
+@contextlib.contextmanager
+def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
+    """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
+    layers: list[Any] = compat.batch_norms(model)
+    counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum, count in zip(layers, momenta, counts, strict=True):
+            layer.momentum = momentum
+            if count is not None and layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(count)
+
+
+def symmetric_cross_entropy(logits: Tensor) -> Tensor:
+    """Return OpenCLIP's contrastive loss of a square matrix of logits."""
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

@@ -1,0 +1,80 @@
+"""Run a model over batches of pairs: embeddings of a data set, in memory or in files."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Holds the unit embeddings of a training set, in host memory or mapped from files.
+
+    Attributes:
+        image, text: ``(n, d)`` float32 embeddings.
+        index: ``(n,)`` positions in the data set, without those of bad samples and of samples left out.
+        logit_scale: the model's ``1/τ``.
+    """
+
+    image: Tensor
+    text: Tensor
+    index: Tensor
+    logit_scale: float
+
+
+@torch.no_grad()
+def outputs_of(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
+) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
+    """Yield batches of ``image`` and ``text``, each with what a model in evaluation mode returns for it in a precision."""
+    autocast = compat.autocast_context(precision, device)
+    input_dtype = open_clip.get_input_dtype(precision)
+    for batch in batches:
+        image, text = batch["image"].to(device, input_dtype, non_blocking=True), batch["text"]
+        with autocast():
+            output = model(image, text.to(device, non_blocking=True))
+        yield batch, output
+
+
+def embed(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    precision: str,
+    device: torch.device,
+    rows: int,
+    folder: Path | None = None,
+) -> Embeddings:
+    """Embed at most ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
+
+    The embeddings go into memory-mapped files in ``folder``; None keeps them in host memory.
+    """
+    kept: tuple[Tensor, ...] = ()
+    count = 0
+    for batch, output in outputs_of(model, batches, precision, device):
+        # The embeddings of a large training set do not fit on the GPU beside the model.
+        features = output["image_features"], output["text_features"]
+        kept = kept or tables(folder, rows, features[0].shape[1])
+        here = slice(count, count + len(batch["index"]))
+        for table, values in zip(kept, (*features, batch["index"]), strict=True):
+            table[here] = values
+        count = here.stop
+    image, text, index = (table[:count] for table in kept)
+    return Embeddings(image, text, index, output["logit_scale"].item())
+
+
+def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
+    """Return tables for images, texts and index, in files of a folder or in memory."""
+
+    def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
+        if folder is None:
+            return torch.empty(size, dtype=dtype)
+        return torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype)
+
+    image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
+    return image, text, table("index", rows, torch.int64)
