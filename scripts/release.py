@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "openclip_ext")
-_LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|#)([^)\s]+)\)")
+_LINK = re.compile(r"(!?\[(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*\]\()(?!\w+:|#)([^)\s]+)\)")
 
 
 def with_whole_addresses(text: str, repository: str, version: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from open_clip import get_tokenizer
+from torch.utils.data import DataLoader
 
 from openclip_ext.data.loader import train_loader
 from openclip_ext.data.loader.workers import WorkerError
@@ -29,6 +30,12 @@ def test_a_worker_that_was_killed_ends_the_run_with_the_reason(tmp_path: Path, a
     os.kill(loader._loader._iterator._workers[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"was killed, as the kernel does when memory runs out.*GiB; fewer --workers"):
         list(batches), list(loader.iterate(1))
+
+
+def test_torchs_handler_of_the_end_of_a_worker_goes_even_if_another_loader_has_installed_it(tmp_path: Path):
+    list(DataLoader(range(2), num_workers=1))
+    next(build(write_shards(tmp_path, [100]), workers=1).iterate(0))
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(("batch", "patience", "seconds"), [(-1, 2.0, 2), (0, 0.5, 3)])

@@ -24,6 +24,20 @@ from openclip_ext.data.order import Layout, Segment
 from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
 
 
+class _Opener:
+    """Opens the batches of a rank's workers; it refers to no loader: a cycle would close queues before it ends the workers."""
+
+    def __init__(self, loader: DataLoader[Any], requests: BatchRequests, patience: float | None) -> None:
+        self._loader, self._requests, self._patience = loader, requests, patience
+
+    def __call__(
+        self, epoch: int, seen: tuple[Segment, ...], numbers: range, beginning: Beginning
+    ) -> Iterator[dict[str, Any]]:
+        requests = self._requests
+        requests.epoch, requests.seen, requests.batches, requests.beginning = epoch, seen, numbers, beginning
+        return watched_batches(self._loader, self._patience)
+
+
 class TrainLoader:
     """Training batches with global indices.
 
@@ -72,19 +86,15 @@ class TrainLoader:
             shuffle_window=config.shuffle_window if source.sequential else 0,
         )
         self._check_arguments()
-        self._config = config
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
         self._num_cut = 0
         self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._requests = BatchRequests(self._layout.workers)
-        self._data = EpochData(source, config.seed, self._layout, self.rank, self.bad, self._batches)
-        self._pass, self._is_under_way = EpochPass(self._data, 0, []), False
-        self._loaded: Progress = ()
+        requests = BatchRequests(self._layout.workers)
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
             batch_size=None,
-            sampler=self._requests,
+            sampler=requests,
             num_workers=config.workers,
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
@@ -92,6 +102,10 @@ class TrainLoader:
             # DataLoader would draw from the training process's generator at the start of every pass.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
+        opener = _Opener(self._loader, requests, config.patience)
+        self._data = EpochData(source, config.seed, self._layout, self.rank, self.bad, opener)
+        self._pass, self._is_under_way = EpochPass(self._data, 0, []), False
+        self._loaded: Progress = ()
 
     def _check_arguments(self) -> None:
         layout, source = self._layout, self.source
@@ -206,10 +220,3 @@ class TrainLoader:
             logging.warning(
                 f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
             )
-
-    def _batches(
-        self, epoch: int, seen: tuple[Segment, ...], numbers: range, beginning: Beginning
-    ) -> Iterator[dict[str, Any]]:
-        requests = self._requests
-        requests.epoch, requests.seen, requests.batches, requests.beginning = epoch, seen, numbers, beginning
-        return watched_batches(self._loader, self._config.patience)

@@ -57,6 +57,8 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
         loader.multiprocessing_context.Event = _Flag
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
     child_handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(child_handler, "__module__", "").startswith("torch."):  # of a DataLoader that was started in another way
+        child_handler = signal.SIG_DFL
     try:
         return iter(loader)
     finally:
