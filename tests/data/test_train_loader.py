@@ -124,7 +124,7 @@ def test_a_worker_may_be_started_without_fork(data: str):
     iterator = loader.iterate(0)
     expected = [next(iterator), next(iterator)]
     copy = pickle.loads(pickle.dumps(loader._loader.dataset))
-    assert_equal([copy[request] for request in islice(loader._requests, 2)], expected)
+    assert_equal([copy[request] for request in islice(loader._loader.sampler, 2)], expected)
 
 
 def test_shortened_epochs_see_other_samples_each_time(data: str):
