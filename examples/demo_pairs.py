@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from openclip_ext.data.demo.write import make_sample
+from openclip_ext.data.shapes.write import make_sample
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.validation import retrieval_metrics
 

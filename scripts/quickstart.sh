@@ -23,8 +23,8 @@ esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 say "1/4 Demo set: 20,000 images to train on, 4,000 to test on"
-"$python" -m openclip_ext.data.demo --output demo/train --num-samples 20000 --split train
-"$python" -m openclip_ext.data.demo --output demo/test --num-samples 4000 --split test
+"$python" -m openclip_ext.data.shapes --output demo/train --num-samples 20000 --split train
+"$python" -m openclip_ext.data.shapes --output demo/test --num-samples 4000 --split test
 
 say "2/4 Training with --loss $loss"
 train=(

@@ -103,7 +103,7 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
     ("module", "argv"),
     [
         ("openclip_ext.data.manifest.__main__", "x.tar --output gs://b/m.json"),
-        ("openclip_ext.data.demo.__main__", "--output s3://b/shapes --num-samples 4"),
+        ("openclip_ext.data.shapes.__main__", "--output s3://b/shapes --num-samples 4"),
         ("openclip_ext.diagnostics.curves", "run --output s3://b/curves.png"),
         ("openclip_ext.diagnostics.estimation_error", "run --json s3://b/error.json"),
         ("openclip_ext.diagnostics.estimation_error", "run --plot file:///b/error.png"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openclip_ext import __version__
-from openclip_ext.data.demo.write import ShapesConfig, write_shards
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "openclip_ext", "eval")

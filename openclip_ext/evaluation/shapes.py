@@ -2,7 +2,7 @@
 
 Classification uses the images with one item, and averages prompts over backgrounds. Retrieval and the relation task use the
 complete captions, because training captions leave out so many words that most of them fit several images.
-``python -m openclip_ext.data.demo --split test --output DIR --num-samples 4000`` makes the test split.
+``python -m openclip_ext.data.shapes --split test --output DIR --num-samples 4000`` makes the test split.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli import command_line
-from openclip_ext.data.demo.scene import (
+from openclip_ext.data.shapes.scene import (
     BACKGROUNDS,
     COLORS,
     HELD_OUT_PAIRS,
@@ -128,7 +128,7 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
     if not shards:
         raise ValueError(
             f"no *.tar in {data_dir}: make the test split with "
-            f"python -m openclip_ext.data.demo --split test --num-samples 4000 --output {data_dir}"
+            f"python -m openclip_ext.data.shapes --split test --num-samples 4000 --output {data_dir}"
         )
     samples = []
     for shard, found in ((path, sample) for path in shards for sample in read_shard(path, frozenset({"json"}))):

@@ -8,9 +8,9 @@ import numpy as np
 import open_clip
 import pytest
 
-from openclip_ext.data.demo.__main__ import main
-from openclip_ext.data.demo.render import render
-from openclip_ext.data.demo.scene import (
+from openclip_ext.data.shapes.__main__ import main
+from openclip_ext.data.shapes.render import render
+from openclip_ext.data.shapes.scene import (
     COLORS,
     HELD_OUT_PAIRS,
     PAIRS,
@@ -23,7 +23,7 @@ from openclip_ext.data.demo.scene import (
     sample_caption,
     sample_scene,
 )
-from openclip_ext.data.demo.write import RECIPE_FILE, SIZES_FILE, ShapesConfig, make_sample, write_shards
+from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig, make_sample, write_shards
 
 
 def contents(folder):

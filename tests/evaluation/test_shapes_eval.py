@@ -6,8 +6,8 @@ import open_clip
 import pytest
 import torch
 
-from openclip_ext.data.demo.scene import COLORS, SHAPES, SIZES, TEXTURES
-from openclip_ext.data.demo.write import ShapesConfig, write_shards
+from openclip_ext.data.shapes.scene import COLORS, SHAPES, SIZES, TEXTURES
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.shapes import chance, main, read_samples, score
 from openclip_ext.model_configs import add_model_configs

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from openclip_ext import model_configs
-from openclip_ext.data.demo.write import ShapesConfig, write_shards
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.losses.registry import list_losses
 from openclip_ext.training import trainer
 from openclip_ext.training.main import main

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.data.demo.write import ShapesConfig, write_shards
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import trainer
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged

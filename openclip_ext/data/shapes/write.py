@@ -13,10 +13,10 @@ from typing import NamedTuple
 from PIL import Image
 from tqdm import tqdm
 
-from openclip_ext.data.demo.render import render
-from openclip_ext.data.demo.scene import (generator_of, sample_caption, sample_scene)
-from openclip_ext.files.writing import write_atomically
 from openclip_ext.data.processes import available_cores
+from openclip_ext.data.shapes.render import render
+from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
+from openclip_ext.files.writing import write_atomically
 
 # Counts up when a sample of the same (seed, split, index) would look or read differently.
 GENERATOR_VERSION = 1
@@ -60,7 +60,7 @@ class ShapesConfig:
 def make_sample(seed: int, split: str, index: int) -> Sample:
     """Return sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
 
-    The ``json`` member holds the scene (see :class:`~openclip_ext.data.demo.scene.Scene`), the caption with no word left
+    The ``json`` member holds the scene (see :class:`~openclip_ext.data.shapes.scene.Scene`), the caption with no word left
     out as ``complete_caption``, and where the sample comes from.
     """
     scene = sample_scene(seed, split, index)

@@ -1,16 +1,16 @@
-"""``python -m openclip_ext.data.demo``: write the demo set as WebDataset shards."""
+"""``python -m openclip_ext.data.shapes``: write the demo set as WebDataset shards."""
 
 import argparse
 import sys
 
-from openclip_ext.data.demo.scene import SPLITS
-from openclip_ext.data.demo.write import (ShapesConfig, write_shards)
+from openclip_ext.data.shapes.scene import SPLITS
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.files.writing import output_path
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m openclip_ext.data.demo",
+        prog="python -m openclip_ext.data.shapes",
         description="Draw images of colored shapes with captions and write them as WebDataset shards. "
         "A run that was stopped is continued, a complete set is left alone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from openclip_ext.data.demo.scene import (Item, Scene)
+from openclip_ext.data.shapes.scene import Item, Scene
 
 IMAGE_SIZE = 32
 _SUPERSAMPLING = 3
