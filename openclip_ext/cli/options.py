@@ -243,8 +243,7 @@ def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T
         others: fields that are no flags, or whose values are not those of their flags.
     """
     fields = (field for field in flag_fields(config) if field.name not in others)
-    # The configuration of an unfinished test or another program may lack flags.
-    return config(**{field.name: flags.get(python_name(field), field.default) for field in fields}, **others)
+    return config(**{field.name: flags[python_name(field)] for field in fields}, **others)
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:

@@ -1,10 +1,8 @@
 """Checkpoints: their format, saving, finding and restoring."""
 
-from openclip_ext.training.checkpoint.finding import Scan as Scan
 from openclip_ext.training.checkpoint.finding import Start as Start
 from openclip_ext.training.checkpoint.finding import find_start as find_start
 from openclip_ext.training.checkpoint.finding import scan as scan
-from openclip_ext.training.checkpoint.format import CHECKSUMS as CHECKSUMS
 from openclip_ext.training.checkpoint.format import LATEST as LATEST
 from openclip_ext.training.checkpoint.format import Checkpoint as Checkpoint
 from openclip_ext.training.checkpoint.format import Position as Position
@@ -14,7 +12,6 @@ from openclip_ext.training.checkpoint.format import checksum as checksum
 from openclip_ext.training.checkpoint.format import random_state as random_state
 from openclip_ext.training.checkpoint.format import read as read
 from openclip_ext.training.checkpoint.format import set_random_state as set_random_state
-from openclip_ext.training.checkpoint.format import verify as verify
 from openclip_ext.training.checkpoint.restoring import changed_settings as changed_settings
 from openclip_ext.training.checkpoint.restoring import check_identity as check_identity
 from openclip_ext.training.checkpoint.restoring import cut_logs as cut_logs
