@@ -95,13 +95,15 @@ def set_openclip_defaults(args: argparse.Namespace) -> None:
 def init_device(args: argparse.Namespace) -> torch.device:
     """Start ``torch.distributed`` where torchrun or SLURM asks for it; sets ``args.rank`` and others.
 
-    The device becomes PyTorch's current one: OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``.
+    The device becomes PyTorch's current one: OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``. It always has a
+    number, which OpenCLIP leaves out in a single process.
     """
     import torch
     from open_clip_train.distributed import init_distributed_device
 
     device = init_distributed_device(args)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

@@ -1,6 +1,9 @@
 """What the package needs from inside OpenCLIP."""
 
+import argparse
+
 import open_clip
+import open_clip_train.distributed
 import pytest
 import torch
 
@@ -36,3 +39,13 @@ def test_clip_lites_image_towers_end_with_their_pooled_features(name, width):
     images = torch.rand(1, 3, 224, 224)
     pooled = model.visual.trunk.forward_features(images).mean(dim=(2, 3))
     assert torch.allclose(model.encode_image(images), pooled, atol=1e-5) and compat.embedding_dim(name) == width
+
+
+@pytest.mark.parametrize(("given", "current"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_a_gpu_is_current_and_has_a_number(given, current, monkeypatch):
+    """``torch.cuda.set_device`` takes no device without one; OpenCLIP gives such a device in a single process."""
+    chosen = []
+    monkeypatch.setattr(open_clip_train.distributed, "init_distributed_device", lambda args: torch.device(args.device))
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append)
+    assert compat.init_device(argparse.Namespace(device=given)) == torch.device(current)
+    assert chosen == [torch.device(current).index]

@@ -59,9 +59,13 @@ def check_index(index: Tensor | None, features: Tensor) -> Tensor:
     return index.to(features.device, torch.int64, non_blocking=True)
 
 
+# Other types of tensors may have no values.
+_HAVE_VALUES: tuple[type[Tensor], ...] = (Tensor, torch.nn.Parameter)
+
+
 def can_read_values(tensor: Tensor) -> bool:
     """Return whether Python may look at a tensor's values: not while compiling or capturing, nor of a fake tensor."""
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in _HAVE_VALUES:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -253,7 +253,7 @@ class PrototypeNormalizer(Normalizer):
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self._restart_is_due() & ok
-        if can_read_values(due) and not due:
+        if due.is_cpu and can_read_values(due) and not due:  # on a GPU the host would wait for the value
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:

@@ -3,10 +3,12 @@
     python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
 Random unit features on one device; options of a loss are its defaults, but for --prototypes. The losses take turns, round
-after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state.
+after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state; with ``--rounds 0``
+only that is measured, of losses that do not fit, too.
 """
 
 import argparse
+import math
 from functools import partial
 
 import harness
@@ -40,9 +42,13 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     tables = {}
     for batch_size in args.batch_sizes:
         contestants = make_contestants(batch_size, args)
-        tables[str(batch_size)] = harness.take_turns(contestants, BASELINE, args)
+        table = harness.take_turns(contestants, BASELINE, args) if args.rounds else {name: {} for name in contestants}
         for name, action in contestants.items():
-            tables[str(batch_size)][name]["peak_mib"] = harness.peak_mib(action, args.device)
+            try:
+                table[name]["peak_mib"] = harness.peak_mib(action, args.device)
+            except torch.OutOfMemoryError:
+                table[name]["peak_mib"] = math.inf
+        tables[str(batch_size)] = table
     return tables
 
 

@@ -16,7 +16,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from openclip_ext.contrastive import checks
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 CUDA = torch.device("cuda", 0)
@@ -100,6 +102,11 @@ def _without_pinning(function: Any) -> Any:
     return call
 
 
+def pretend_values() -> None:
+    """Let the losses take fake tensors for real ones until :func:`fake_cuda` ends: a value that they read is a wait."""
+    checks._HAVE_VALUES = (*checks._HAVE_VALUES, FakeTensor)
+
+
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
     """Let new tensors be fake, on two CUDA devices or on the CPU; the first device is current."""
@@ -112,6 +119,7 @@ def fake_cuda() -> Iterator[None]:
         # torch.tensor() would ask the driver for memory otherwise: Lightning lets is_available() go by device_count().
         "is_available": lambda: False,
         "is_bf16_supported": lambda *args, **options: True,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
     }
@@ -122,6 +130,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "empty", _without_pinning(torch.empty)))
         stack.enter_context(mock.patch.object(FakeEvent, "recorded", []))
+        stack.enter_context(mock.patch.object(checks, "_HAVE_VALUES", checks._HAVE_VALUES))
         device.enter()
         stack.callback(device.leave)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

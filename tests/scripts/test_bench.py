@@ -13,6 +13,7 @@ from tests.evaluation import datasets
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 CASES = {
     "losses": "--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip",
+    "launches": "--losses openclip",
     "npn": "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
     "step": "--batch-size 4 --steps 1 --losses neuclip --prototypes 8",
     "remote": "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
@@ -20,6 +21,7 @@ CASES = {
 }
 ROWS = {
     "losses": {"8": {"ClipLoss", "fastclip", "neuclip"}},
+    "launches": {"": {"openclip"}},
     "npn": {"": {"matrix products", "closed form", "autograd"}},
     "step": {"": {"openclip", "neuclip"}},
     "remote": {

@@ -61,7 +61,7 @@ def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
     """One step is not finite: it changes nothing, and the host learns of it afterwards."""
     results = []
     for where in (device, CPU):
-        training = training_on(where, name, WAYS[way])
+        training = training_on(where, name, replace(WAYS[way], on_device=True))
         for number in range(STEPS):
             take(training, number)
         before = everything(training)

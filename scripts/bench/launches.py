@@ -1,0 +1,74 @@
+"""What a training step with each loss gives a GPU to do, and where the host waits, by PyTorch's profiler.
+
+    python scripts/bench/launches.py [--losses neuclip fastclip] [--output launches.json]
+
+The steps are those that ``tests/fake_cuda`` counts without a device: a tiny model, so that launches matter and nothing else.
+*fake* is that count. One operation may launch several kernels here, or none.
+"""
+
+import argparse
+from typing import Any
+
+import harness
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from openclip_ext.losses import registry
+from openclip_ext.training.optimizer import create_optimizer
+from openclip_ext.training.step import StepSettings, TrainStep
+from tests.fake_cuda import bounds
+from tests.fake_cuda.test_losses import CALLS, SOLVES_FROM
+from tests.training.tiny import OPTIMIZER, prepare, tiny_batch, tiny_loss, tiny_model
+
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def steps_of(name: str, device: torch.device) -> list[dict[str, int]]:
+    """Take some steps; return the calls of CUDA's runtime in each, by name."""
+    model, loss = tiny_model("vit", layers=1).to(device), tiny_loss(name, **bounds.options(name)).to(device)
+    prepare(model, loss)
+    optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
+    step = TrainStep(model, loss, optimizer, StepSettings(device))
+    found = []
+    for number in range(CALLS + 2):
+        loss.start_epoch(number // 2)
+        loss.calls += number == 1 and SOLVES_FROM
+        batch: Any = tiny_batch(number, loss.views)
+        if loss.needs_positives:
+            batch["caption_hash"] = batch["index"] % 3
+        if device.type == "cuda":
+            batch = {key: value.pin_memory() for key, value in batch.items()}
+            torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            step([batch], number)
+        found.append({event.key: event.count for event in profiled.key_averages() if event.key.startswith("cu")})
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
+    table: harness.Table = {}
+    for name in args.losses:
+        steps = steps_of(name, torch.device(args.device))[1:]  # the first one makes states and checks the loop
+        table[name] = {
+            "launches": max(sum(step.get(call, 0) for call in LAUNCHES) for step in steps),
+            "waits": max(sum(step.get(call, 0) for call in WAITS) for step in steps),
+            "fake": bounds.measured()["step"][name],
+        }
+        print(name, steps[-1], flush=True)
+    return {"": table}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--losses", nargs="+", default=registry.list_losses())
+
+
+if __name__ == "__main__":
+    harness.main(__doc__, add_arguments, measure, baseline="fake")
