@@ -28,6 +28,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.similarities import Similarities
+from openclip_ext.contrastive.steering import distill, report, with_reference
 from openclip_ext.contrastive.temperature import TemperatureScheme
 
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -70,6 +71,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: width of the embeddings, where a part of the loss fixes it.
         num_samples: size of the index space, where a part of the loss needs the index.
         views: as in :class:`LocalBatch`.
+        reference_dim: width of a reference model's embeddings, which each call then needs; 0: there is none.
+        steer, distill, reference_temperature: what to do with them, see :mod:`openclip_ext.contrastive.steering`.
         equal_captions: how to treat equal captions, see :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
@@ -84,8 +87,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         embed_dim: int | None,
         num_samples: int | None,
         views: int = 1,
+        reference_dim: int = 0,
         *,
         equal_captions: str = NEGATIVE,
+        steer: bool = True,
+        distill: float = 0.0,
+        reference_temperature: float = 0.01,
     ) -> None:
         super().__init__()
         reason = incompatibility(type(objective), type(normalizer), type(temperature))
@@ -97,6 +104,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
         self.views = views
+        self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
+        self.distill, self.reference_temperature = distill, reference_temperature
         self.objective = objective
         self.normalizer = normalizer
         self.temperature = temperature
@@ -113,11 +122,14 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.logit_scale_lr = temperature.logit_scale_lr
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
+        self._last_steered: LocalBatch | None = None
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         batch = self._labelled(batch, outputs)
+        steered = with_reference(batch, outputs.get("reference"), self.reference_dim) if self.reference_dim else batch
+        batch = steered if self.steers else replace(batch, finite=steered.finite)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             contrast, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)
@@ -127,6 +139,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 contrast, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
             self._last = _Report.of(contrast, estimate.alpha, weight_ratio)
+            self._last_steered = steered.detached() if self.reference_dim else None
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if gap is not None:
             tau_gradient = self._tau_gradient(contrast, estimate.alpha, weight_ratio, gap)
@@ -141,6 +154,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(contrast, batch.logit_scale),
+            **self._distillation(contrast, steered),
         }
 
     def _labelled(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
@@ -221,15 +235,36 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return {"temperature_loss": values.mean()}
         return {"temperature_loss": mean_with_gradients(values, (logit_scale, factor * batch.scale_to_tau))}
 
+    def _distillation(self, contrast: Contrast, steered: LocalBatch) -> dict[str, Tensor]:
+        if not self.distill:
+            return {}
+        with torch.no_grad():
+            batch = contrast.batch if self.steers else gather_batch(steered, gather=contrast.batch.world_size > 1)
+            (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
+            found = distill(batch, model, torch.stack([image, -text]), contrast.tau, self.reference_temperature)
+        pairs = [
+            (side[:, self.reference_dim :], self.distill * gradient)
+            for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
+        ]
+        if self.temperature.learns_logit_scale:
+            pairs.append((steered.logit_scale, self.distill * found.scale_gradient * batch.ok))
+        return {"distillation_loss": mean_with_gradients(self.distill * found.values, *pairs)}
+
     # --- around the step ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def log_normalizers(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        index: Tensor | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the normalizer's prediction for these samples."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
+            batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
             contrast, _ = self._contrasted(batch, gather=True)
             alpha = self.normalizer.predict(contrast).alpha[:, contrast.batch.local]
         return alpha[0], alpha[1]
@@ -280,6 +315,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             }
             quantiles = torch.quantile(alpha.double(), alpha.new_tensor(_QUANTILES).double()).tolist()
             metrics |= {f"alpha_q{round(100 * q)}": value for q, value in zip(_QUANTILES, quantiles, strict=True)}
+        if self._last_steered is not None:
+            metrics |= report(self._last_steered, self.reference_dim)
         return metrics | self.normalizer.metrics(self.epoch) | self.temperature.metrics(self.epoch)
 
 

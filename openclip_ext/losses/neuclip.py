@@ -41,11 +41,10 @@ from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_ba
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
 from openclip_ext.contrastive.similarities import anchor_chunks
+from openclip_ext.contrastive.steering import blocks, directions_of, norms_of
 from openclip_ext.losses.method import Method, NormalizerPart
 
 _ADAGRAD_EPS = 1e-10
-# Keeps the direction of a zero prototype finite.
-_SMALLEST_NORM = 1e-12
 
 
 # --- the network -----------------------------------------------------------------------------------------------------
@@ -143,16 +142,12 @@ def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
     exponents.scatter_(2, column, kept)
 
 
-def _norms_of(prototypes: Tensor) -> Tensor:
-    """Return the lengths of prototypes, ``(2, m, 1)``."""
-    return torch.linalg.vector_norm(prototypes, dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
-
-
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
     A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only.
+    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only;
+    with a reference model (``contrastive/steering.py``) they have two blocks, and α the difference of two cosines.
 
     AdaGrad's first update after a restart moves every coordinate of a unit prototype by the learning rate, 1 in the paper,
     and the fit sees one batch only. The prototypes can then predict far worse than the embeddings they started from, and
@@ -172,6 +167,7 @@ class PrototypeNormalizer(Normalizer):
         self,
         *,
         embed_dim: int,
+        reference_dim: int,
         eps: float,
         prototypes: int,
         restart_every: int | None,
@@ -199,6 +195,7 @@ class PrototypeNormalizer(Normalizer):
         self.verify_fit = verify_fit and normalizer_updates > 0
         self.alpha_gradient = alpha_gradient
         self.queue = EmbeddingQueue(prototypes, embed_dim)
+        self.blocks = blocks(reference_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Steps with a usable sample. Counted on the device, so that the host need not wait to know which these are.
@@ -268,11 +265,13 @@ class PrototypeNormalizer(Normalizer):
 
     def _alpha(self, prototypes: Tensor, contrast: Contrast) -> Tensor:
         """Return the log-normalizers of all processes' anchors, ``(2, B)``, without their gradient."""
-        estimate = estimate_from_prototypes(prototypes / _norms_of(prototypes), contrast, self.eps, with_gradient=False)
+        estimate = estimate_from_prototypes(
+            directions_of(prototypes, self.blocks), contrast, self.eps, with_gradient=False
+        )
         return contrast.batch.gather_local(estimate.alpha)
 
     def _estimate(self, prototypes: Tensor, contrast: Contrast) -> Estimate:
-        directions = prototypes / _norms_of(prototypes)
+        directions = directions_of(prototypes, self.blocks)
         estimate = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient)
         alpha = contrast.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
@@ -376,12 +375,16 @@ class _Fit:
 
     def update(self) -> None:
         """Make one AdaGrad step."""
-        norms = _norms_of(self.prototypes)
-        directions = torch.div(self.prototypes, norms, out=self.directions)
+        blocks = self.normalizer.blocks
+        norms = [norms_of(self.prototypes, block) for block in blocks]
+        for block, norm in zip(blocks, norms, strict=True):
+            torch.div(self.prototypes[..., block], norm, out=self.directions[..., block])
         for position, anchors in enumerate(self.chunks):
-            self._add_gradient(directions, anchors, first=position == 0)
-        along = torch.linalg.vecdot(self.gradient, directions).unsqueeze(-1)
-        self.gradient.addcmul_(directions, along, value=-1).div_(norms)
+            self._add_gradient(self.directions, anchors, first=position == 0)
+        for block, norm in zip(blocks, norms, strict=True):
+            gradient, directions = self.gradient[..., block], self.directions[..., block]
+            along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
+            gradient.addcmul_(directions, along, value=-1).div_(norm)
         if self.decay is not None:
             self.gradient.addcmul_(self.prototypes, self.decay)
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)

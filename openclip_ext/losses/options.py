@@ -46,6 +46,26 @@ PACKAGE_OPTIONS = (
         choices=("negative", "mask", "positive"),
     ),
     Option(
+        "steer",
+        bool,
+        True,
+        "with a reference model: count each negative by how much worse the model is on it than the reference",
+    ),
+    Option(
+        "distill",
+        float,
+        0.0,
+        "with a reference model: weight of the cross entropy with its softmax over the batch",
+        minimum=0.0,
+    ),
+    Option(
+        "reference_temperature",
+        float,
+        0.01,
+        "temperature of the reference model's softmax (--distill; openclip-ext embed notes the model's own)",
+        exclusive_minimum=0.0,
+    ),
+    Option(
         "eps",
         float,
         1e-14,

@@ -27,6 +27,7 @@ from openclip_ext.contrastive.batch import Contrast
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
+from openclip_ext.contrastive.steering import blocks, directions_of
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
 
@@ -50,6 +51,7 @@ class QueueNormalizer(Normalizer):
         self,
         *,
         embed_dim: int,
+        reference_dim: int,
         eps: float,
         prototypes: int,
         batch_weight: float,
@@ -64,6 +66,7 @@ class QueueNormalizer(Normalizer):
         self.leave_own_out = leave_own_out
         self.alpha_gradient = alpha_gradient
         self.queue = EmbeddingQueue(prototypes, embed_dim)
+        self.blocks = blocks(reference_dim)
 
     @torch.no_grad()
     def step(self, contrast: Contrast) -> Estimate:
@@ -83,7 +86,7 @@ class QueueNormalizer(Normalizer):
         self, rows: Tensor, multiplicity: Tensor, contrast: Contrast, left_out: Tensor | None = None
     ) -> Estimate:
         batch = contrast.batch
-        directions = torch.nn.functional.normalize(rows, dim=2)
+        directions = directions_of(rows, self.blocks)
         queue = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient, multiplicity, left_out)
         queue_alpha = batch.gather_local(queue.alpha)
         alpha = log_math.log_mix(queue_alpha, contrast.log_estimate, self.batch_weight)

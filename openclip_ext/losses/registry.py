@@ -57,6 +57,8 @@ _REQUIREMENTS = {
     "embed_dim": "the width of the model's embeddings",
     "num_samples": "the number of training samples, the size of the index space (the manifest's)",
 }
+# Options of a loss with a reference model. Each of them, if given, asks for one.
+REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 # Width and number of samples of a loss that is built only to check its options.
 _SMALL = 8
 
@@ -154,7 +156,11 @@ def list_losses() -> list[str]:
 
 
 def create_loss(
-    name: str, embed_dim: int | None = None, num_samples: int | None = None, **options: Any
+    name: str,
+    embed_dim: int | None = None,
+    num_samples: int | None = None,
+    reference_dim: int | None = None,
+    **options: Any,
 ) -> ContrastiveLoss:
     """Create a loss.
 
@@ -162,6 +168,8 @@ def create_loss(
         name: one of :func:`list_losses`; or ``my.module:METHOD``, a loss of one's own.
         embed_dim: width of the embeddings; needed by losses with a network or prototypes, ignored by others.
         num_samples: size of the index space; needed by losses that keep state for each sample, ignored by others.
+        reference_dim: width of the embeddings of a reference model, which each call then takes as ``reference=(image, text)``;
+            None: there is none. The loss is then composed of parts, ``openclip``, too.
         options: see :data:`OPTIONS`; all have a default. ``hard_share`` sets ``rho`` by ``exp(−ρ)``.
 
     Returns:
@@ -177,7 +185,14 @@ def create_loss(
         >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
         >>> sum(terms.values()).backward()
     """
+    if reference_dim is not None:
+        options = {"steer": True, **options}
     composition, values = _checked_values(name, options)
+    if composition.has_reference and reference_dim is None:
+        given = min(REFERENCE_OPTIONS & options.keys())
+        raise OptionError(
+            given, f"{given}=: only with a reference model; give reference_dim=, the width of its embeddings"
+        )
     sizes = {"embed_dim": embed_dim, "num_samples": num_samples}
     for size in sorted(composition.keywords() & sizes.keys()):
         value = sizes[size]
@@ -185,7 +200,7 @@ def create_loss(
             raise ValueError(f"the loss {composition.title!r} needs {size}=, {_REQUIREMENTS[size]}")
         if isinstance(value, bool) or int(value) != value or value < 1:
             raise ValueError(f"{size}={value!r}: expected a positive integer, {_REQUIREMENTS[size]}")
-    return composition.create(values, sizes)
+    return composition.create(values, sizes, reference_dim or 0)
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
@@ -197,7 +212,7 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
     composition, values = _checked_values(name, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return composition.create(values, dict.fromkeys(_REQUIREMENTS, _SMALL))
+        return composition.create(values, dict.fromkeys(_REQUIREMENTS, _SMALL), _SMALL * composition.has_reference)
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
@@ -238,6 +253,7 @@ class _Composition:
         parts: the classes of its objective, its normalizer and its temperature scheme, if any.
         option_defaults: defaults that differ from the options' own.
         part_names: the options that name its parts, with their values.
+        has_reference: whether each call gets a reference model's embeddings.
         fixed, refused, training_defaults, long_run_defaults: as in ``method.py``.
     """
 
@@ -246,6 +262,7 @@ class _Composition:
     parts: tuple[type, ...]
     option_defaults: dict[str, Any]
     part_names: dict[str, Any] = field(default_factory=dict)
+    has_reference: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     training_defaults: dict[str, Any] = field(default_factory=dict)
@@ -253,7 +270,8 @@ class _Composition:
 
     def keywords(self) -> set[str]:
         """Return the keyword-only arguments of all classes."""
-        return set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
+        found = set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
+        return found if self.has_reference else found - REFERENCE_OPTIONS
 
     def defaults(self) -> dict[str, Any]:
         """Return the options that the classes take, with their defaults."""
@@ -261,9 +279,12 @@ class _Composition:
         values = {name: self.option_defaults.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
-    def create(self, values: dict[str, Any], sizes: Mapping[str, int | None]) -> ContrastiveLoss:
+    def create(
+        self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
+    ) -> ContrastiveLoss:
         """Build the loss from values of all its options."""
         arguments = {**values, **sizes, **self.fixed}
+        in_features = reference_dim if values.get("steer") else 0  # its parts then see features of two blocks
 
         def build(cls: type, *parts: Any, **more: Any) -> Any:
             return cls(
@@ -273,7 +294,10 @@ class _Composition:
         # The loss knows the sizes that its parts need.
         sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
         taken = inspect.signature(self.build).parameters
-        parts = [build(part) for part in self.parts]
+        wide = {"embed_dim": (sizes["embed_dim"] or 0) + in_features, "reference_dim": in_features}
+        parts = [build(part, **{name: wide[name] for name in _keywords(part) & wide.keys()}) for part in self.parts]
+        if reference_dim:
+            sizes["reference_dim"] = reference_dim
         return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
 
 
@@ -281,6 +305,7 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     """Find what a loss with these options is built from."""
     method = find_method(name)
     given = [part for part in ("normalizer", "temperature_scheme") if options.get(part)]
+    given += sorted(REFERENCE_OPTIONS & options.keys())
     views = options.get("views")
     two_views = views is not None and OPTIONS["views"].check(views) == 2
     if two_views and method.two_views is None:
@@ -331,6 +356,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         build=GlobalContrastiveLoss,
         parts=(objective, normalizer_part.build, temperature_part.build),
         option_defaults=option_defaults,
+        has_reference=bool(REFERENCE_OPTIONS & options.keys()),
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
         training_defaults=method.training_defaults if own_normalizer else {},

@@ -111,7 +111,12 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return functional.normalize(self.projector(features), dim=1)
 
     def log_normalizers(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        index: Tensor | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the normalizer's prediction for the first and for the second views."""
         alpha, _ = super().log_normalizers(image_features, text_features, logit_scale, index)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
-from tests.losses.cases import CASES, Case, Step, make_steps, run_step
+from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference_of, run_step
 from tests.references import networks
 
 STEPS = 5
@@ -28,13 +28,15 @@ def _case(name: str) -> Case:
         return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
-    return CASES[name.removesuffix(NONFINITE).removesuffix(CHUNKS)]
+    return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(CHUNKS)]
 
 
 def _names() -> list[str]:
-    spoilt = [name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip")]
-    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip")]
-    return [*CASES, "openclip", *spoilt, *chunks]
+    spoilt = [
+        name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip", *STEERED)
+    ]
+    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
+    return [*CASES, *STEERED, "openclip", *spoilt, *chunks]
 
 
 def _steps(name: str) -> list[Step]:
@@ -53,7 +55,11 @@ def _run(loss: ContrastiveLoss, steps: list[Step]) -> dict[str, Any]:
         "gradients": [gradients for _, gradients in results],
         "state": loss.state_dict(),
         "log_normalizers": loss.log_normalizers(
-            last.images, last.texts, torch.tensor(last.logit_scale), torch.tensor(last.index)
+            last.images,
+            last.texts,
+            torch.tensor(last.logit_scale),
+            torch.tensor(last.index),
+            **reference_of(loss, last.index),
         ),
         "metrics": loss.metrics(),
         "nonfinite": loss.pop_nonfinite(),
@@ -117,7 +123,8 @@ def test_two_processes_equal_one(name: str) -> None:
             torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
         )
     for metric, expected in single["metrics"].items():
-        if name != "openclip":  # its metrics are the mean over each process's own rows
+        # These are means over each process's own rows.
+        if name != "openclip" and not metric.startswith("reference_"):
             assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
 
 

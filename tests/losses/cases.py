@@ -13,7 +13,7 @@ from openclip_ext.contrastive.seeding import generator
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import TemperatureNetwork
-from tests.references import contrastive, networks, prototypes, two_views
+from tests.references import contrastive, networks, prototypes, steering, two_views
 
 WIDTH = 8
 SAMPLES = 20
@@ -121,7 +121,7 @@ def mlps(ours: TwoSidedMlp) -> list[networks.Mlp]:
     """The reference's networks with the values of ours."""
     both = []
     for side in (0, 1):
-        theirs = networks.Mlp(WIDTH, ours.weights[0].shape[2])
+        theirs = networks.Mlp(*ours.weights[0].shape[1:])
         layers = [theirs.body[0], theirs.body[3], theirs.head]
         norms = [theirs.body[2], theirs.body[5]]
         with torch.no_grad():
@@ -137,7 +137,8 @@ def mlps(ours: TwoSidedMlp) -> list[networks.Mlp]:
 
 def _amortized(loss: ContrastiveLoss, options: dict[str, Any]) -> networks.AmortizedPartition:
     def fresh(epoch: int) -> list[networks.Mlp]:
-        anew = create_loss(loss_name, embed_dim=WIDTH, **options).double().normalizer
+        width = loss.normalizer.online.weights[0].shape[1]
+        anew = create_loss(loss_name, embed_dim=width, **options).double().normalizer
         anew.start_epoch(epoch)
         return mlps(anew.online)
 
@@ -172,7 +173,7 @@ def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
     ours: TemperatureNetwork = loss.temperature.network
     both = []
     for side in (0, 1):
-        theirs = networks.TemperatureNet(WIDTH, ours.prototypes.shape[1])
+        theirs = networks.TemperatureNet(*ours.prototypes.shape[:0:-1])
         with torch.no_grad():
             theirs.linear.weight.copy_(ours.weight[side].T)
             theirs.linear.bias.copy_(ours.bias[side, 0])
@@ -181,7 +182,12 @@ def _tempnet(loss: ContrastiveLoss) -> networks.TempNet:
         both.append(theirs)
 
     def keep(call: int, batch: int) -> Tensor:
-        return torch.rand(2, batch, WIDTH, generator=generator("cpu", loss.temperature.seed, "dropout", call)) >= 0.5
+        return (
+            torch.rand(
+                2, batch, ours.weight.shape[1], generator=generator("cpu", loss.temperature.seed, "dropout", call)
+            )
+            >= 0.5
+        )
 
     return networks.TempNet(both, _average(), rho=9.5, bounds=(0.01, 1.0), lr=1e-3, keep=keep)
 
@@ -300,6 +306,52 @@ _OTHER_NUMBERS = {
 }
 
 
+def unit(features: Tensor) -> Tensor:
+    """Rows of length 1."""
+    return torch.nn.functional.normalize(features, dim=1)
+
+
+# A reference model's embeddings of all samples.
+REFERENCE_WIDTH = 5
+REFERENCE_TABLES = tuple(
+    unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=torch.Generator().manual_seed(side), dtype=torch.float64))
+    for side in (0, 1)
+)
+
+
+def reference_of(loss: ContrastiveLoss, index: Iterable[int]) -> dict[str, Any]:
+    """The embeddings that a loss with a reference model needs, as keywords of its call; none for others."""
+    if not getattr(loss, "reference_dim", 0):
+        return {}
+    rows = list(index)
+    return {"reference": tuple(table[rows] for table in REFERENCE_TABLES)}
+
+
+def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Case:
+    case = CASES[plain]
+    ours = {"steer": steer, "distill": distill, "reference_temperature": 0.2}
+
+    def reference(loss: ContrastiveLoss) -> Any:
+        learns = loss.learns_logit_scale
+        return steering.WithReference(case.reference(loss), REFERENCE_TABLES, steer, distill, 0.2, learns)
+
+    tolerance = max(case.tolerance, 1e-7)  # gradients are larger
+    return replace(
+        case, reference=reference, tolerance=tolerance, options=case.options | ours | {"reference_dim": REFERENCE_WIDTH}
+    )
+
+
+# Losses with a reference model. Only the tests that hand its embeddings on have them.
+STEERED = {
+    f"{name}-steered": _with_reference(name)
+    for name in ("fastclip", "fastclip-v2", "amorlip", "tempnet", "neuclip", "queueclip", "solved")
+    if name in CASES
+} | {
+    "fastclip-distilled": _with_reference("fastclip", steer=False, distill=0.3),
+    "queueclip-steered-distilled": _with_reference("queueclip", distill=0.3),
+}
+
+
 def kinds() -> list[str]:
     """Return the names of one case of each kind."""
     assert CASES.keys() >= _OTHER_NUMBERS
@@ -351,11 +403,6 @@ class TwoTowers(nn.Module):
         }
 
 
-def unit(features: Tensor) -> Tensor:
-    """Rows of length 1."""
-    return torch.nn.functional.normalize(features, dim=1)
-
-
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
     """A short run: related pairs, every third batch with an index twice and once with one three times."""
     random = torch.Generator().manual_seed(seed)
@@ -388,6 +435,7 @@ def run_step(
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
-        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **positives)
+        given = positives | reference_of(loss, step.index)
+        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **given)
     gradients = torch.autograd.grad(value, (images, texts, logit_scale, *more), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openclip_ext.contrastive import similarities
-from tests.losses.cases import CASES, Case, Step, make_steps, run_step
+from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
 
@@ -23,14 +23,14 @@ def _compare(case: Case, steps: list[Step]) -> None:
         torch.testing.assert_close(logit_scale.item(), expected.logit_scale, **close, msg=message)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_several_steps_with_duplicates(name: str) -> None:
-    _compare(CASES[name], make_steps())
+    _compare((CASES | STEERED)[name], make_steps())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_batch_of_two(name: str) -> None:
-    _compare(CASES[name], make_steps(number=4, batch=2, seed=1, duplicates=False))
+    _compare((CASES | STEERED)[name], make_steps(number=4, batch=2, seed=1, duplicates=False))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,11 +50,11 @@ def test_one_sample_twice_fills_the_batch(name: str) -> None:
     _compare(CASES[name], steps)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a reference, which takes longest: above it is compared with the same steps without chunks."""
-    steps, tolerance = make_steps(), CASES[name].tolerance
-    whole, chunks = CASES[name].create().double(), CASES[name].create().double()
+    steps, tolerance = make_steps(), (CASES | STEERED)[name].tolerance
+    whole, chunks = ((CASES | STEERED)[name].create().double() for _ in range(2))
     expected = [run_step(whole, step) for step in steps]
     # 2 of 6 image anchors at a time, and 1 anchor with its prototypes.
     monkeypatch.setattr(similarities, "MAX_PAIRS", 13)

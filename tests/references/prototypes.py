@@ -1,12 +1,34 @@
 """NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; nothing of the package is used."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tests.references.contrastive import StepResult, inner, leaves, positive
+
+# Width of a reference model's block, which each prototype has in front.
+_reference_width = 0
+
+
+@contextlib.contextmanager
+def two_blocks(width: int) -> Iterator[None]:
+    """Let prototypes have a reference's block of this width."""
+    global _reference_width
+    _reference_width, before = width, _reference_width
+    try:
+        yield
+    finally:
+        _reference_width = before
+
+
+def direction(column: Tensor) -> Tensor:
+    """A prototype with each of its blocks normalized."""
+    blocks = column[:_reference_width], column[_reference_width:]
+    return torch.cat([block / block.norm() for block in blocks if len(block)])
 
 
 def predicted(
@@ -28,7 +50,7 @@ def predicted(
         total = torch.zeros((), dtype=torch.float64)
         counted = [column for j, column in enumerate(prototypes) if left_out is None or j not in left_out[i]]
         for column in counted:
-            cosine = anchors[i] @ (column / column.norm())
+            cosine = anchors[i] @ direction(column)
             total = total + torch.exp((cosine - positive(images, texts, side, i)) / tau)
         found.append(torch.log(eps + total / len(counted)))
     return found

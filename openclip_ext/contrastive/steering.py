@@ -1,0 +1,173 @@
+"""A frozen reference model inside the loss: steering (DRRho-CLIP, Wei et al. 2025, arXiv:2505.06699) and distillation.
+
+With the reference's unit embeddings ``ê1, ê2`` and ``ŝ_ij = ê1_i·ê2_j``, steering replaces ``s_ij − s_ii`` in every exponent
+by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative counts by how much worse the model is on it than the reference. That is one
+inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, so the same code computes it from features of two blocks, the reference's
+first, with any normalizer. The reference is a constant, so its block has no gradient.
+
+Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
+
+Naive float64 versions: ``tests/references/steering.py``. Page: ``docs/reference-model.md``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive import log_math, similarities
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
+from openclip_ext.contrastive.similarities import MASKED_SIMILARITY
+
+# Samples of a step whose pairs the logs count.
+_REPORTED = 512
+# Keeps the direction of a zero row finite.
+_SMALLEST_NORM = 1e-12
+
+
+# --- features of two blocks ------------------------------------------------------------------------------------------
+
+
+def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
+    """Return the batch with the reference's embeddings in front of the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
+
+    Args:
+        batch: of the model's embeddings.
+        reference: ``(B_local, width)`` of images and of texts.
+        width: the reference's.
+
+    Raises:
+        ValueError: they are missing, or of another shape.
+    """
+    expected = (len(batch.image), width)
+    if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
+        found = "none" if reference is None else " and ".join(str(tuple(side.shape)) for side in reference)
+        raise ValueError(
+            f"reference: expected the reference model's embeddings of images and of texts, {expected} each, found {found}"
+        )
+    image, text = (side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference)
+    return replace(
+        batch,
+        image=torch.cat([image, batch.image.to(batch.dtype)], dim=1),
+        text=torch.cat([-text, batch.text.to(batch.dtype)], dim=1),
+        finite=batch.finite & finite_samples(image, text),
+    )
+
+
+def blocks(reference_width: int) -> tuple[slice, ...]:
+    """Return the columns of each block of features: the reference's, if there is one, and the model's."""
+    return (slice(0, reference_width), slice(reference_width, None)) if reference_width else (slice(None),)
+
+
+def norms_of(rows: Tensor, columns: slice) -> Tensor:
+    """Return the lengths ``(2, m, 1)`` of one block of rows ``(2, m, d)``."""
+    return torch.linalg.vector_norm(rows[..., columns], dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
+
+
+def directions_of(rows: Tensor, columns: Sequence[slice]) -> Tensor:
+    """Return rows ``(2, m, d)`` with each block divided by its length: a cosine for the reference, and one for the model."""
+    if len(columns) == 1:
+        return rows / norms_of(rows, columns[0])
+    return torch.cat([rows[..., block] / norms_of(rows, block) for block in columns], dim=2)
+
+
+# --- distillation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The distillation term of a batch.
+
+    Attributes:
+        values: ``(2,)``, the mean cross entropy of each side's anchors.
+        gradients: in this process's images and texts, ``(2, B_local, d)``.
+        scale_gradient: 0-d, in ``1/τ``, of this process's anchors.
+    """
+
+    values: Tensor
+    gradients: Tensor
+    scale_gradient: Tensor
+
+
+def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
+    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without a graph.
+
+    Args:
+        batch: the samples.
+        features, reference: ``(2, B, d)`` and ``(2, B, d̂)`` of the model and of the reference.
+        tau: ``(2, B)`` temperatures of the anchors.
+        reference_tau: ``τ̂``.
+    """
+    sides = range(2)
+    chunks = [
+        slice(start, min(start + max(1, similarities.MAX_PAIRS // batch.size), batch.local.stop))
+        for start in range(batch.first, batch.local.stop, max(1, similarities.MAX_PAIRS // batch.size))
+    ]
+
+    def cosines(of: Tensor, side: int, anchors: slice) -> Tensor:
+        values = of[side, anchors] @ of[1 - side].T
+        return values.masked_fill_(batch.ignored[anchors, None] | batch.ignored, MASKED_SIMILARITY)
+
+    log_sums = torch.stack(
+        [
+            torch.cat([torch.logsumexp(cosines(of, side, anchors) / scale(side, anchors), dim=1) for anchors in chunks])
+            for of, scale in (
+                (features, lambda side, anchors: tau[side, anchors, None]),
+                (reference, lambda side, anchors: reference_tau),
+            )
+            for side in sides
+        ]
+    )
+    log_sum, log_sum_reference = batch.gather_local(log_sums).view(2, 2, -1)
+    values = torch.zeros_like(tau[:, 0])
+    gradients = torch.empty_like(features[:, batch.local])
+    scale_gradient = torch.zeros_like(values[0])
+    for side in sides:
+        other = 1 - side
+        for anchors in chunks:
+            here = slice(anchors.start - batch.first, anchors.stop - batch.first)
+            own, taught = cosines(features, side, anchors), cosines(reference, side, anchors) / reference_tau
+            log_p = own / tau[side, anchors, None] - log_sum[side, anchors, None]
+            target = (taught - log_sum_reference[side, anchors, None]).exp_()
+            share = batch.share[anchors, None]
+            values[side] -= (share * target * log_p).sum()
+            as_anchor = share * (log_p.exp_() - target)
+            scale_gradient += 0.5 * (as_anchor * own).sum()
+            as_other = (own / tau[other] - log_sum[other]).exp_() - (taught - log_sum_reference[other]).exp_()
+            weights = as_anchor / tau[side, anchors, None] + batch.share * as_other / tau[other]
+            gradients[side, here] = 0.5 * batch.world_size * weights @ features[other]
+    if batch.world_size > 1:
+        values = batch.gather_local(values[:, None]).sum(dim=1)
+    return Distilled(values, gradients, batch.world_size * scale_gradient)
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def report(batch: LocalBatch, width: int) -> dict[str, float]:
+    """Return the share of negatives on which the reference is ahead, and its own InfoNCE, within this process's samples.
+
+    It is ahead where ``ŝ_ij − ŝ_ii < s_ij − s_ii``. Its InfoNCE is at the model's temperature. Waits for the device.
+
+    Args:
+        batch: with two blocks, without its graph.
+        width: of the reference's block.
+    """
+    usable = batch.finite.nonzero()[:_REPORTED, 0]
+    if len(usable) < 2:
+        return {}
+    image, text = batch.image[usable], batch.text[usable]
+    reference = -(image[:, :width] @ text[:, :width].T)
+    difference = image @ text.T
+    negative = ~torch.eye(len(usable), dtype=torch.bool, device=image.device)
+    ahead, infonce = [], []
+    for values, theirs in ((difference, reference), (difference.T, reference.T)):
+        ahead.append((values > values.diagonal()[:, None])[negative].double().mean())
+        logits = (theirs - theirs.diagonal()[:, None]) * batch.logit_scale.to(theirs.dtype)
+        infonce.append(log_math.log_add(torch.logsumexp(logits.masked_fill(~negative, -torch.inf), dim=1), 1.0).mean())
+    return {
+        "reference_ahead": torch.stack(ahead).mean().item(),
+        "reference_infonce": torch.stack(infonce).mean().item(),
+    }

@@ -1,0 +1,51 @@
+"""A reference model inside a naive reference: features of two blocks, and distillation by autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.references.contrastive import StepResult, leaves
+from tests.references.prototypes import two_blocks
+
+
+def distillation(
+    images: Tensor, texts: Tensor, theirs: tuple[Tensor, Tensor], scale: Tensor, temperature: float
+) -> Tensor:
+    """``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]``, sample by sample."""
+    total = torch.zeros((), dtype=torch.float64)
+    student, teacher = scale * (images @ texts.T), theirs[0] @ theirs[1].T / temperature
+    for logits, wanted in ((student, teacher), (student.T, teacher.T)):
+        for i in range(len(images)):
+            target = torch.exp(wanted[i]) / torch.exp(wanted[i]).sum()
+            total = total - 0.5 * (target * (logits[i] - torch.exp(logits[i]).sum().log())).sum() / len(images)
+    return total
+
+
+class WithReference:
+    """A reference of a loss with a reference model, whose embeddings are rows of two tables."""
+
+    def __init__(
+        self, plain: Any, tables: tuple[Tensor, Tensor], steer: bool, distill: float, temperature: float, learns: bool
+    ) -> None:
+        self.plain, self.tables, self.steer = plain, tables, steer
+        self.distill, self.temperature, self.learns = distill, temperature, learns
+
+    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
+        """One step."""
+        theirs = self.tables[0][index], self.tables[1][index]
+        width = theirs[0].shape[1] if self.steer else 0
+        one = torch.cat([theirs[0], images], dim=1) if self.steer else images
+        other = torch.cat([-theirs[1], texts], dim=1) if self.steer else texts
+        with two_blocks(width):
+            found = self.plain.step(one, other, logit_scale, index, epoch)
+        inputs = leaves(images, texts, logit_scale)
+        added = self.distill * distillation(*inputs[:2], theirs, inputs[2], self.temperature)
+        gradients = torch.autograd.grad(added, inputs)
+        return StepResult(
+            found.value + added.item(),
+            found.images[:, width:] + gradients[0],
+            found.texts[:, width:] + gradients[1],
+            found.logit_scale + (gradients[2].item() if self.learns else 0),
+            found.alpha,
+        )
