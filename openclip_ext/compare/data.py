@@ -13,6 +13,7 @@ from openclip_ext.cli.messages import without_secrets
 from openclip_ext.compare.config import CompareConfig
 from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, write_cache
 from openclip_ext.data.loader.build import build_source, build_train_loader
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
@@ -41,8 +42,18 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     batch = training.loading.batch_size * training.loading.accum_freq
     if num_samples < 2 * batch:
         raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
-    identity = config_digest([identity, held_out.digest, names])
-    return PilotData(train, num_samples, val, test, tuple(names), tokens, identity), notes
+    reference = _reference(training.data, train)
+    identity = config_digest([identity, held_out.digest, names, *([] if reference is None else [reference.about])])
+    return PilotData(train, num_samples, val, test, tuple(names), tokens, identity, reference), notes
+
+
+def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore | None:
+    """Return a reference model's embeddings of the training samples, if the command line names them."""
+    if spec is None or spec.reference is None:
+        return None
+    store = build_source(spec, str).reference  # type: ignore[arg-type]
+    assert store is not None
+    return store.part(train.indices()) if isinstance(train, Cache) else store
 
 
 def _decode(
@@ -71,7 +82,7 @@ def _decode(
     train: Cache | DataSpec = spec
     with contextlib.suppress(DoesNotFit):
         train = decoded(spec, None)
-    held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
+    held_out = decoded(replace(spec, source=config.val, manifest=None, reference=None, num_samples=None), classes)
     held_out = held_out.part(divide(len(held_out), 1.0)[0])
     different = len(set(held_out.captions()))
     with_captions = "" if different == len(held_out) else f" with {different:,} different captions"

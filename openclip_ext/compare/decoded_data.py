@@ -22,6 +22,7 @@ from openclip_ext.cli.command_line import progress_bar
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
@@ -74,6 +75,10 @@ class Cache:
     def captions(self) -> list[str]:
         """Return the samples' captions."""
         return [self._table["captions"][row] for row in self.rows]
+
+    def indices(self) -> list[int]:
+        """Return the samples' positions in the data set that was decoded."""
+        return [self._table["indices"][row] for row in self.rows]
 
     def classes(self) -> list[int] | None:
         """Return the samples' classes, or None if they have none."""
@@ -147,7 +152,7 @@ def write_cache(
             f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
-    table = {"captions": captions, "shapes": shapes, "classes": labels}
+    table = {"captions": captions, "shapes": shapes, "classes": labels, "indices": indices}
     table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
     table["digest"] = config_digest([content.hexdigest(), captions, labels])
     write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
@@ -255,6 +260,7 @@ class PilotData:
         test: samples that give the reported numbers.
         names: the names of the classes, if any.
         tokens: tokens of all texts; None if the training texts are not in memory.
+        reference: a reference model's embeddings of the training samples, if the losses get them.
     """
 
     train: Cache | DataSpec
@@ -264,6 +270,7 @@ class PilotData:
     names: tuple[str, ...]
     tokens: Tokens | None
     digest: str
+    reference: EmbeddingStore | None = None
 
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
@@ -273,4 +280,5 @@ class PilotData:
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)
         source = _CachedSource(self.train)
+        source.reference = self.reference
         return TrainLoader(source, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)

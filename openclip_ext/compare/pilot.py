@@ -127,7 +127,8 @@ class ComparePilot:
             return None
         of_run = partial(estimation_error.measure, batch_size=self.batch, anchors=self.anchors, device=training.device)
         measure = partial(of_run, **vars(found))
-        own = measure(training.loss) if isinstance(training.loss, GlobalContrastiveLoss) else None
+        is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
+        own = measure(training.loss) if is_global else None
         # The loss's own temperatures are better, as they may differ by sample. But a normalizer that contains the positive
         # pair is another quantity.
         comparable = own is not None and not training.loss.normalizers_include_positive

@@ -86,7 +86,7 @@ class PilotRun:
         options = run.setting.get("options", {})
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
         chosen = for_training(asked, self.steps, bool(config.model.weights))
-        self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device)
+        self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
         self.prepare()
         rate = self.logit_scale_lr()
         optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openclip_ext.losses import registry
+from openclip_ext.losses.options import REFERENCE_OPTIONS
 
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
@@ -68,6 +69,8 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
     If several settings amount to the same options of the loss, only the first is returned. Of the user's ``fixed`` options a
     setting has those that the loss uses.
     """
+    if loss == BASELINE:  # what a reference model brings is measured against a training without one
+        fixed = {name: value for name, value in fixed.items() if name not in REFERENCE_OPTIONS}
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
         used = _options_used(loss, {**fixed, **options})

@@ -112,7 +112,9 @@ class ContrastiveLoss(nn.Module):
             output_dict: return the terms.
             outputs: other outputs of the model; a loss ignores those that it does not use. ``positives`` is used by a
                 loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are, or, with
-                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions.
+                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions. ``reference`` is used by a
+                loss created with ``reference_dim``: the reference model's embeddings of images and of texts,
+                ``(B_local, reference_dim)`` each.
 
         Returns:
             The terms by name, ``contrastive_loss`` among them, or their sum.

@@ -6,7 +6,8 @@
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 
 IMAGES, TEXTS, ABOUT = "images.npy", "texts.npy", "embeddings.json"
-# The batch's keys, and those of a loss's keyword arguments.
+# The batch's keys.
 REFERENCE_KEYS = ("reference_image", "reference_text")
 
 
@@ -28,6 +29,7 @@ class EmbeddingStore:
     Attributes:
         folder: where they are.
         images, texts: ``(n, d)`` float16.
+        positions: rows of the samples that are asked for by their place in this list; None: all, by their index.
         about: ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``, ``caption_key``,
             ``samples``, ``width``, ``data`` (the source's ``index_digest``; null if unknown) and ``logit_scale``, the
             model's ``1/τ``.
@@ -37,6 +39,7 @@ class EmbeddingStore:
     images: np.ndarray
     texts: np.ndarray
     about: dict[str, Any]
+    positions: np.ndarray | None = None
 
     @classmethod
     def open(
@@ -74,9 +77,18 @@ class EmbeddingStore:
         """Width of the embeddings."""
         return self.about["width"]
 
+    @property
+    def temperature(self) -> float:
+        """The reference model's own temperature."""
+        return 1 / self.about["logit_scale"]
+
+    def part(self, positions: Sequence[int]) -> "EmbeddingStore":
+        """Return the embeddings of some samples, by their place in ``positions``."""
+        return replace(self, positions=np.asarray(positions))
+
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embeddings ``(B, d)`` float16 of images and texts at positions ``(B,)``."""
-        positions = index.numpy()
+        positions = index.numpy() if self.positions is None else self.positions[index.numpy()]
         return torch.from_numpy(self.images[positions]), torch.from_numpy(self.texts[positions])
 
 

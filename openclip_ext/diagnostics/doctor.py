@@ -23,6 +23,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags
@@ -51,6 +52,7 @@ class Doctor:
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
         self.steps: int | None = None  # of an epoch
+        self.reference: EmbeddingStore | None = None
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
@@ -104,6 +106,7 @@ class Doctor:
         loading = replace(self.config.loading, rank=0, world_size=self.world_size, workers=0)
         loader = build_train_loader(spec, loading, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
         source = loader.source
+        self.reference = source.reference
         self.steps = loader.batches_per_epoch // loading.accum_freq
         self.samples = min(spec.num_samples or source.num_kept, source.num_kept)
         try:
@@ -114,6 +117,8 @@ class Doctor:
             yield OK, f"data: {source.num_samples:,} samples, the manifest fits them, the first is {caption[:60]!r}"
         if source.known_bad()[0]:
             yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())
+        if self.reference is not None:
+            yield OK, f"reference: embeddings of {self.reference.about.get('model')} for these samples"
         yield OK, f"batch: {self.global_batch:,} samples, {self.steps:,} steps an epoch"
         if (told := other_batch(self.config, self.global_batch, self.world_size)) is not None:
             yield WARNING, f"batch: {told}"
@@ -126,7 +131,8 @@ class Doctor:
         config = replace(self.config, loss=for_training(self.config.loss, steps, bool(self.config.model.pretrained)))
         with command_line.without_warnings():
             built = build_model(replace(config.model, pretrained=None), meta, config.loading.seed)
-            loss = build_loss(config.loss, config.model.name, built.model, min(self.samples or 1, _FEW_SAMPLES), meta)
+            few = min(self.samples or 1, _FEW_SAMPLES)
+            loss = build_loss(config.loss, config.model.name, built.model, few, meta, self.reference)
         check_combination(config, loss, self.world_size)
         prepare_for(loss, built.model, set_logit_scale=False)
         optimizer = create_optimizer(built.model, config.optimizer, loss.logit_scale_lr, loss.model_head())
@@ -150,6 +156,7 @@ class Doctor:
             precision=step.precision,
             grad_checkpointing=model.grad_checkpointing,
             accum_freq=self.config.loading.accum_freq,
+            reference_dim=None if self.reference is None else self.reference.width,
         )
         self.plan = Plan(training, self.world_size, self.gpu_memory)
         if warning := self.plan.warning(self.plan.asked):

@@ -74,7 +74,7 @@ def dry_run(
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 
 
-def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str, Tensor]:
+def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str, Any]:
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta", requires_grad=True)
 
@@ -82,7 +82,9 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
     bias = {} if loss.initial_logit_bias is None else {"logit_bias": empty()}
     needed = {"index": loss.needs_index, "positives": loss.needs_positives}
     integers = {name: torch.empty(local_batch, dtype=torch.int64, device="meta") for name in needed if needed[name]}
-    return {**features, "logit_scale": empty(), **bias, **integers}
+    wide = getattr(loss, "reference_dim", 0)
+    reference: dict[str, Any] = {"reference": (empty(local_batch, wide), empty(local_batch, wide))} if wide else {}
+    return {**features, "logit_scale": empty(), **bias, **integers, **reference}
 
 
 @contextlib.contextmanager

@@ -106,7 +106,8 @@ def load_run(
     )
     width = compat.embedding_dim(settings.name, model)
     name, options = config["loss"]["name"], config["loss"]["options"]
-    loss = registry.create_loss(name, embed_dim=width, num_samples=source.num_samples, **options)
+    wide = None if source.reference is None else source.reference.width
+    loss = registry.create_loss(name, embed_dim=width, num_samples=source.num_samples, reference_dim=wide, **options)
     ckpt.restore_loss(loaded, loss)
     return FinishedRun(
         folder=run,

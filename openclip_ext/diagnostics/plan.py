@@ -54,11 +54,16 @@ class Training:
     precision: str = "amp"
     grad_checkpointing: bool = False
     accum_freq: int = 1
+    reference_dim: int | None = None  # width of a reference model's embeddings
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
         """Create the training's loss with state for a few samples instead of ``n``."""
-        more = _OPENCLIP_OPTIONS if self.loss == "openclip" else registry.training_defaults(self.loss, self.options)
-        return registry.create_loss(self.loss, embed_dim=embed_dim, num_samples=samples, **(more | self.options))
+        options = {} if self.reference_dim is None else {"steer": True}
+        options |= self.options
+        whole = self.loss == "openclip" and self.reference_dim is None
+        more = _OPENCLIP_OPTIONS if whole else registry.training_defaults(self.loss, options)
+        sizes = {"embed_dim": embed_dim, "num_samples": samples, "reference_dim": self.reference_dim}
+        return registry.create_loss(self.loss, **sizes, **(more | options))
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accum-freq", type=count, default=1, help="number of micro-batches of a step (default: %(default)s)"
     )
+    parser.add_argument("--reference-dim", type=count, help="width of a reference model's embeddings (--reference)")
     add_loss_flags(parser.add_argument_group("loss"))
     return parser
 

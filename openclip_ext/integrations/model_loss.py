@@ -15,8 +15,8 @@ from openclip_ext.files.schema import read_as
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the model's part and the loss's: ``"index"``, and ``"positives"`` where it has equal captions."""
-    for_loss = {name: batch[name] for name in (INDEX, "positives") if name in batch}
+    """Split a batch into the model's part and the loss's: ``index``, and where it has them ``positives`` and ``reference``."""
+    for_loss = {name: batch[name] for name in (INDEX, "positives", "reference") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
 
@@ -59,6 +59,7 @@ class ModelLoss:
         index: Tensor | None = None,
         training: bool = True,
         positives: Tensor | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the loss of a batch, 0-d.
 
@@ -68,12 +69,13 @@ class ModelLoss:
             training: False for validation data, which have no place in the loss's state. They get OpenCLIP's loss over this
                 process's samples, which also makes different losses comparable.
             positives: Which captions are equal, for a loss with ``equal_captions``, as in its ``forward``.
+            reference: A reference model's embeddings, for a loss with ``reference_dim``, as in its ``forward``.
         """
         features = self._features(outputs)
         if not training:
             similarities = features["image_features"].float() @ features["text_features"].float().T
             return symmetric_cross_entropy(features["logit_scale"] * similarities)
-        return self.loss(**features, index=index, positives=positives)
+        return self.loss(**features, index=index, positives=positives, reference=reference)
 
     def _features(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(outputs, Mapping):

@@ -11,6 +11,9 @@ from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError
 
+# Options of a loss with a reference model. Each of them, if given, asks for one.
+REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
+
 # In the order of the help: parts, what is contrasted, the objective, temperatures, schedules, estimates from embeddings, a
 # loss's own networks; then the options of a single method.
 PACKAGE_OPTIONS = (

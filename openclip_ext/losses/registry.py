@@ -30,6 +30,7 @@ from openclip_ext.losses.options import (
     HARD_SHARE,
     OPTIONS,
     PACKAGE_OPTIONS,
+    REFERENCE_OPTIONS,
     SUMMARIES,
     refuse_unknown_loss,
     rho_of,
@@ -57,8 +58,7 @@ _REQUIREMENTS = {
     "embed_dim": "the width of the model's embeddings",
     "num_samples": "the number of training samples, the size of the index space (the manifest's)",
 }
-# Options of a loss with a reference model. Each of them, if given, asks for one.
-REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
+
 # Width and number of samples of a loss that is built only to check its options.
 _SMALL = 8
 

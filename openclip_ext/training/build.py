@@ -50,7 +50,9 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     steps = steps_per_epoch * config.length.epochs
     config = replace(config, loss=_loss_of_length(config, steps))
-    loss = build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device)
+    loss = build_loss(
+        config.loss, config.model.name, built.model, loader.num_samples, built.device, loader.source.reference
+    )
     check_combination(config, loss, distributed.world_size())
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     temperature_lr = _temperature_lr(config, loss, steps)

@@ -130,8 +130,13 @@ class LossConfig:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the user asked for a part by name."""
-        return any(self.given.get(part) is not None for part in ("normalizer", "temperature_scheme"))
+        """Whether the user asked for a part by name, or gave a reference model."""
+        return self.has_reference or any(self.given.get(part) for part in ("normalizer", "temperature_scheme"))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss gets a reference model's embeddings."""
+        return "steer" in self.given
 
 
 def _tower_lr(tower: str) -> Any:

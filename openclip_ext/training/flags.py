@@ -14,7 +14,7 @@ from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import refuse_url
-from openclip_ext.losses.options import OPTIONS, SUMMARIES, refuse_unknown_loss
+from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
 from openclip_ext.training.help import asks_for_help, chosen_loss, print_help
@@ -73,7 +73,12 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     compat.set_openclip_defaults(args)
     reconcile_siglip(args)
     flags = vars(args)
-    return flags, LossConfig(args.loss, take_loss_options(flags))
+    options = take_loss_options(flags)
+    if args.reference is not None:
+        options.setdefault("steer", True)
+    elif given := sorted(REFERENCE_OPTIONS & options.keys()):
+        raise OptionError(given[0], f"{given[0]}=: needs --reference FOLDER, which openclip-ext embed writes")
+    return flags, LossConfig(args.loss, options)
 
 
 def _know_loss(name: str) -> None:

@@ -21,6 +21,7 @@ from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.images import ImagePipeline, image_pipeline
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.losses.options import OPTIONS
@@ -182,23 +183,33 @@ def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> Lo
 
 
 def build_loss(
-    config: LossConfig, model_name: str, model: nn.Module, num_samples: int, device: torch.device
+    config: LossConfig,
+    model_name: str,
+    model: nn.Module,
+    num_samples: int,
+    device: torch.device,
+    reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set.
+    """Create the loss for a model and a data set, with a reference model's embeddings if there are some.
 
     Raises:
         UsageError: the model trains something that the loss would ignore.
         ValueError: options that do not fit.
     """
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or config.has_parts):
-        parts = " with another temperature scheme" if config.has_parts else ""
+        parts = " with another temperature scheme or a reference model" if config.has_parts else ""
         raise UsageError(
             f"{model_name} trains a captioner, too, which --loss {config.name}{parts} would ignore; use --loss openclip"
         )
     if config.without_effect and distributed.is_master():
         logging.warning(f"Without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
-    loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **config.options)
+    options: dict[str, Any] = dict(config.options)
+    if reference is not None and config.has_reference:
+        options["reference_dim"] = reference.width
+        if "reference_temperature" not in config.given:
+            options["reference_temperature"] = reference.temperature
+    loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
     return loss.to(device)
 
 

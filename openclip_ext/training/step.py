@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
+from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.training import parallel
 from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
@@ -100,7 +101,8 @@ class TrainStep:
 
         Args:
             batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
-                ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs it ``caption_hash`` ``(b,)``.
+                ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs them ``caption_hash`` ``(b,)`` and the
+                reference model's embeddings, ``reference_image`` and ``reference_text`` ``(b, d)``.
             number: number of the step, for the report of :attr:`guard`.
 
         Returns:
@@ -135,10 +137,12 @@ class TrainStep:
 
     def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
         index = _joined(batches, "index")
-        positives = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
+        more: dict[str, Any] = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
+        if REFERENCE_KEYS[0] in batches[0]:
+            more["reference"] = tuple(_joined(batches, name) for name in REFERENCE_KEYS)
         self.guard.before_loss()
         with self.settings.autocast():
-            return self.loss(**outputs, **positives, index=index, output_dict=True)
+            return self.loss(**outputs, **more, index=index, output_dict=True)
 
     def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the loss's terms and the model's outputs, after the backward pass."""

@@ -32,8 +32,8 @@ def updated(text: str) -> str:
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
 
-# Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, scale.md.
-ELSEWHERE = ("equal_captions", "epochs", "seed")
+# Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, reference-model.md, scale.md.
+ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
 
 
 def _table(losses: list[str]) -> str:
@@ -118,6 +118,7 @@ def stub() -> str:
         "    | str,",
         "    embed_dim: int | None = ...,",
         "    num_samples: int | None = ...,",
+        "    reference_dim: int | None = ...,",
         "    *,",
         *options,
         "    **options: Any,",

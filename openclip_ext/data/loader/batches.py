@@ -16,6 +16,7 @@ from openclip_ext.data.hashing import Purpose, hash_int, hash_text
 from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.order import EpochOrder, Layout, Segment
+from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.data.sources.source import (
     MAX_CAPTION,
     BadSampleError,
@@ -123,6 +124,8 @@ class BatchDataset(Dataset):
         if len(indices) < self._layout.batch_size:
             return {"is_short": True, "bad": bad}
         batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
+        if self._source.reference is not None:
+            batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
         return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})

@@ -14,6 +14,7 @@ from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
 from openclip_ext.data.manifest.find import find_or_create_manifest
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
@@ -109,6 +110,13 @@ def build_eval_loader(
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     """Return the samples of a data set by index; find or make the manifest of shards. ValueError if the data are wrong."""
+    source = _source_of(spec, preprocess)
+    if spec.reference is not None:
+        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
+    return source
+
+
+def _source_of(spec: DataSpec, preprocess: Transform) -> Source:
     kind = spec.resolved_type
     if kind == "synthetic":
         # As OpenCLIP: as large as the crop that the transform begins with.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from openclip_ext.cli.messages import for_people
 from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, parse_keys
 
 # RGB: Pillow's, or (3, H, W) uint8.
@@ -65,10 +66,12 @@ class Source(ABC):
         index_digest: Hash of the samples with their indices, wherever they are and whichever are left out; None: unknown.
         sequential: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
         several_captions: Whether its samples may have several captions.
+        reference: A reference model's embeddings of its samples, which batches then have; None: there are none.
     """
 
     sequential = False
     several_captions = False
+    reference: EmbeddingStore | None = None
 
     def __init__(self, num_samples: int, digest: str) -> None:
         self.num_samples = self.num_kept = num_samples

@@ -35,6 +35,10 @@ class DataSpec:
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
+    # For the loss (``--steer``, ``--distill``).
+    reference: str | os.PathLike[str] | None = flag(
+        None, "folder with a reference model's embeddings of the training data, which openclip-ext embed wrote"
+    )
     max_bad_fraction: float = flag(
         0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
     )
@@ -55,6 +59,7 @@ class DataSpec:
             source=flags["val_data"],
             num_samples=flags["val_num_samples"],
             manifest=None,
+            reference=None,
             resampled=False,
             upsampling_factors=None,
             max_bad_fraction=cls.max_bad_fraction,

@@ -142,7 +142,7 @@ def log_normalizers(
     If the loss stores a log-normalizer for each sample, these are used, at the temperatures that the loss stores, which the
     second result says. Otherwise they are computed exactly over the whole set, at the loss's temperatures.
     """
-    is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index
+    is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
     parts = []
     # The parts have equal sizes, because a loss cannot estimate an unseen sample from a batch of one.

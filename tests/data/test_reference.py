@@ -1,0 +1,71 @@
+"""Batches carry the rows of a reference model's embeddings; what is of other data, or damaged, is refused by name."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.loader.build import build_source, build_train_loader
+from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS, EmbeddingStore
+from openclip_ext.data.sources.spec import DataSpec
+from tests.training.runs import NUM_SAMPLES
+
+WIDTH = 5
+
+
+def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
+    """Embeddings of the demo shards that are random numbers."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name in (IMAGES, TEXTS):
+        rows = random.normal(size=(NUM_SAMPLES, width))
+        np.save(folder / name, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16))
+    data = build_source(DataSpec(shards), str).index_digest
+    about = {"samples": NUM_SAMPLES, "width": width, "data": data, "logit_scale": 20.0} | changed
+    (folder / ABOUT).write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_have_the_rows_of_their_samples(shards, tmp_path, workers):
+    store = EmbeddingStore.open(write_store(tmp_path / "store", shards))
+    config = TrainLoaderConfig(batch_size=8, workers=workers)
+    spec = DataSpec(shards, reference=store.folder)
+    loader = build_train_loader(
+        spec, config, preprocess=lambda image: torch.zeros(1), tokenizer=lambda text: torch.zeros(1, 1)
+    )
+    for batch in loader.iterate(0):
+        image, text = store.rows(batch["index"])
+        assert torch.equal(batch["reference_image"], image) and torch.equal(batch["reference_text"], text)
+        assert image.shape == (8, WIDTH) and image.dtype == torch.float16
+
+
+def test_a_part_is_asked_for_by_place(shards, tmp_path):
+    store = EmbeddingStore.open(write_store(tmp_path / "store", shards))
+    places = torch.tensor([1, 0, 1])
+    assert torch.equal(store.part([7, 3]).rows(places)[0], store.rows(torch.tensor([3, 7, 3]))[0])
+
+
+def test_what_does_not_fit_is_refused(shards, tmp_path):
+    def refused(folder: Path, match: str) -> None:
+        with pytest.raises(UsageError, match=match):
+            build_source(DataSpec(shards, reference=folder), str)
+
+    refused(tmp_path / "nowhere", "there is no such folder.*openclip-ext embed")
+    refused(write_store(tmp_path / "other", shards, data="of others"), "other data than --train-data.*of others")
+    refused(
+        write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1), f"{NUM_SAMPLES - 1} samples of other data"
+    )
+    cut = write_store(tmp_path / "cut", shards)
+    (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
+    refused(cut, "texts.npy: missing or truncated")
+    wide = write_store(tmp_path / "wide", shards, width=WIDTH)
+    np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
+    refused(wide, r"images.npy: \(84, 6\) float16, expected \(84, 5\)")
+    begun = write_store(tmp_path / "begun", shards)
+    (begun / ABOUT).unlink()
+    refused(begun, "not finished; start the same command again")

@@ -1,0 +1,55 @@
+"""Trainings with a reference model: resumed bit for bit, on two ranks as on one, and what is refused."""
+
+import pytest
+
+from openclip_ext.cli.errors import UsageError
+from tests.data.test_reference import write_store
+from tests.training.commands import config_of
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    assert_same_run,
+    losses_of,
+    metrics_of,
+    run,
+    run_on_two_ranks,
+    small_command,
+)
+
+DISTILLED = ("--distill", "0.5")
+
+
+@pytest.fixture(scope="module")
+def reference(shards, tmp_path_factory):
+    return str(write_store(tmp_path_factory.mktemp("reference") / "store", shards))
+
+
+@pytest.mark.parametrize(
+    ("loss", "more"), [("queueclip", ()), ("openclip", (*DISTILLED, "--no-steer")), ("amorlip", DISTILLED)]
+)
+def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
+    for name, stops in (("whole", [None]), ("resumed", [3, None])):
+        argv = small_command(shards, tmp_path, name, loss, "--reference", reference, *more, "--resume", "latest")
+        for stop in stops:
+            assert run(argv, stop_after=stop) == (EXIT_AFTER_SIGTERM if stop else 0)
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    last = metrics_of(tmp_path / "whole")[-1]
+    assert 0 <= last["reference_ahead"] <= 1 and last["reference_infonce"] > 0
+
+
+def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):
+    """Two ranks draw other batches; that they compute what one process does is tested with the losses."""
+    given = ("--reference", reference, *DISTILLED, "--force-patch-dropout", "0")
+    half = ("--batch-size", "8")
+    assert run(small_command(shards, tmp_path, "one", "queueclip", *given)) == 0
+    assert run(small_command(shards, tmp_path, "parts", "queueclip", *given, *half, "--accum-freq", "2")) == 0
+    for ours, theirs in zip(losses_of(tmp_path / "parts"), losses_of(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    run_on_two_ranks([{"argv": small_command(shards, tmp_path, "two", "queueclip", *given, *half)}])
+    assert len(losses_of(tmp_path / "two")) == 10
+
+
+def test_flags_that_need_a_reference_or_cannot_have_one(shards, reference):
+    with pytest.raises(UsageError, match="--distill: needs --reference FOLDER"):
+        config_of("--train-data", shards, "--loss", "queueclip", "--distill", "1")
+    config = config_of("--train-data", shards, "--loss", "queueclip", "--reference", reference)
+    assert config.loss.given == {"steer": True} and config.data.reference == reference
