@@ -11,6 +11,8 @@ A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
 ``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 
+``--reference`` names the embeddings that ``scripts.experiments.reference`` wrote, for settings whose options have ``steer``.
+
 With ``"estimation_error": N`` the curve has each epoch, and the estimation error on N training samples, see
 :func:`estimation_errors`.
 """
@@ -26,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
+from openclip_ext.data.reference import REFERENCE_KEYS, EmbeddingStore
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
@@ -139,7 +142,7 @@ class GridRun(PilotRun):
         texts = train.captions()
         if self.run.setting.get("captions") == "name":
             texts = [self.data.names[number] for number in classes_of(train)]
-        return ShiftedImages(train, self.texts(texts), self.run.seed, self.batch)
+        return ShiftedImages(train, self.texts(texts), self.run.seed, self.batch, self.data.reference)
 
 
 class ShiftedImages:
@@ -148,8 +151,10 @@ class ShiftedImages:
     ``seed`` decides the order and the shifts. The last, incomplete batch of an epoch is left out.
     """
 
-    def __init__(self, samples: Cache, texts: Tensor, seed: int, batch_size: int) -> None:
-        self._samples, self._texts, self._batch_size = samples, texts, batch_size
+    def __init__(
+        self, samples: Cache, texts: Tensor, seed: int, batch_size: int, reference: EmbeddingStore | None = None
+    ) -> None:
+        self._samples, self._texts, self._batch_size, self._reference = samples, texts, batch_size, reference
         self._labels = texts.unique(dim=0, return_inverse=True)[1]
         self._random = torch.Generator().manual_seed(seed)
 
@@ -158,12 +163,15 @@ class ShiftedImages:
         order = torch.randperm(len(self._labels), generator=self._random)
         for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
             shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
-            yield {
+            batch = {
                 "image": shifted(stored_images(self._samples, rows.tolist()), shifts),
                 "text": self._texts[rows],
                 "index": rows,
                 "caption_hash": self._labels[rows],
             }
+            if self._reference is not None:
+                batch |= dict(zip(REFERENCE_KEYS, self._reference.rows(rows), strict=True))
+            yield batch
 
 
 def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
@@ -265,7 +273,7 @@ def environment() -> dict[str, str]:
     return {"cpu": (models or [platform.processor()])[0], **versions()}
 
 
-def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> list[str]:
+def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int, reference: Path | None = None) -> list[str]:
     """Execute all runs; return the reasons of those that failed."""
     add_model_configs()
     results = ResultsFile(path)
@@ -283,6 +291,8 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int) -> li
         print(f"{name}: {told}; {len(results.rows)} runs finished", flush=True)
 
     loaded = load_data(data, grid["model"])
+    if reference is not None:
+        loaded = replace(loaded, reference=EmbeddingStore.open(reference, loaded.num_samples))
     ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
 
@@ -298,9 +308,10 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
+    parser.add_argument("--reference", type=Path, help="folder that scripts.experiments.reference wrote")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
-        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers)
+        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers, args.reference)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 

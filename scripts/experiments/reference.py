@@ -1,0 +1,66 @@
+"""Train a reference model on one set of icons, and write its embeddings of another, for the grid's ``--reference``.
+
+    python -m scripts.experiments.reference GRID.json --data icons-300k --of icons-11k --output reference
+
+The grid has one schedule and one setting. The folder is of the format that ``openclip-ext embed`` writes.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+
+from openclip_ext.cli import command_line
+from openclip_ext.compare.decoded_data import Cache, Tokens
+from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import flags
+from scripts.experiments.grid import _FLAGS, GridRun, contests, load_data, score
+
+
+def main(argv: list[str]) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.experiments.reference", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
+    parser.add_argument("--data", type=Path, required=True, help="what the reference is trained on")
+    parser.add_argument("--of", type=Path, required=True, help="what it embeds")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the embeddings")
+    args = parser.parse_args(argv)
+    add_model_configs()
+    grid = json.loads(args.grid.read_text())
+    data, of = load_data(args.data, grid["model"]), load_data(args.of, grid["model"])
+    assert data.tokens is not None and of.tokens is not None and isinstance(of.train, Cache)
+    texts = (*data.tokens.texts, *of.tokens.texts)
+    data = replace(data, tokens=Tokens.of(texts, open_clip.get_tokenizer(grid["model"])))
+    (contest,) = contests(grid, data.digest).values()
+    ((run,),) = contest.families.values()
+    shape = ["--model", run.model, "--batch-size", str(run.batch_size)]
+    config = flags.parse(["--train-data", "unused.tar", *shape, *_FLAGS.split()])
+    training = GridRun(config, data, run, torch.device("cpu"))
+    for step in training.run_steps():
+        if step % 500 == 0:
+            print(f"step {step} of {training.steps}", flush=True)
+    images, captions = training.embed(of.train, of.train.captions())
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, values in ((IMAGES, images), (TEXTS, captions)):
+        np.save(args.output / name, values.numpy().astype(np.float16))
+    about = {
+        "model": f"{run.model}, {run.schedule}, {run.family}",
+        "samples": len(images),
+        "width": images.shape[1],
+        "data": None,
+        "logit_scale": training.model.logit_scale.exp().item(),
+        "test": score(training, of.test, of.names),
+    }
+    (args.output / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    print(json.dumps(about))
+
+
+if __name__ == "__main__":
+    command_line.run(main)
