@@ -34,46 +34,34 @@ from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
 
 
-class MovingAverageNormalizer(Normalizer):
-    """``u_i ← (1−γ)·u_i + γ·(ε + g_i(batch))``, ``α_i = log u_i``, the new one [NeuCLIP 3].
+class SampleAverages(Normalizer):
+    """An average ``u`` of the batches' estimates for each sample and side, ``α_i = log u_i``, the new one.
 
     Kept as ``log u``. A sample seen for the first time takes the batch's estimate. If an index occurs in the global batch more
     than once, all its occurrences receive the mean of the new u.
 
-    Keyword arguments are the options of these names (``losses/options.py``).
-    The table takes 8 bytes for each sample, spread over the processes.
+    A subclass implements :meth:`averaged`. The table takes 8 bytes for each sample, spread over the processes.
+
+    Args:
+        num_samples: size of the index space.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
     needs_index = True
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        gamma: float,
-        gamma_schedule: str,
-        gamma_decay_epochs: int | None,
-        epochs: int,
-    ) -> None:
+    def __init__(self, num_samples: int) -> None:
         super().__init__()
         self.table = ShardedTable(2, num_samples)
-        self.final_gamma = gamma
-        self.depends_on_epoch = gamma_schedule == "cosine"
-        self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
-    def gamma(self, epoch: int) -> float:
-        """Return γ of an epoch ([opt4ml], 'Scheduler of γ')."""
-        if not self.depends_on_epoch:
-            return self.final_gamma
-        return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
+    def averaged(self, contrast: Contrast) -> Tensor:
+        """Return the new ``log u`` ``(2, B)`` from the stored one and the batch's estimate."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, contrast: Contrast) -> Estimate:
         """Update the averages of the batch's samples; they are the estimate."""
         batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
-        averaged = log_mean_of_equal(index, averaged, batch.valid)
+        averaged = log_mean_of_equal(index, self.averaged(contrast), batch.valid)
         self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 
@@ -84,6 +72,37 @@ class MovingAverageNormalizer(Normalizer):
     def stored(self, contrast: Contrast) -> Tensor:
         """Return ``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
         return self.table.read(contrast.batch.sample_index(), missing=contrast.log_estimate)
+
+
+class MovingAverageNormalizer(SampleAverages):
+    """``u_i ← (1−γ)·u_i + γ·(ε + g_i(batch))`` with a γ that follows the epoch [NeuCLIP 3].
+
+    Keyword arguments are the options of these names (``losses/options.py``).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        gamma: float,
+        gamma_schedule: str,
+        gamma_decay_epochs: int | None,
+        epochs: int,
+    ) -> None:
+        super().__init__(num_samples)
+        self.final_gamma = gamma
+        self.depends_on_epoch = gamma_schedule == "cosine"
+        self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
+
+    def gamma(self, epoch: int) -> float:
+        """Return γ of an epoch ([opt4ml], 'Scheduler of γ')."""
+        if not self.depends_on_epoch:
+            return self.final_gamma
+        return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
+
+    def averaged(self, contrast: Contrast) -> Tensor:
+        """Mix the stored averages with the batch's estimates, the same share for all samples."""
+        return log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(contrast.batch.epoch))
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return γ of this epoch."""

@@ -22,7 +22,7 @@ PACKAGE_OPTIONS = (
         str,
         None,
         "estimator of the log-normalizers (default: the loss's own)",
-        choices=("minibatch", "mlp", "moving-average", "prototypes", "queue"),
+        choices=("minibatch", "mlp", "moving-average", "prototypes", "queue", "scent"),
         nullable=True,
     ),
     Option(
@@ -289,6 +289,13 @@ PACKAGE_OPTIONS = (
         ablation=True,
     ),
     Option(
+        "kappa",
+        float,
+        10.0,
+        "logarithm of the step size of the averages: a sample's weight of the new estimate is sigmoid(log u + kappa)",
+        symbol="κ",
+    ),
+    Option(
         "loss_dist_impl",
         str,
         None,
@@ -327,6 +334,7 @@ SUMMARIES = {
     "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
     "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
     "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. No paper has it.",
+    "scent": "SCENT: as fastclip, with a weight γ of the moving average that follows each sample's normalizer.",
     "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
     "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",
     "sogclr": "SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.",

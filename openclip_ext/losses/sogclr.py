@@ -75,7 +75,7 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
     def step(self, contrast: Contrast) -> Estimate:
         """Update the averages of the batch's images."""
         batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(batch.epoch))
+        averaged = self.averaged(contrast)
         self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 

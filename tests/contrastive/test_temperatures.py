@@ -18,12 +18,12 @@ def _parameter(tau: float) -> nn.Parameter:
     ("names", "before", "after", "options", "expected"),
     [
         # A third of the learning rate below 0.03, which is not latched: from above the step is a whole one again.
-        ("fastclip amorlip", 0.05, 0.04, {}, 0.04),
-        ("fastclip amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
-        ("fastclip amorlip", 0.031, 0.02, {}, 0.02),
+        ("fastclip scent amorlip", 0.05, 0.04, {}, 0.04),
+        ("fastclip scent amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
+        ("fastclip scent amorlip", 0.031, 0.02, {}, 0.02),
         ("neuclip fastclip-v0", 0.02, 0.025, {}, 0.025),
         # Bounds.
-        ("fastclip fastclip-v0 amorlip neuclip", 0.05, 0.001, {}, 0.01),
+        ("fastclip fastclip-v0 scent amorlip neuclip", 0.05, 0.001, {}, 0.01),
         ("fastclip fastclip-v0 amorlip neuclip", 0.9, 7.0, {}, 1.0),
         ("fastclip fastclip-v0 amorlip neuclip", 0.05, 0.001, {"temperature_min": 0.04}, 0.04),
         # The model's parameter plays no part.

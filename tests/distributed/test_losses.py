@@ -32,11 +32,9 @@ def _case(name: str) -> Case:
 
 
 def _names() -> list[str]:
-    spoilt = [
-        name + NONFINITE for name in ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip", *STEERED)
-    ]
+    spoilt = ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip", "scent", *STEERED)
     chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
-    return [*CASES, *STEERED, "openclip", *spoilt, *chunks]
+    return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *chunks]
 
 
 def _steps(name: str) -> list[Step]:

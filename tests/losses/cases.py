@@ -55,6 +55,11 @@ def _fastclip(kind: str, **average: Any) -> Callable[[ContrastiveLoss], Any]:
     return lambda loss: contrastive.FastClip(_average(**average), kind, rho)
 
 
+def _scent(**options: float) -> Case:
+    kappa = options.get("kappa", 10.0)
+    return Case("scent", lambda loss: contrastive.FastClip(contrastive.Scent(EPS, kappa), "global", 6.5), options)
+
+
 def _per_sample(**average: Any) -> Callable[[ContrastiveLoss], Any]:
     return lambda loss: contrastive.PerSample(_average(**average), rho=7.0, start=0.05, bounds=(0.01, 1.0), lr=0.0133)
 
@@ -213,6 +218,8 @@ CASES: dict[str, Case] = {
         _DECAY | {"temperature_scheme": "two-global", "lr_tau": 0.05},
         tolerance=1e-7,  # its start is rounded to float32
     ),
+    "scent": _scent(),
+    "scent-small-steps": _scent(kappa=3.0),
     "openclip-constant": Case(
         "openclip",
         lambda loss: contrastive.InfoNce(0.05),
@@ -273,6 +280,7 @@ _WITH_POSITIVES = (
     "fastclip-minibatch",
     "fastclip-v0",
     "isogclr",
+    "scent",
     "tempnet",
     "neuclip",
     "neuclip-verified",
@@ -293,13 +301,14 @@ CASES |= {
 # What another case does with other numbers, or with other parts beside. These are compared with their references and in two
 # processes only; the other tests take one case of each kind.
 _OTHER_NUMBERS = {
+    "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
     *(f"neuclip-{name}" for name in ("few", "many", "never", "decay", "no-update")),
     *(f"neuclip-verified-{name}" for name in ("never", "many", "simultaneous", "no-update")),
     *("queueclip-few", "queueclip-many", "queueclip-others-few", "queueclip-others-many", "simclr-embeddings-width"),
     *(
         f"{name}-{choice}"
-        for name in ("sogclr", "fastclip-minibatch", "fastclip-v0")
+        for name in ("sogclr", "fastclip-minibatch", "fastclip-v0", "scent")
         for choice in ("mask", "positive")
     ),
     *("neuclip-verified-mask", "neuclip-verified-positive"),
@@ -344,7 +353,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
 # Losses with a reference model. Only the tests that hand its embeddings on have them.
 STEERED = {
     f"{name}-steered": _with_reference(name)
-    for name in ("fastclip", "fastclip-v2", "amorlip", "tempnet", "neuclip", "queueclip", "solved")
+    for name in ("fastclip", "fastclip-v2", "amorlip", "tempnet", "neuclip", "queueclip", "scent")
     if name in CASES
 } | {
     "fastclip-distilled": _with_reference("fastclip", steer=False, distill=0.3),

@@ -119,7 +119,7 @@ def test_gpu_does_the_same_without_waiting(name: str, device: torch.device, monk
 
 
 # One of each kind, since compiling takes seconds. AmorLIP makes many graphs: PyTorch keeps its fused Adam out of them.
-@pytest.mark.parametrize("name", ["openclip", "simclr", "isogclr", "neuclip", "queueclip", "cliplite"])
+@pytest.mark.parametrize("name", ["openclip", "simclr", "isogclr", "neuclip", "queueclip", "scent", "cliplite"])
 def test_a_training_call_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     step = make_steps(1)[0]

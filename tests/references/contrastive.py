@@ -165,6 +165,25 @@ class MovingAverage:
         return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
 
 
+class Scent:
+    """SCENT's proximal step with the divergence of exp(−ν), whose solution is u⁺ = u·(1 + η·(ε+g))/(1 + η·u), η = e^κ."""
+
+    def __init__(self, eps: float, kappa: float) -> None:
+        self.eps, self.eta = eps, math.exp(kappa)
+        self.u: list[dict[int, float]] = [{}, {}]
+
+    def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
+        """Update the batch's u and return their logarithms."""
+        for side in (0, 1):
+            new = []
+            for i, sample in enumerate(index):
+                estimate = self.eps + inner(images, texts, tau[side][i], side, i).item()
+                u = self.u[side].get(sample)
+                new.append(estimate if u is None else u * (1 + self.eta * estimate) / (1 + self.eta * u))
+            self.u[side] |= by_sample(index, new)
+        return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
+
+
 class MiniBatch:
     """α = log(ε + g)."""
 
@@ -179,7 +198,7 @@ class MiniBatch:
 class FastClip:
     """SogCLR (constant τ), FastCLIP-v0, -v1, -v3 with any estimator that has ``update``."""
 
-    def __init__(self, estimator: MovingAverage | MiniBatch, kind: str, rho: float = 0.0) -> None:
+    def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:

@@ -25,7 +25,17 @@ EARLY, LATE = 3, 8
 TWO_WORKERS = ("--workers", "2")
 FEW_BAD = ("--max-bad-fraction", "0.1")
 # On two ranks these have no state of their own, or that of another loss here.
-ON_ONE_RANK = ("openclip", "siglip", "simclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v3", "queueclip")
+ON_ONE_RANK = (
+    "openclip",
+    "siglip",
+    "simclr",
+    "isogclr",
+    "fastclip-v0",
+    "fastclip-v1",
+    "fastclip-v3",
+    "queueclip",
+    "scent",
+)
 ON_TWO_RANKS = [loss for loss in LOSS_FLAGS if loss not in ON_ONE_RANK]
 
 
