@@ -7,7 +7,8 @@ included, an MLP a side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ
 - Stage I, every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z``              [12]
 - every ``T_target`` steps: ``target ← α·target + (1−α)·online``                                                      [11]
 - Stage II, every step, with the target network's ``λ``, by default on each process's own batch:                       [6]
-  ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``
+  ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``.
+  The ½ is ours, because every loss here averages the two sides.
 
 Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
 
