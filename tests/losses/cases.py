@@ -353,8 +353,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
 # Losses with a reference model. Only the tests that hand its embeddings on have them.
 STEERED = {
     f"{name}-steered": _with_reference(name)
-    for name in ("fastclip", "fastclip-v2", "amorlip", "tempnet", "neuclip", "queueclip", "scent")
-    if name in CASES
+    for name in ("fastclip", "fastclip-v2", "scent", "amorlip", "tempnet", "neuclip", "queueclip", "sogclr-solved")
 } | {
     "fastclip-distilled": _with_reference("fastclip", steer=False, distill=0.3),
     "queueclip-steered-distilled": _with_reference("queueclip", distill=0.3),
