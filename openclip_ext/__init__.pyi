@@ -60,6 +60,7 @@ def create_loss(
     normalizer_objective: Literal["unified", "l2-log", "kl", "js", "kl-printed"] = ...,
     l2_log_weight: float = ...,
     alpha_gradient: bool = ...,
+    alpha_tau_gradient: bool = ...,
     positive_in_denominator: bool = ...,
     projection_dim: int | None = ...,
     seed: int = ...,

@@ -142,7 +142,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             self._last_steered = steered.detached() if self.reference_dim else None
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if gap is not None:
-            tau_gradient = self._tau_gradient(contrast, estimate.alpha, weight_ratio, gap)
+            tau_gradient = self._tau_gradient(contrast, estimate, weight_ratio, gap)
             if learns_own:
                 self._update_temperatures(contrast, tau_gradient)
             if self.temperature.learns_logit_scale:
@@ -212,11 +212,14 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return gradients, None
         return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
 
-    def _tau_gradient(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor, gap: Tensor) -> Tensor:
+    def _tau_gradient(self, contrast: Contrast, estimate: Estimate, weight_ratio: Tensor, gap: Tensor) -> Tensor:
         """Return the derivative of each of this process's anchors' terms in its temperature, ``(2, B_local)``."""
-        of_anchors = (contrast.tau, alpha, weight_ratio, contrast.batch.positive)
+        of_anchors = (contrast.tau, estimate.alpha, weight_ratio, contrast.batch.positive)
         tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
-        return self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
+        gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
+        if estimate.tau_slope is not None:
+            gradient = gradient + tau * (1 - weight_ratio) * estimate.tau_slope
+        return gradient
 
     def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
         """Let a scheme with temperatures of its own learn from the whole batch."""

@@ -24,11 +24,13 @@ class Estimate:
         batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this very batch, through which gradients flow.
         feature_gradient: takes weights ``(2, B_local)`` of this process's anchors and returns ``Σ weight·∇α``, the rest of
             α's gradient, for this process's images and texts ``(2, B_local, d)``; None: there is none.
+        tau_slope: ``∂α/∂τ`` of this process's anchors ``(2, B_local)``, where it is to reach a learned temperature; or None.
     """
 
     alpha: Tensor
     batch_share: float = 0.0
     feature_gradient: Callable[[Tensor], Tensor] | None = None
+    tau_slope: Tensor | None = None
 
 
 class Normalizer(nn.Module):

@@ -128,7 +128,10 @@ class Contrastive(Objective):
 
 
 class Unified(Contrastive):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], read literally for the temperature, too."""
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], whose gradient in τ has ``exp(−α)(ε+g)`` where [13] has 1.
+
+    α is held. Its own dependence on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (``Estimate.tau_slope``).
+    """
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return alpha + weight_ratio - gap / tau

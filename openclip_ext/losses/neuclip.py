@@ -76,6 +76,14 @@ class PrototypeEstimate:
         scaled = weights / contrast.tau[:, batch.local]
         return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
 
+    def tau_slope(self, contrast: Contrast) -> Tensor:
+        """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
+        assert self.pull is not None, "the estimate was made without its gradient"
+        batch = contrast.batch
+        cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
+        gap = cosine - self.share * batch.positive[..., batch.local]
+        return -gap / contrast.tau[:, batch.local].square()
+
 
 def estimate_from_prototypes(
     directions: Tensor,
@@ -179,8 +187,11 @@ class PrototypeNormalizer(Normalizer):
         simultaneous: bool,
         verify_fit: bool,
         alpha_gradient: bool,
+        alpha_tau_gradient: bool,
     ) -> None:
         super().__init__()
+        if alpha_tau_gradient and not alpha_gradient:
+            raise OptionError("alpha_tau_gradient", "alpha_tau_gradient=True: only with alpha_gradient=True")
         if normalizer_objective not in ("unified", "l2-log"):
             reason = f"normalizer_objective={normalizer_objective!r}: prototypes take unified or l2-log"
             raise OptionError("normalizer_objective", reason)
@@ -193,7 +204,7 @@ class PrototypeNormalizer(Normalizer):
         self.weight_decay = normalizer_weight_decay
         self.simultaneous = simultaneous
         self.verify_fit = verify_fit and normalizer_updates > 0
-        self.alpha_gradient = alpha_gradient
+        self.alpha_gradient, self.alpha_tau_gradient = alpha_gradient, alpha_tau_gradient
         self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.blocks = blocks(reference_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
@@ -276,7 +287,10 @@ class PrototypeNormalizer(Normalizer):
         alpha = contrast.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        return Estimate(alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, contrast))
+        slope = estimate.tau_slope(contrast) if self.alpha_tau_gradient else None
+        return Estimate(
+            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, contrast), tau_slope=slope
+        )
 
 
 # --- its training ----------------------------------------------------------------------------------------------------

@@ -160,6 +160,13 @@ PACKAGE_OPTIONS = (
         ablation=True,
     ),
     Option(
+        "alpha_tau_gradient",
+        bool,
+        False,
+        "let that gradient reach a learned temperature, too (NeuCLIP's line 11, read literally)",
+        ablation=True,
+    ),
+    Option(
         "positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator", ablation=True
     ),
     Option(

@@ -32,7 +32,16 @@ def _case(name: str) -> Case:
 
 
 def _names() -> list[str]:
-    spoilt = ("fastclip", "fastclip-v2", "tempnet", "amorlip", "neuclip", "queueclip", "scent", "queueclip-steered-distilled")
+    spoilt = (
+        "fastclip",
+        "fastclip-v2",
+        "tempnet",
+        "amorlip",
+        "neuclip",
+        "queueclip",
+        "scent",
+        "queueclip-steered-distilled",
+    )
     chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
     return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *chunks]
 

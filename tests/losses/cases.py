@@ -245,6 +245,7 @@ CASES: dict[str, Case] = {
     "neuclip-simultaneous": _neuclip(simultaneous=True),
     "neuclip-no-update": _neuclip(normalizer_updates=0),
     "neuclip-no-alpha-gradient": _neuclip(alpha_gradient=False),
+    "neuclip-alpha-tau-gradient": _neuclip(alpha_tau_gradient=True),
     "neuclip-verified": _neuclip(verify_fit=True),
     "neuclip-verified-never": _neuclip(verify_fit=True, restart_every=None, normalizer_lr=0.1),
     "neuclip-verified-many": _neuclip(verify_fit=True, prototypes=25, restart_every=4),

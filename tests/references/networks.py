@@ -210,7 +210,7 @@ class NeuClipMlp:
         self.amortized.step(images, texts, logit_scale, log_z)
         log_lambda = self.amortized.log_lambda(images, texts)
         alpha = [[log_lambda[k][i] - s_ii[k][i] / tau for i in range(batch)] for k in (0, 1)]
-        return unified_step(images, texts, logit_scale, lambda images, texts: alpha, self.eps, self.rho, False)
+        return unified_step(images, texts, logit_scale, lambda images, texts, tau: alpha, self.eps, self.rho, False)
 
 
 class TemperatureNet(nn.Module):

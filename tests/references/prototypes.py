@@ -86,15 +86,22 @@ class Recent:
 
 
 def unified_step(
-    images: Tensor, texts: Tensor, logit_scale: float, alpha_of: object, eps: float, rho: float, alpha_gradient: bool
+    images: Tensor,
+    texts: Tensor,
+    logit_scale: float,
+    alpha_of: object,
+    eps: float,
+    rho: float,
+    alpha_gradient: bool,
+    alpha_tau_gradient: bool = False,
 ) -> StepResult:
     """Value and gradients of NeuCLIP (12), both sides averaged.
 
-    ``alpha_of(images, texts)`` gives the log-normalizers with the graph; τ is held in them.
+    ``alpha_of(images, texts, tau)`` gives the log-normalizers with the graph. τ has one with ``alpha_tau_gradient``.
     """
     images, texts, scale = leaves(images, texts, logit_scale)
     tau, batch = 1 / scale, len(images)
-    alpha = alpha_of(images, texts)
+    alpha = alpha_of(images, texts, tau if alpha_tau_gradient else 1 / logit_scale)
     total = tau * (rho - 1)
     for side in (0, 1):
         for i in range(batch):
@@ -128,6 +135,7 @@ class NeuClip:
     simultaneous: bool = False
     verify_fit: bool = False
     alpha_gradient: bool = True
+    alpha_tau_gradient: bool = False
 
     def __post_init__(self) -> None:
         self.recent = Recent(self.prototypes)
@@ -149,10 +157,11 @@ class NeuClip:
         if self.verify_fit and not fit_is_better:
             used = self.recent.repeated()
 
-        def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
-            return [predicted(images, texts, used[side], 1 / logit_scale, self.eps, side) for side in (0, 1)]
+        def alpha_of(images: Tensor, texts: Tensor, tau: Tensor | float) -> list[list[Tensor]]:
+            return [predicted(images, texts, used[side], tau, self.eps, side) for side in (0, 1)]
 
-        return unified_step(images, texts, logit_scale, alpha_of, self.eps, self.rho, self.alpha_gradient)
+        both = self.alpha_gradient, self.alpha_tau_gradient
+        return unified_step(images, texts, logit_scale, alpha_of, self.eps, self.rho, *both)
 
     def _fit_is_better(self, images: Tensor, texts: Tensor, tau: float) -> bool:
         if self._restarts():
@@ -212,12 +221,11 @@ class QueueClip:
         """One step; neither the index nor the epoch plays a part."""
         numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
-        tau = 1 / logit_scale
         left_out = None
         if self.leave_own_out:
             left_out = [self.recent.places(number) for number in numbers]
 
-        def alpha_of(images: Tensor, texts: Tensor) -> list[list[Tensor]]:
+        def alpha_of(images: Tensor, texts: Tensor, tau: Tensor | float) -> list[list[Tensor]]:
             mixed = []
             for side in (0, 1):
                 alpha = predicted(images, texts, queue[side], tau, self.eps, side, left_out)
