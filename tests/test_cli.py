@@ -109,6 +109,7 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
         ("openclip_ext.diagnostics.estimation_error", "run --plot file:///b/error.png"),
         ("openclip_ext.diagnostics.inspect.__main__", "run --output s3://b/inspect"),
         ("openclip_ext.compare.comparison", "x.tar --output s3://b/compare --model demo-vit"),
+        ("openclip_ext.evaluation.embed", "x.tar --model demo-vit --pretrained x.pt --output s3://b/embeddings"),
         ("openclip_ext.export.__main__", "x.pt --output s3://b/exported"),
         ("openclip_ext.evaluation.report.__main__", "run --output s3://b/report"),
         ("eval.datacomp", "--model demo-vit --data-dir d --output-dir s3://b/results"),

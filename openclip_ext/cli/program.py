@@ -36,6 +36,7 @@ COMMANDS = {
         "openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in a run's data"
     ),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
+    "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
     "export": Command("openclip_ext.export", "a folder that OpenCLIP and transformers load, from a checkpoint"),
     "download": Command("openclip_ext.evaluation.download", "fetch DataComp's evaluation sets, and check them"),
     "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),

@@ -1,11 +1,17 @@
 """Share the arguments of all evaluations: the model, and how to run it."""
 
 import argparse
+import contextlib
+import datetime
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from openclip_ext import distributed
 from openclip_ext.cli.command_line import count
 from openclip_ext.cli.command_line import device as device_name
 from openclip_ext.data.processes import available_cores
@@ -22,6 +28,19 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
         "--model", required=not takes_run, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names"
     )
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
+    add_running_arguments(parser)
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="datacomp",
+        help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
+        "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
+    )
+    add_model_options(parser)
+
+
+def add_running_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for how a model runs, except for its precision."""
     parser.add_argument("--batch-size", type=count, default=256, help="number of images, or of texts, in a batch")
     parser.add_argument(
         "--workers",
@@ -34,13 +53,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
     parser.add_argument(
         "--device", type=device_name, default=default, help="cpu, cuda or cuda:N (default: cuda if there is a GPU)"
     )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="datacomp",
-        help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
-        "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
-    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model that :func:`model_options` reads."""
     group = parser.add_argument_group(
         "model options", "as in training with OpenCLIP; the defaults are those of the checkpoint's run"
     )
@@ -55,6 +71,33 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
     group.add_argument("--image-resize-mode", choices=("shortest", "longest", "squash"))
 
 
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `load_model` that were given."""
+    return {name: getattr(args, name) for name in MODEL_OPTIONS}
+
+
+def own_device(name: str) -> torch.device:
+    """Return a device for this process, and make it CUDA's current one."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        if device.index is None:  # under torchrun each process takes its own GPU
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Connect the processes that torchrun started, for objects and waiting; do nothing in a single process."""
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # No tensor on a GPU is exchanged, so gloo is enough. Waiting for the others may take hours.
+            dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
+        yield
+    finally:
+        distributed.shutdown()
+
+
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
     if getattr(args, "run", None) is not None:
@@ -63,14 +106,9 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
         args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        if device.index is None:  # under torchrun each process takes its own GPU
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = own_device(args.device)
     precision = resolve_precision(args.precision, device)
-    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **options)
+    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **model_options(args))
     model, preprocess, tokenizer = loaded.model, loaded.preprocess, loaded.tokenizer
     batches = (args.batch_size, args.workers)
     return loaded, Encoder(model, preprocess, tokenizer, device, precision, *batches, show_progress=show_progress)

@@ -5,21 +5,18 @@ task failed or a task named with ``--tasks`` is missing, and 2 if nothing could 
 """
 
 import argparse
-import datetime
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, process_group
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel
@@ -66,16 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # The processes exchange only task lists and failures, so gloo is enough. Waiting for the others may take hours.
-            dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
-        return evaluate(args)
+        with process_group():
+            return evaluate(args)
     except (ValueError, OSError) as error:
         logger.error(error)
         return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def evaluate(args: argparse.Namespace) -> int:

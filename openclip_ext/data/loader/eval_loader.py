@@ -51,9 +51,15 @@ def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[R
 
 class _EvalDataset(IterableDataset):
     def __init__(
-        self, samples: Source | ShardStreams, transform: Callable, tokenizer: Callable, batch_size: int
+        self,
+        samples: Source | ShardStreams,
+        transform: Callable,
+        tokenizer: Callable,
+        batch_size: int,
+        span: range | None,
     ) -> None:
         self._samples = samples
+        self._span = span
         self._transform = transform
         self._tokenizer = tokenizer
         self._batch_size = batch_size
@@ -90,24 +96,28 @@ class _EvalDataset(IterableDataset):
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
         """Yield the samples that are not left out. Workers take turns by shard, or by batch if shards are too few."""
-        read, count = source.reader(), source.num_samples
-        by_shard = source.group_of(0)[2] * workers <= count
-        turn = end = 0
-        while end < count:
-            begin, end = end, min(end + self._batch_size, count)
+        read, span = source.reader(), self._span or range(source.num_samples)
+        first = source.group_of(span.start)[2]
+        by_shard = first < len(span) if self._span else first * workers <= len(span)
+        turn, end = 0, span.start
+        while end < span.stop:
+            begin, end = end, min(end + self._batch_size, span.stop)
             if by_shard:
                 _, begin, samples = source.group_of(begin)
                 end = begin + samples
             if turn % workers == worker:
                 read.expect(np.arange(begin, end))
-                yield from (read(index) for index in range(begin, end) if not source.is_left_out(index))
+                kept = (index for index in range(begin, end) if self._span or not source.is_left_out(index))
+                yield from map(read, kept)
             turn += 1
 
-    @staticmethod
     def _usable(
-        name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
+        self, name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
     ) -> Iterator[tuple[int, DecodedImage, str]]:
-        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable."""
+        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable.
+
+        A part of a source may have none.
+        """
         usable, bad, reason = 0, 0, ""
         for raw in samples:
             try:
@@ -117,7 +127,7 @@ class _EvalDataset(IterableDataset):
                 continue
             usable += 1
             yield raw.index, image, caption
-        if bad and not usable:
+        if bad and not usable and not self._span:
             raise BadDataError(f"{name} has no usable sample: {reason}")
         if bad:
             logging.warning(f"{bad} bad samples or places in {name} are left out; the first: {reason}")
@@ -132,6 +142,7 @@ class EvalLoader:
         batch_size: Samples of a batch; the last one may be smaller.
         workers: Worker processes; 0 works in this process.
         num_samples: For display, or None; the batches end with the data.
+        span: Indices of a source to read, whole shards, also those that are left out of training; None: all that are not.
 
     Raises:
         BadDataError: While iterating, if a shard (or a whole file) has no usable sample.
@@ -146,11 +157,12 @@ class EvalLoader:
         batch_size: int,
         workers: int = 0,
         num_samples: int | None = None,
+        span: range | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.num_samples = num_samples
         self._loader = DataLoader(
-            _EvalDataset(samples, preprocess, tokenizer, batch_size),
+            _EvalDataset(samples, preprocess, tokenizer, batch_size, span),
             batch_size=None,
             num_workers=workers,
             worker_init_fn=leave_process_group,

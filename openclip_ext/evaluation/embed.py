@@ -1,0 +1,252 @@
+"""Write the unit embeddings of a data set by sample index: ``openclip-ext embed``, whose folder ``--reference`` takes."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from openclip_ext import distributed
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import say
+from openclip_ext.cli.options import OptionError, check_flags, from_flags, own_options, with_flags
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.sources.source import Source
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation import command_line as shared
+from openclip_ext.evaluation.embedding_folder import Done, EmbeddingFolder
+from openclip_ext.evaluation.embeddings import outputs_of
+from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_model
+from openclip_ext.evaluation.results import config_digest
+from openclip_ext.files.writing import output_path
+
+# Samples between two lines of progress, where there are no shards.
+_BLOCK = 2**16
+
+
+class _Towers(nn.Module):
+    """Both towers of any model, called as `outputs_of` does."""
+
+    def __init__(self, model: ImageTextModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unit embeddings ``(B, d)`` float32 of images and texts."""
+        images, texts = self.model.encode_image(image), self.model.encode_text(text)
+        return F.normalize(images.float(), dim=-1), F.normalize(texts.float(), dim=-1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Embed a data set, or continue where the same command stopped.
+
+    Raises:
+        ValueError, OSError: The command line, the model, the data or the folder is wrong.
+    """
+    args = _parse_arguments(argv)
+    with shared.process_group():
+        try:
+            _embed(args)
+        except RuntimeError as error:
+            reason = _reason(error)
+            if reason is None:
+                raise
+            raise UsageError(f"{reason}. The same command continues") from error
+
+
+def _reason(error: RuntimeError) -> str | None:
+    """Explain the end of something else than this program's code; None: it is a mistake here."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the GPU has too little memory: lower --batch-size"
+    if distributed.is_lost_peer(error):
+        return "another rank failed; see its error"
+    if "DataLoader worker" in str(error):
+        return f"a data worker was killed, as the kernel does when memory runs out: lower --workers ({error})"
+    return None
+
+
+def _embed(args: argparse.Namespace) -> None:
+    device, spec = shared.own_device(args.device), from_flags(DataSpec, vars(args))
+    if args.precision == "amp" and device.type != "cuda":
+        raise UsageError(f"--precision amp needs CUDA, the device is {device}. Give --precision fp32")
+    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **shared.model_options(args))
+    source = build_source(spec, loaded.preprocess)
+    _refuse_bad(spec, source, *source.known_bad())
+    folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
+    with folder.begun() as done:
+        bad = None if done is None else _embed_rest(args, spec, loaded, source, folder, done)
+        if not distributed.is_master():
+            return
+        if bad is None:
+            say(f"{args.output} is finished already")
+            return
+        folder.finish(bad)
+        say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
+
+
+def _embed_rest(
+    args: argparse.Namespace,
+    spec: DataSpec,
+    loaded: LoadedModel,
+    source: Source,
+    folder: EmbeddingFolder,
+    done: Sequence[Done],
+) -> int:
+    """Embed this rank's share of what is not done; return the number of unreadable samples of the whole data set.
+
+    Collective: all ranks call it.
+    """
+    units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
+    towers, before, bad = _Towers(loaded.model), sum(entry.bad for entry in done), 0
+    shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not distributed.is_master()}
+    with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
+        for unit in units:
+            loader = EvalLoader(
+                source,
+                preprocess=loaded.preprocess,
+                tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
+                batch_size=args.batch_size,
+                workers=args.workers,
+                span=unit,
+            )
+            outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
+            unread = len(unit) - _write(folder, outputs, bar)
+            bar.update(unread)
+            folder.note(Done(unit.start, unit.stop, unread))
+            bad += unread
+            _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
+    return before + sum(distributed.all_gather_object(bad))
+
+
+def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
+    """Write the rows of all batches to the disk; return their number."""
+    count = 0
+    with folder.tables() as tables:
+        for batch, embeddings in outputs:
+            for table, values in zip(tables, embeddings, strict=True):
+                rows = values.half().cpu().numpy()
+                if not np.isfinite(rows).all():
+                    raise UsageError(
+                        "the model gives embeddings that are not finite: its weights are broken or overflow"
+                    )
+                table.write(batch["index"].numpy(), rows)
+            count += len(batch["index"])
+            bar.update(len(batch["index"]))
+    return count
+
+
+def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
+    """Return the ranges that are left to do: up to as many consecutive shards as there are workers in each.
+
+    A restart with the same shards, workers and ranks divides them in the same way.
+    """
+    shards, size = _shards(source), 1
+    if source.sequential:
+        size = max(1, min(workers, -(-len(shards) // distributed.world_size())))
+    begins = np.array([shard.start for shard in shards])
+    is_done = np.zeros(len(shards), dtype=bool)
+    for entry in done:
+        is_done |= (entry.begin <= begins) & (begins < entry.end)
+    units: list[list[range]] = []
+    for number in np.flatnonzero(~is_done).tolist():
+        if not units or len(units[-1]) == size or units[-1][-1].stop != shards[number].start:
+            units.append([])
+        units[-1].append(shards[number])
+    return [range(unit[0].start, unit[-1].stop) for unit in units]
+
+
+def _shards(source: Source) -> list[range]:
+    """Return the indices of each shard, or of blocks of a source without shards."""
+    shards, end = [], 0
+    while end < source.num_samples:
+        begin, end = end, min(end + _BLOCK, source.num_samples)
+        if source.sequential:
+            end = begin + source.group_of(begin)[2]
+        shards.append(range(begin, end))
+    return shards
+
+
+def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:
+    if bad > spec.max_bad_fraction * source.num_samples:
+        raise UsageError(
+            f"{bad:,} of {source.num_samples:,} samples are unreadable or have no image or caption, more than the allowed "
+            f"{spec.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+        )
+
+
+@torch.no_grad()
+def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) -> dict[str, Any]:
+    """Return the content of ``embeddings.json``."""
+    model, is_csv = loaded.model, spec.resolved_type == "csv"
+    text = loaded.tokenizer(["a"]).to(next(model.parameters()).device)
+    inner: Any = getattr(model, "model", model)  # inside of a model with heads
+    about = {
+        "model": loaded.name,
+        "pretrained": loaded.checkpoint,
+        "weights": loaded.weights_sha256,
+        "config": config_digest(loaded.config),
+        "preprocess": loaded.config["preprocess"],
+        "precision": precision,
+        "image_key": spec.csv_image_key if is_csv else spec.image_key,
+        "caption_key": spec.csv_caption_key if is_csv else spec.caption_key,
+        "samples": source.num_samples,
+        "width": model.encode_text(text).shape[-1],
+        "data": source.index_digest,
+        "logit_scale": inner.logit_scale.exp().item(),
+    }
+    return json.loads(json.dumps(about))  # as it is read from its file
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="openclip-ext embed",
+        description="Write a model's embeddings of a data set by sample index, for --reference. Several processes under "
+        "torchrun share the shards. The same command continues where it was stopped.",
+    )
+    parser.add_argument(
+        "train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as training's --train-data"
+    )
+    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names")
+    # Messages about models call it --checkpoint, as in the evaluations.
+    parser.add_argument(
+        "--pretrained", "--checkpoint", dest="checkpoint", help="pretrained tag of the model, or a checkpoint file"
+    )
+    parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")
+    shared.add_running_arguments(parser)
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "amp"),
+        default="amp" if torch.cuda.is_available() else "fp32",
+        help="amp: autocast (CUDA only, the default there); fp32: float32",
+    )
+    _add_data_arguments(parser.add_argument_group("data", "as in training"))
+    shared.add_model_options(parser)
+    args = parser.parse_args(argv)
+    args.train_data = args.train_data if args.train_data[1:] else args.train_data[0]
+    try:
+        check_flags(DataSpec, vars(args))
+    except OptionError as error:
+        parser.error(with_flags(str(error), {}))
+    return args
+
+
+def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")
+    group.add_argument("--csv-separator", default=DataSpec.csv_separator)
+    group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
+    group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
+    for option in own_options([DataSpec]):
+        default = "" if option.default is None else f" (default: {option.default})"
+        group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
+    group.set_defaults(train_num_samples=None, dataset_resampled=False, train_data_upsampling_factors=None)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

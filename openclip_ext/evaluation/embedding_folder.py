@@ -1,0 +1,169 @@
+"""Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads, so that a killed process loses little.
+
+A range of samples that is on the disk gets a line in the progress file of its rank. ``embeddings.json`` is written last.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openclip_ext import distributed
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS, EmbeddingStore
+from openclip_ext.files import json_lines
+from openclip_ext.files.writing import held, write_atomically
+
+BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
+# What the rows depend on, in the order of messages. The path of the weights may change.
+_IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples", "data", "image_key", "caption_key")
+
+
+class Done(NamedTuple):
+    """A finished range of samples, ``bad`` of which could not be read."""
+
+    begin: int
+    end: int
+    bad: int
+
+
+class _Table:
+    """A ``.npy`` file that is open for writing.
+
+    It is not mapped: a full disk would kill the process, and nodes would overwrite each other's rows of a common page.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._offset = np.load(path, mmap_mode="r").offset
+        self._file = path.open("r+b")
+
+    def write(self, index: np.ndarray, rows: np.ndarray) -> None:
+        """Write rows ``(k, d)`` at ascending positions ``(k,)``."""
+        breaks = np.flatnonzero(np.diff(index) != 1) + 1
+        for positions, part in zip(np.split(index, breaks), np.split(rows, breaks), strict=True):
+            self._file.seek(self._offset + int(positions[0]) * rows[0].nbytes)
+            self._file.write(part.tobytes())
+
+    def close(self) -> None:
+        """Close the file when its content is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class EmbeddingFolder:
+    """The files of embeddings that are being written.
+
+    Attributes:
+        path: the folder.
+        about: the content of ``embeddings.json``.
+    """
+
+    path: Path
+    about: dict[str, Any]
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[list[Done] | None]:
+        """Create the files or check those of an earlier launch, on rank 0, and keep other programs out of the folder.
+
+        Collective: all ranks call it.
+
+        Yields:
+            The finished ranges; None if everything is finished.
+
+        Raises:
+            UsageError: The folder is in use or holds something else, a file is damaged, or the disk has too little space.
+        """
+        with contextlib.ExitStack() as stack:
+            yield distributed.on_master(lambda: self._begin(stack))
+
+    @contextlib.contextmanager
+    def tables(self) -> Iterator[tuple[_Table, _Table]]:
+        """Open the rows of images and texts; at the end they are on the disk."""
+        images, texts = _Table(self.path / IMAGES), _Table(self.path / TEXTS)
+        yield images, texts
+        images.close()
+        texts.close()
+
+    def note(self, done: Done) -> None:
+        """Record that a range is on the disk."""
+        with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
+            # A killed process may have left half a line.
+            file.write("\n" + json.dumps(done._asdict()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, bad: int) -> None:
+        """Write ``embeddings.json``, on rank 0."""
+        content = json.dumps(self.about | {"unreadable": bad}, indent=2) + "\n"
+        write_atomically(self.path / ABOUT, lambda file: file.write(content.encode()))
+        self._remove_progress()
+
+    def _begin(self, stack: contextlib.ExitStack) -> list[Done] | None:
+        try:
+            stack.enter_context(held(self.path))
+            if (self.path / ABOUT).is_file():
+                self._refuse_other(EmbeddingStore.open(self.path).about)
+                self._remove_progress()
+                return None
+            return self._continue()
+        except UsageError:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"--output {self.path}: {error}") from error
+
+    def _continue(self) -> list[Done]:
+        files = [self.path / name for name in (IMAGES, TEXTS)]
+        if (self.path / BEGUN).is_file():
+            self._refuse_other(json.loads((self.path / BEGUN).read_text(encoding="utf-8")))
+        elif taken := [path for path in files if path.exists()]:
+            raise UsageError(f"{taken[0]} exists and is of another program: give another --output")
+        self._refuse_small_disk(sum(path.stat().st_blocks * 512 for path in files if path.exists()))
+        write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
+        done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]
+        shape = (self.about["samples"], self.about["width"])
+        for path in files:
+            if not done:
+                np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape).flush()
+            elif not _is_whole(path, shape):
+                raise UsageError(f"{path}: missing or truncated. Remove the folder and start the same command again")
+        return done
+
+    def _refuse_other(self, found: dict[str, Any]) -> None:
+        for key in _IDENTITY:
+            if found.get(key) != self.about[key]:
+                raise UsageError(
+                    f"--output {self.path} holds other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
+                    "Give the command that started it, or another --output"
+                )
+
+    def _refuse_small_disk(self, written: int) -> None:
+        samples, width = self.about["samples"], self.about["width"]
+        missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
+        if missing > free:
+            raise UsageError(
+                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, and "
+                f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
+            )
+
+    def _progress(self) -> list[Path]:
+        return sorted(self.path.glob(PROGRESS.format("*")))
+
+    def _remove_progress(self) -> None:
+        for path in (self.path / BEGUN, *self._progress()):
+            path.unlink(missing_ok=True)
+
+
+def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
+    try:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return False
+    return table.shape == shape and table.dtype == np.float16

@@ -1,0 +1,150 @@
+"""Embeddings by index: the rows are the model's, whatever was killed and however many ranks shared the work."""
+
+import multiprocessing
+import os
+import signal
+from collections import namedtuple
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.manifest.find import find_or_create_manifest
+from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.sources.source import decode_image
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation import embed
+from openclip_ext.evaluation.embedding_folder import _Table
+from openclip_ext.evaluation.models import LoadedModel
+from openclip_ext.files import json_lines
+from tests.data.shards import sample_members, undecodable, write_csv, write_shards
+from tests.distributed.pool import FORKS, two_ranks
+from tests.evaluation.datasets import TINY_MODEL
+from tests.training.runs import contents
+
+# The fourth shard has no usable sample.
+BAD = {number: undecodable(number) for number in (3, 18, 19, 20, 21)} | {9: sample_members(9, ["txt"])}
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path):
+    """Makes command lines from an output folder and more arguments; their first word is the shards."""
+    write_shards(data := tmp_path_factory.mktemp("data"), [7, 5, 6, 4, 3], BAD)
+    model = f"--model {TINY_MODEL} --pretrained {tiny_folder}/epoch_1.pt --model-config {tiny_folder}/{TINY_MODEL}.json"
+    size = "--device cpu --precision fp32 --batch-size 4 --workers 0 --max-bad-fraction 0.3"
+    return lambda output, *more: [f"{data}/*.tar", *model.split(), *size.split(), "--output", str(output), *more]
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in contents(folder).items() if name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run in one process."""
+    embed.main(command(folder := tmp_path_factory.mktemp("whole")))
+    return folder
+
+
+def assert_rows(folder: Path, tiny: LoadedModel, spec: DataSpec, bad: set[int]) -> dict:
+    source = build_source(spec, tiny.preprocess)
+    store, read = EmbeddingStore.open(folder, source.num_samples, source.index_digest), source.reader()
+    for index in range(source.num_samples):
+        rows = torch.cat(store.rows(torch.tensor([index]))).float()
+        if index in bad:
+            assert not rows.any()
+            continue
+        image, caption = source.decode(read(index), decode_image)
+        with torch.no_grad():
+            images = tiny.model.encode_image(tiny.preprocess(image)[None], normalize=True)
+            texts = tiny.model.encode_text(tiny.tokenizer([caption]), normalize=True)
+        torch.testing.assert_close(rows, torch.cat([images, texts]), atol=1e-3, rtol=0)
+    return store.about
+
+
+def test_rows_are_the_models_and_those_of_bad_samples_zero(whole, command, tiny):
+    about = assert_rows(whole, tiny, DataSpec(command(whole)[0]), set(BAD))
+    assert written(whole).keys() == {"images.npy", "texts.npy", "embeddings.json"}
+    expected = {"model": TINY_MODEL, "weights": tiny.weights_sha256, "unreadable": len(BAD), "caption_key": "txt"}
+    assert about | expected | {"logit_scale": tiny.model.logit_scale.exp().item()} == about
+
+
+def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
+    shards, *flags = command(tmp_path / "shards", "--manifest", str(fewer := tmp_path / "fewer.json"))
+    find_or_create_manifest(shards).without([4, 5]).save(fewer)
+    embed.main([shards, *flags])
+    assert_rows(tmp_path / "shards", tiny, DataSpec(shards), set(BAD))
+    table = str(write_csv(tmp_path, rows=10))
+    (tmp_path / "7.jpg").unlink()
+    with mock.patch.object(embed, "_BLOCK", 4):
+        embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])
+    assert_rows(tmp_path / "csv", tiny, DataSpec(table), {7})
+
+
+def killed(argv: list[str], after: int) -> None:
+    """Embed, and be killed after so many batches have been written in part."""
+    multiprocessing.set_start_method(None, force=True)  # or data workers would come from the fork server
+    calls, write = iter(range(2 * after)), _Table.write
+
+    def write_and_die(self: _Table, index: np.ndarray, rows: np.ndarray) -> None:
+        write(self, index, rows)
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(_Table, "write", write_and_die):
+        embed.main(argv)
+
+
+@pytest.mark.parametrize(("workers", "finished"), [("0", [0, 7]), ("2", [0])])
+def test_killed_runs_continue_after_a_shard_to_the_same_bytes(workers, finished, whole, command, tmp_path, capsys):
+    argv = command(tmp_path, "--workers", workers)
+    (process := FORKS.Process(target=killed, args=(argv, 4))).start()
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
+    assert [line["begin"] for line in json_lines.read(tmp_path / "progress-0.jsonl")] == finished
+    with pytest.raises(UsageError, match="not finished"):
+        EmbeddingStore.open(tmp_path)
+    with mock.patch.object(embed, "EvalLoader", wraps=embed.EvalLoader) as loader:
+        embed.main(argv)
+    assert loader.call_args_list[0].kwargs["span"].start == 12
+    assert written(tmp_path) == written(whole)
+    embed.main(argv)
+    assert "is finished already" in capsys.readouterr().out
+
+
+def test_two_ranks_write_what_one_does(whole, command, tmp_path):
+    for _ in range(2):  # the second time it is finished already
+        two_ranks().run(embed.main, command(tmp_path), group=False)
+    assert written(tmp_path) == written(whole)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_folders_that_do_not_fit_are_refused(is_finished, command, tiny_folder, tmp_path):
+    finish = embed.EmbeddingFolder.finish if is_finished else lambda *_: None
+    with mock.patch.object(embed.EmbeddingFolder, "finish", finish):
+        embed.main(command(tmp_path))
+    others = {"weights": f"--pretrained={tiny_folder}/epoch_2.pt", "caption_key txt, found": "--caption-key=txt;json"}
+    for message, flag in (others | {"config": "--force-quick-gelu"}).items():
+        with pytest.raises(UsageError, match=f"holds other embeddings: expected {message}"):
+            embed.main(command(tmp_path, flag))
+    os.truncate(tmp_path / "texts.npy", 300)
+    with pytest.raises(UsageError, match=r"texts.npy: missing or truncated"):
+        embed.main(command(tmp_path))
+
+
+def test_bad_data_and_a_small_disk_are_refused(command, tmp_path, monkeypatch, capsys):
+    with pytest.raises(UsageError, match=r"^6 of 25 samples .*more than the allowed 10.0%"):
+        embed.main(command(tmp_path / "a", "--max-bad-fraction", "0.1"))
+    (tmp_path / "a" / "begun.json").unlink()
+    with pytest.raises(UsageError, match=r"images.npy exists and is of another program"):
+        embed.main(command(tmp_path / "a"))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("usage", "free")(25 * 16 * 4 - 1))
+    monkeypatch.setattr("sys.argv", ["embed", *command(tmp_path / "b")])
+    with pytest.raises(SystemExit) as stopped:
+        command_line.run(embed.main)
+    assert stopped.value.code == 2 and "25 samples of width 16 need 0.00 GiB" in capsys.readouterr().err
