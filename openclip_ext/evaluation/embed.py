@@ -243,9 +243,13 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
     group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
     for option in own_options([DataSpec]):
+        if option.name == "reference":
+            continue
         default = "" if option.default is None else f" (default: {option.default})"
         group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
-    group.set_defaults(train_num_samples=None, dataset_resampled=False, train_data_upsampling_factors=None)
+    group.set_defaults(
+        reference=None, train_num_samples=None, dataset_resampled=False, train_data_upsampling_factors=None
+    )
 
 
 if __name__ == "__main__":
