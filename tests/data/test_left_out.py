@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import webdataset
@@ -10,10 +11,11 @@ import webdataset
 from openclip_ext.data import with_index
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.manifest.__main__ import main
 from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import assert_equal, build, by_index, indices, preprocess, progress_after, tokenize
-from tests.data.shards import undecodable, write_shards
+from tests.data.shards import sample_members, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
 N = sum(COUNTS)
@@ -88,3 +90,33 @@ def test_other_readers_leave_them_out_too(data: str, fewer: str):
     pipeline = with_index(webdataset.WebDataset(data, shardshuffle=False, empty_check=False), manifest=fewer)
     assert [sample["index"] for sample in pipeline] == KEPT
     assert all(sample["txt"] == f"sample {sample['index']}".encode() for sample in pipeline)
+
+
+def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """In DataComp's format; a sample without a uid, or behind damage, is not in any list."""
+    uids = [f"{number:016x}{number * 7:016x}" for number in range(10)]
+    contents = {number: json.dumps({"uid": uid}).encode() for number, uid in enumerate(uids)} | {
+        3: b"{}",
+        4: b"no json",
+    }
+    replaced = {number: _with_json(number, content) for number, content in contents.items()}
+    write_shards(tmp_path, [6, 4], replaced)
+    chosen = [8, 3, 4, 0, 5]
+    listed = np.array([(int(uids[number][:16], 16), int(uids[number][16:], 16)) for number in chosen], dtype="u8,u8")
+    np.save(tmp_path / "subset.npy", listed)
+    argv = [str(tmp_path / "{00000..00001}.tar"), "--output", str(tmp_path / "m.json"), "--uids"]
+    assert main([*argv, str(tmp_path / "subset.npy")]) == 0
+    assert Manifest.load(tmp_path / "m.json").left_out.tolist() == [1, 2, 3, 4, 6, 7, 9]
+    assert "3 samples are trained on" in capsys.readouterr().out
+    np.save(tmp_path / "others.npy", np.array([(1, 1)], dtype="u8,u8"))
+    np.save(tmp_path / "numbers.npy", np.arange(3))
+    for name, message in (
+        ("others", "none of the samples' uids is in the list"),
+        ("numbers", "expected DataComp's list"),
+    ):
+        assert main([*argv, str(tmp_path / f"{name}.npy")]) == 1
+        assert message in capsys.readouterr().err
+
+
+def _with_json(number: int, content: bytes) -> list[tuple[str, bytes]]:
+    return [(name, content if name.endswith("json") else data) for name, data in sample_members(number)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from openclip_ext.cli.messages import say
 from openclip_ext.data.manifest.find import load_if_of, places
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
+from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
@@ -48,6 +49,9 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=Storage.patience,
         help="seconds for which a remote file that fails is asked for again (default: %(default)g)",
     )
+    parser.add_argument(
+        "--uids", metavar="FILE.npy", help="leave out samples whose uid is not in this list of DataComp's"
+    )
     return parser.parse_args(argv)
 
 
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_other_file(output)
         journal, storage = output.with_name(f".{output.name}.journal"), Storage(args.remote_patience)
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
+        if args.uids:
+            manifest = keep_listed(manifest, read_uids(args.uids), storage, args.workers)
         manifest.save(output)
         journal.unlink(missing_ok=True)
     except (OSError, ValueError, RecursionError) as error:
@@ -72,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if manifest.num_lost:
         ends_too_soon = any("error" in shard.problems for shard in manifest.shards)
         lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in damaged shards"
+    if len(manifest.left_out):
+        say(f"{n - len(manifest.left_out):,} samples are trained on, the others are not in {args.uids}")
     say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
     return 0
 

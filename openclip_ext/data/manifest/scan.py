@@ -157,14 +157,15 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
     workers = min(workers or min(available_cores(), 32), len(paths))
     if workers <= 1:
-        return list(_with_bar(map(scan, paths), len(paths)))
+        return list(with_bar(map(scan, paths), len(paths)))
     # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
-        return list(_with_bar(pool.map(scan, paths), len(paths)))
+        return list(with_bar(pool.map(scan, paths), len(paths)))
 
 
-def _with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
+def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
+    """Yield the items, with a bar on a terminal."""
     # disable=None: no bar where stderr is a file.
     return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
 
@@ -177,7 +178,7 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard asks for its folder's sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        counts = list(_with_bar(pool.map(count, urls), len(urls), "looking up counts"))
+        counts = list(with_bar(pool.map(count, urls), len(urls), "looking up counts"))
     return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
 
 
@@ -208,7 +209,7 @@ def scan_remote(
     done: dict[str, Shard] = {}
     with journal.open("a") as file, ThreadPoolExecutor(_REQUESTS) as pool:
         futures = [pool.submit(scan, url) for url in urls]
-        for future in _with_bar(as_completed(futures), len(futures)):
+        for future in with_bar(as_completed(futures), len(futures)):
             identity, shard = future.result()
             done[shard.url] = shard
             if identity:

@@ -1,0 +1,77 @@
+"""Leave out the samples that a list of uids does not name. DataComp publishes its subsets as such lists.
+
+The list is DataComp's ``.npy``: two 64-bit numbers a uid. A sample's uid is the 32 hexadecimal digits of ``uid`` in its json.
+"""
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
+
+import numpy as np
+
+from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.manifest.scan import Shard, with_bar
+from openclip_ext.data.processes import available_cores, begin_worker
+from openclip_ext.data.shards import tar
+from openclip_ext.data.storage import Storage
+
+UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
+_wanted: np.ndarray  # of this process; a list may have a billion uids
+
+
+def read_uids(path: str | os.PathLike) -> np.ndarray:
+    """Return the uids of a list ``(k,)``, ascending; raise ValueError for another file."""
+    values = np.load(path, allow_pickle=False)
+    if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
+        values = np.ascontiguousarray(values).view(UID)[:, 0]
+    if values.ndim != 1 or values.dtype.names is None or len(values.dtype.names) != 2:
+        raise ValueError(f"{path}: expected DataComp's list of uids, two 64-bit numbers each, found {values.dtype}")
+    return np.unique(values.astype(UID))
+
+
+def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
+    """Return a manifest that leaves out the samples whose uid is not listed. No index changes.
+
+    Raises:
+        ValueError: a shard cannot be read, or no sample is listed.
+    """
+    processes = min(workers or available_cores(), len(manifest.shards))
+    with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
+        found = pool.map(_unlisted, manifest.shards, repeat(storage))
+        unlisted = list(with_bar(found, len(manifest.shards), "reading uids"))
+    positions = np.concatenate(unlisted)
+    if len(positions) == manifest.num_samples:
+        raise ValueError("none of the samples' uids is in the list: is it of another data set?")
+    return manifest.without(positions)
+
+
+def _begin(uids: np.ndarray) -> None:
+    global _wanted
+    begin_worker()
+    _wanted = uids
+
+
+def _unlisted(shard: Shard, storage: Storage) -> np.ndarray:
+    """Return the indices of a shard's samples that are not listed, or have no uid."""
+    uids = []
+    try:
+        with storage.open(shard.url) as file:
+            for sample in tar.TarArchive(file).samples(frozenset({"json"})):
+                uids.append(_uid_of(sample.fields.get("json", b"")))
+    except tar.STREAM_ERRORS:
+        pass  # what follows the damage has no index, or no uid
+    uids = (uids + [None] * shard.num_samples)[: shard.num_samples]
+    known = np.array([uid or (0, 0) for uid in uids], dtype=UID)
+    places = np.minimum(np.searchsorted(_wanted, known), len(_wanted) - 1)
+    listed = (_wanted[places] == known) & np.array([uid is not None for uid in uids])
+    return shard.first_index + np.flatnonzero(~listed)
+
+
+def _uid_of(content: bytes) -> tuple[int, int] | None:
+    try:
+        uid = json.loads(content)["uid"]
+        return int(uid[:16], 16), int(uid[16:32], 16)
+    except (ValueError, KeyError, TypeError):
+        return None
