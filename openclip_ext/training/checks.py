@@ -8,7 +8,7 @@ from pathlib import Path
 import open_clip
 import torch
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -30,6 +30,7 @@ def check(config: TrainingConfig) -> None:
             f"open_clip_config.json is a model: --model local-dir:{weights}"
         )
     _check_model(config.model)
+    _check_lora(config.model)
     if config.data is not None and config.model.torchscript:
         raise UsageError("--torchscript cannot train: leave it out. --torchcompile makes training faster")
     _check_pixels(config.model)
@@ -104,6 +105,15 @@ def _check_model(config: ModelConfig) -> None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     there = f"; tags of {name}: {', '.join(tags)}" if tags else f"; {name} has no tags"
     raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}{there}")
+
+
+def _check_lora(config: ModelConfig) -> None:
+    if config.lora.rank is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError("--lora-rank needs the package peft, which is not installed: pip install 'openclip_ext[lora]'")
+    if not config.weights and distributed.is_master():
+        logging.warning("--lora-rank without --pretrained: the adapters are trained on random weights, which stay.")
 
 
 def _check_pixels(config: ModelConfig) -> None:

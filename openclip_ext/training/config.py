@@ -32,6 +32,37 @@ _FACTORY_OPTIONS = (
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained instead of the weights."""
+
+    rank: int | None = flag(
+        None,
+        "train adapters of this rank in the attention and MLP layers (LoRA, such as 16), and freeze all other weights",
+        dest="lora_rank",
+        minimum=1,
+    )
+    alpha: float | None = flag(
+        None,
+        "the adapters' scale times their rank (default: twice the rank, so that another rank needs no other --lr)",
+        dest="lora_alpha",
+        needs="lora_rank",
+        exclusive_minimum=0.0,
+    )
+    targets: str = flag(
+        "both",
+        "the towers that get adapters; the other one is frozen",
+        dest="lora_targets",
+        needs="lora_rank",
+        choices=("image", "text", "both"),
+    )
+
+    @property
+    def scale_numerator(self) -> float:
+        """``alpha`` or its default."""
+        return 2.0 * (self.rank or 0) if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """OpenCLIP's flags that say how the model is built; the names are those of ``open_clip``'s factory.
 
@@ -39,6 +70,7 @@ class ModelConfig:
         pretrained: tag or file of weights to start from, or empty.
         siglip_start: start values of ``logit_scale`` and ``logit_bias`` for SigLIP.
         trace: ``torch.jit.trace`` with this batch size, for evaluation only; None: do not.
+        lora: adapters of the model; without a rank it has none.
         lock_image, lock_text: freeze a tower, but for ``unlocked`` layer groups, counted from the output; its BatchNorm
             statistics or LayerNorm parameters only where the flag says so.
     """
@@ -75,6 +107,7 @@ class ModelConfig:
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
     grad_checkpointing: bool = flag(False)
     trace: int | None = None
+    lora: LoraConfig = LoraConfig()
 
     @property
     def file_name(self) -> str:
@@ -462,7 +495,7 @@ class TrainingConfig:
 # The configurations that flags fill, by the heading of their flags in the help.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
-    "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig),
+    "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
     "length, checkpoints and evaluation": (RunLength, SavePolicy, EvaluationConfig),
     "the run": (RunFolderConfig, ReportingConfig, TrainingConfig),
 }
@@ -548,7 +581,9 @@ def model_config(flags: Mapping[str, Any]) -> ModelConfig:
     if isinstance(size, list | tuple):
         size = size[0] if len(size) == 1 else tuple(size)
     trace = flags["batch_size"] if flags["trace"] else None
-    return from_flags(ModelConfig, flags, force_image_size=size, trace=trace)
+    # A run of before these flags has stored none of them.
+    lora = from_flags(LoraConfig, flags) if "lora_rank" in flags else LoraConfig()
+    return from_flags(ModelConfig, flags, force_image_size=size, trace=trace, lora=lora)
 
 
 def writes_nothing(logs: str | None) -> bool:

@@ -176,6 +176,27 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
     return recipe.argv()
 
 
+def _check_lora(args: argparse.Namespace) -> None:
+    """Raise UsageError for flags that ``--lora-rank`` does not go together with."""
+    if args.lora_rank is None:
+        return
+    towers = ("image", "text") if args.lora_targets == "both" else (args.lora_targets,)
+    reasons = {
+        "--fsdp": "it spreads the weights over the processes, and adapters are small",
+        "--torchcompile": "peft's layers were not tried with it",
+        "--lock-image-unlocked-groups": "it freezes all weights but its adapters",
+        "--lock-text-unlocked-layers": "it freezes all weights but its adapters",
+        **{f"--lock-{tower}": f"--lora-targets {args.lora_targets} trains adapters of this tower" for tower in towers},
+    }
+    for flag, reason in reasons.items():
+        if getattr(args, flag[2:].replace("-", "_")):
+            raise UsageError(f"{flag} does not work with --lora-rank: {reason}. Leave out one of them")
+    if not args.train_data and args.dataset_type != "synthetic":
+        raise UsageError(
+            "--lora-rank is for training: the files of such a run are plain models. Leave it out to evaluate"
+        )
+
+
 def _check_together(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that are not supported, or right by themselves but not together."""
     nowhere = writes_nothing(args.logs)
@@ -186,6 +207,7 @@ def _check_together(args: argparse.Namespace) -> None:
     refuse_url(args.logs, f"--logs takes a local one, and --remote-sync {args.logs} copies the run folder there")
     refuse_url(args.cache_dir, "--cache-dir takes a folder of this machine")
     cooldown, ema = args.epochs_cooldown, args.model_ema_decay is not None
+    _check_lora(args)
     refused: dict[str, Any] = {
         "--horovod is not supported; start with torchrun instead": args.horovod,
         "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,

@@ -26,6 +26,7 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
+from openclip_ext.training.lora import add_adapters
 
 # Folder of a run in which its model's configuration is.
 MODEL_CONFIG = "model_config"
@@ -101,12 +102,14 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         raise UsageError(
             f"--pretrained {config.pretrained} is no checkpoint of --model {config.name}: {one_line(error)}"
         ) from error
+    _lock(model, config)
+    if config.lora.rank is not None:
+        add_adapters(model, config.lora, config.weights)
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
     if config.force_patch_dropout and not compat.drops_patches(model) and distributed.is_master():
         logging.warning(f"Without effect on --model {config.name}: --force-patch-dropout {config.force_patch_dropout}.")
-    _lock(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)

@@ -21,7 +21,7 @@ from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training import parallel
+from openclip_ext.training import lora, parallel
 from openclip_ext.training.checkpoint import Position, RunIdentity
 from openclip_ext.training.config import RunLength, SavePolicy
 from openclip_ext.training.ema import TRAINED_KEY
@@ -313,10 +313,12 @@ class Trainer:
             if target in self.unreadable:
                 ckpt.set_aside(target)
             self.unreadable -= {target}
+            content = self._model_file()
+            self._save_adapter(target, content)
             path = ckpt.save(
                 policy.folder,
                 name,
-                self._model_file(),
+                content,
                 self.loss,
                 self.position,
                 self.identity,
@@ -351,7 +353,14 @@ class Trainer:
         head = self.loss.model_head()
         if head is not None:
             content[HEADS_KEY] = heads_entry(head)
+        if lora.is_adapted(model) and distributed.is_master():
+            content = lora.with_merged(content, model)
         return content
+
+    def _save_adapter(self, path: Path, content: dict[str, Any]) -> None:
+        """Write the adapter that a model file has, if any, beside it; before it, so that no file is without."""
+        if lora.is_adapted(self.model):
+            ckpt.save_adapter(path, lambda folder: lora.save_adapter(content, self.model, folder))
 
     def _refuse_nonfinite_parameters(self) -> None:
         head = self.loss.model_head()
@@ -384,6 +393,10 @@ class Trainer:
             return
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
             content = self._model_file()
+            try:
+                self._save_adapter(folder / "best.pt", content)
+            except OSError as error:
+                logging.warning(f"The adapter of best.pt could not be saved ({error}); training goes on.")
             content = {name: content[name] for name in _MODEL_ENTRIES if name in content}
             if distributed.is_master():
                 ckpt.save_model_file(folder / "best.pt", content)

@@ -24,5 +24,6 @@ from openclip_ext.training.checkpoint.saving import remove as remove
 from openclip_ext.training.checkpoint.saving import remove_leftovers as remove_leftovers
 from openclip_ext.training.checkpoint.saving import remove_older_mid_epoch as remove_older_mid_epoch
 from openclip_ext.training.checkpoint.saving import save as save
+from openclip_ext.training.checkpoint.saving import save_adapter as save_adapter
 from openclip_ext.training.checkpoint.saving import save_model_file as save_model_file
 from openclip_ext.training.checkpoint.saving import set_aside as set_aside

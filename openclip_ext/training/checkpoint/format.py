@@ -8,6 +8,7 @@ dictionary. The folder of the same name with ``.state`` has a sub-folder named b
     epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators
     epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its part of a table of per-sample state
     epoch_3.state/step_1200/checksums.json  SHA-256 of all of these and of epoch_3.pt
+    epoch_3.lora/                           with --lora-rank: the adapter for peft, which no resume needs
 
 A save writes everything under temporary names, and renames the state folder first and the model file last. Until that last
 rename the old checkpoint is complete. A resume verifies the checksums.
@@ -33,6 +34,7 @@ from openclip_ext.files.schema import read_as
 LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
 UNREADABLE = ".unreadable"
+ADAPTER = ".lora"
 NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 _BLOCK = 1 << 22
 _MAX_RANKS = 10**5

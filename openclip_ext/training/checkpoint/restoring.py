@@ -25,6 +25,7 @@ from openclip_ext.training.checkpoint.format import (
     table_file,
 )
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
+from openclip_ext.training.lora import UNMERGED, is_adapted
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 
 
@@ -47,7 +48,7 @@ def restore(
     if checkpoint is None:
         return Position()
     check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
-    content = checkpoint.model_file
+    content = unmerged(checkpoint, model)
     if "optimizer" not in content:
         raise UsageError(
             f"{checkpoint.path} has the model alone, as best.pt does: to continue the run give --resume latest, to start "
@@ -62,6 +63,17 @@ def restore(
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
     return checkpoint.position
+
+
+def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
+    """Return a model file with the states of the model as it is trained, with adapters or without."""
+    content = checkpoint.model_file
+    if (UNMERGED in content) != is_adapted(model):
+        raise UsageError(
+            f"{checkpoint.path} was trained {'with' if UNMERGED in content else 'without'} --lora-rank: resume with the "
+            f"same flags, or start another run with --pretrained {checkpoint.path}"
+        )
+    return content | content.get(UNMERGED, {})
 
 
 # Of a parameter group: how the update is computed, not what it is.
@@ -91,8 +103,9 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
     if decay is None:
         return None
     ema = ModelEma(model, decay)
-    if checkpoint is not None and TRAINED_KEY in checkpoint.model_file:
-        ema.load_state_dict(checkpoint.model_file["state_dict"])
+    content = {} if checkpoint is None else unmerged(checkpoint, model)
+    if TRAINED_KEY in content:
+        ema.load_state_dict(content["state_dict"])
     elif checkpoint is not None:
         logging.warning(f"{checkpoint.path} has no average of the weights: it begins here.")
     return ema

@@ -22,6 +22,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.state.table_files import write_table
 from openclip_ext.training.checkpoint.format import (
+    ADAPTER,
     CHECKSUMS,
     UNREADABLE,
     Position,
@@ -195,11 +196,33 @@ def save_model_file(path: Path, content: dict[str, Any]) -> None:
         logging.warning(f"{path.name} could not be saved ({error}); training goes on.")
 
 
+def save_adapter(model_file: Path, write: Callable[[Path], None]) -> None:
+    """Write the folder of an adapter that is beside a model file; all ranks must call this.
+
+    Args:
+        model_file: the model file's path.
+        write: writes the folder, on the master.
+
+    Raises:
+        OSError: on every rank, if the master could not write.
+    """
+
+    def replace() -> None:
+        target = model_file.with_suffix(ADAPTER)
+        unfinished = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write(unfinished)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+
+    _together(replace, master_only=True)
+
+
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that could not be read, to keep it and to free its name; all ranks must call this."""
 
     def rename() -> None:
-        for part in (path, path.with_suffix(".state")):
+        for part in (path, path.with_suffix(".state"), path.with_suffix(ADAPTER)):
             if part.exists():
                 number = sum(1 for _ in path.parent.glob(f"{part.name}{UNREADABLE}*"))
                 part.rename(part.with_name(f"{part.name}{UNREADABLE}{number or ''}"))
@@ -213,7 +236,8 @@ def remove(path: Path) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, unfinished)
-        shutil.rmtree(path.with_suffix(".state"), ignore_errors=True)
+        for beside in (".state", ADAPTER):
+            shutil.rmtree(path.with_suffix(beside), ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     except OSError as error:
         logging.warning(f"The old checkpoint {path} cannot be removed ({error}). Training goes on: remove it by hand")
@@ -241,6 +265,10 @@ def remove_leftovers(folder: Path, spared: Container[Path] = ()) -> None:
                 shutil.rmtree(part, ignore_errors=True)
         if used is None:
             shutil.rmtree(state, ignore_errors=True)
+    for adapter in (*folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")):
+        model_file = adapter.with_suffix(".pt")
+        if not model_file.is_file() and model_file not in spared:
+            shutil.rmtree(adapter, ignore_errors=True)
     # Last: a state without such a file counts as one whose model file was lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):

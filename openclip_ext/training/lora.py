@@ -1,0 +1,161 @@
+"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) by the library peft: which layers get them, and how they are saved.
+
+A model file has the merged weights, which stock OpenCLIP loads. A resume needs the base and the adapters apart: their sum
+is rounded, so neither comes back from it exactly. The same file has them under :data:`UNMERGED`. It needs nothing else then,
+not the file that ``--pretrained`` named, and tensors that have no adapter are stored once for both.
+
+peft is imported where it is used: it is optional, and takes seconds.
+"""
+
+import copy
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext import compat
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.model import SCALARS
+from openclip_ext.training import parallel
+from openclip_ext.training.config import LoraConfig
+from openclip_ext.training.ema import TRAINED_KEY
+
+# Entry of a model file: those of its entries that are states of the model, before the adapters were merged.
+UNMERGED = "unmerged"
+_ADAPTER = "default"  # peft's name for it
+
+
+def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
+    """Give the layers of the towers adapters, and freeze all else but the logit scale and bias. The model stays what it is.
+
+    Args:
+        model: the model, changed in place.
+        config: the flags.
+        weights: what the model starts from, for ``adapter_config.json``.
+
+    Raises:
+        UsageError: a tower has no layer for an adapter.
+    """
+    import peft
+
+    names = adaptable_layers(model, config.targets)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.scale_numerator,
+        # A list would match by the ends of names: a text tower's layers are named like the end of an image tower's.
+        target_modules="|".join(map(re.escape, names)),
+        base_model_name_or_path=weights,
+    )
+    settings._register_custom_module({nn.MultiheadAttention: _attention_layer()})
+    peft.inject_adapter_in_model(settings, model, _ADAPTER)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()  # whose updates 16 bits would round away
+            # peft's layer adds the adapter of an attention's output twice (peft 0.21, github.com/huggingface/peft/pull/3774).
+            # At 0, where it starts, the adapter means the same to this and to a repaired peft.
+            parameter.requires_grad_(".base_layer.out_proj." not in name)
+        elif name in SCALARS:
+            parameter.requires_grad_(True)
+
+
+def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
+    """Return the names of all attention and linear layers in the blocks of the towers, ``image``, ``text`` or ``both``.
+
+    A layer between blocks, or after them, such as a projection, is none of them.
+    """
+    inside = {layer for block in parallel.blocks_of(model) for layer in block.modules()}
+    found: dict[str, list[str]] = {"image": [], "text": []}
+    for name, layer in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if layer in inside and _is_adaptable(layer, parent):
+            found["image" if name.startswith("visual.") else "text"].append(name)
+    asked = list(found) if targets == "both" else [targets]
+    for tower in asked:
+        if not found[tower]:
+            other = "text" if tower == "image" else "image"
+            raise UsageError(
+                f"--lora-targets {targets}: the {tower} tower has no attention or linear layers for adapters. Give "
+                f"--lora-targets {other}, or leave out --lora-rank"
+            )
+    return [name for tower in asked for name in found[tower]]
+
+
+def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer._qkv_same_embed_dim  # peft adapts no other
+    # These compute with the weight of their layer and never call it. An adapter there would have no effect.
+    reads_weight = isinstance(parent, nn.MultiheadAttention) or (
+        layer is getattr(parent, "qkv", None)
+        and getattr(parent, "q_bias", None) is not None
+        and not getattr(parent, "qkv_bias_separate", False)
+    )
+    return isinstance(layer, nn.Linear) and not reads_weight
+
+
+@functools.cache
+def _attention_layer() -> type[nn.Module]:
+    from peft.tuners.lora.layer import MultiheadAttention
+
+    class Attention(MultiheadAttention):
+        """An adapted ``nn.MultiheadAttention`` that leaves its frozen weights alone.
+
+        peft's own adds the adapter to the weights in each forward pass and subtracts it afterwards. Both round, so the base
+        drifts from the pretrained model. It also makes new parameters each time, which nobody else holds.
+        """
+
+        def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
+            weight = self.base_layer.in_proj_weight
+            adapted = {"in_proj_weight": weight + self.get_delta_weight(_ADAPTER).to(weight.dtype)}
+            return torch.func.functional_call(self.base_layer, adapted, (query, *args), options)
+
+        def _restore_weights(self) -> None:
+            """Do nothing: peft's own makes parameters of what its ``forward`` leaves behind."""
+
+    return Attention
+
+
+# --- saving --------------------------------------------------------------------------------------------------------------
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether a model, wrapped or not, has adapters."""
+    return hasattr(compat.unwrap(model), "peft_config")
+
+
+def with_merged(content: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a model file whose ``state_dict`` is that of the plain model, with the states as they are beside it."""
+    states = {name: content[name] for name in ("state_dict", TRAINED_KEY) if name in content}
+    return {**content, "state_dict": merged(states["state_dict"], model), UNMERGED: states}
+
+
+@torch.no_grad()
+def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state of an adapted model as one of the plain model, with the adapters in the weights."""
+    result = {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
+    for name, layer in model.named_modules():
+        if (down := state.get(f"{name}.lora_A.{_ADAPTER}.weight")) is None:
+            continue
+        change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
+        plain = name.replace(".base_layer", "")
+        weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"
+        # On the host: a second copy may have no room on the device.
+        result[weight] = (result[weight] + change.to(result[weight].dtype)).cpu()
+    return result
+
+
+def save_adapter(content: dict[str, Any], model: nn.Module, folder: Path) -> None:
+    """Write the adapter of a model file of :func:`with_merged` as peft does: its configuration and its weights."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save
+
+    plain: Any = compat.unwrap(model)
+    state = {name.removeprefix("module."): value for name, value in content[UNMERGED]["state_dict"].items()}
+    state = get_peft_model_state_dict(plain, state, _ADAPTER, save_embedding_layers=False)
+    settings = copy.copy(plain.peft_config[_ADAPTER])
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
+    tensors = {f"base_model.model.{name}": value.cpu().contiguous() for name, value in state.items()}
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
