@@ -38,6 +38,8 @@ from openclip_ext.training.runtime import run_folder
 _GIB = 2**30
 # A checkpoint holds each parameter and AdamW's two moments in float32.
 _BYTES_OF_A_PARAMETER = 12
+# With adapters it holds each parameter twice at most, merged and not.
+_BYTES_WITH_ADAPTERS = 8
 # The state of so many samples shows whether a loss can be built.
 _FEW_SAMPLES = 1000
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
@@ -179,7 +181,8 @@ class Doctor:
             return
         kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
         count = kept + 1  # the new one is written before an old one is removed
-        size = _BYTES_OF_A_PARAMETER * self.plan.parameters + self.plan.of_sample * self.samples
+        of_each = _BYTES_OF_A_PARAMETER if self.config.model.lora.rank is None else _BYTES_WITH_ADAPTERS
+        size = of_each * self.plan.parameters + self.plan.of_sample * self.samples
         told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
         hint = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
         yield (OK, told) if free > count * size else (ERROR, f"{told}: {hint}")

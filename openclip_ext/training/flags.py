@@ -183,7 +183,6 @@ def _check_lora(args: argparse.Namespace) -> None:
     towers = ("image", "text") if args.lora_targets == "both" else (args.lora_targets,)
     reasons = {
         "--fsdp": "it spreads the weights over the processes, and adapters are small",
-        "--torchcompile": "peft's layers were not tried with it",
         "--lock-image-unlocked-groups": "it freezes all weights but its adapters",
         "--lock-text-unlocked-layers": "it freezes all weights but its adapters",
         **{f"--lock-{tower}": f"--lora-targets {args.lora_targets} trains adapters of this tower" for tower in towers},

@@ -64,7 +64,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
 def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
     """Return the names of all attention and linear layers in the blocks of the towers, ``image``, ``text`` or ``both``.
 
-    A layer between blocks, or after them, such as a projection, is none of them.
+    A layer outside of the blocks, such as the projection to the embedding, gets none.
     """
     inside = {layer for block in parallel.blocks_of(model) for layer in block.modules()}
     found: dict[str, list[str]] = {"image": [], "text": []}

@@ -1,0 +1,180 @@
+"""Low-rank adapters: what is trained, a file for stock OpenCLIP, a folder for peft, resumes bit for bit, and two ranks."""
+
+import json
+import re
+import sys
+
+import open_clip
+import pytest
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training import lora
+from openclip_ext.training.config import LoraConfig
+from openclip_ext.training.main import main
+from openclip_ext.training.model import build_model
+from tests.training.commands import config_of
+from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
+    SMALL_MODEL,
+    assert_same_run,
+    evaluation,
+    final_state,
+    results_of,
+    run,
+    run_on_two_ranks,
+    small_command,
+    stock_model,
+)
+
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'openclip_ext[lora]'")
+
+VISION = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+TEXT = {"context_length": 20, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
+TIMM = {"timm_model_pretrained": False, "timm_pool": "token", "timm_proj": "linear", "image_size": 224}
+VIT, EVA = ({**TIMM, "timm_model_name": name} for name in ("vit_tiny_patch16_224", "eva02_tiny_patch14_224"))
+BERT = {"hf_model_name": "BERT", "hf_tokenizer_name": "BERT", "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler"}
+OPENCLIPS = "attn mlp.c_fc mlp.c_proj"
+BERTS = "query key value attention.output.dense intermediate.dense output.dense"
+# The image tower, the text tower, and the layers of each that get adapters.
+TOWERS = {
+    "openclip": (VISION, TEXT, OPENCLIPS, OPENCLIPS),
+    "timm": (VIT, TEXT, "attn.qkv attn.proj mlp.fc1 mlp.fc2", OPENCLIPS),
+    "eva": (EVA, TEXT, "attn.proj mlp.fc1 mlp.fc2", OPENCLIPS),
+    "huggingface": (VISION, BERT, OPENCLIPS, BERTS),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The flags of a run with adapters on a pretrained model, and the model's file."""
+    path = tmp_path_factory.mktemp("base") / "base.pt"
+    torch.manual_seed(1)
+    torch.save({"state_dict": open_clip.create_model(SMALL_MODEL).state_dict()}, path)
+    return ("--lora-rank", "4", "--lr", "1e-2", "--pretrained", str(path)), path
+
+
+@pytest.fixture(scope="module")
+def whole(base, shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(small_command(shards, folder, "run", "fastclip", *base[0], "--val-data", shards)) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("grad_checkpointing", [False, True])
+def test_the_adapters_of_each_kind_of_tower(towers, grad_checkpointing, tmp_path):
+    vision, text, *layers = TOWERS[towers]
+    if text is BERT:
+        bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        pytest.importorskip("transformers").BertConfig(vocab_size=100, **bert).save_pretrained(tmp_path / "bert")
+        text = {name: value.replace("BERT", str(tmp_path / "bert")) for name, value in text.items()}
+    config = {"embed_dim": 32, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
+    (tmp_path / f"tiny-{towers}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    torch.manual_seed(0)
+    model, plain = (open_clip.create_model(f"tiny-{towers}", pretrained_text=False, output_dict=True) for _ in range(2))
+    lora.add_adapters(model, LoraConfig(rank=4), None)
+    model.set_grad_checkpointing(grad_checkpointing)
+    images, texts = torch.rand(2, 3, vision["image_size"], vision["image_size"]), torch.randint(1, 99, (2, 20))
+    outputs = model.train()(images, texts)
+    (outputs["logit_scale"] * (outputs["image_features"] @ outputs["text_features"].T)).sum().backward()
+    trained = [name for name, value in model.named_parameters() if value.grad is not None]
+    assert trained == [name for name, value in model.named_parameters() if value.requires_grad]
+    found = {re.sub(r"^(visual|text)\..*\.\d+\.(attention\.self\.)?(.*)\.lora_.*", r"\1 \3", name) for name in trained}
+    expected = [
+        f"{tower} {layer}" for tower, own in zip(("visual", "text"), layers, strict=True) for layer in own.split()
+    ]
+    assert found == {"logit_scale", *expected}
+    for name in trained:
+        torch.nn.init.normal_(model.get_parameter(name).detach(), std=0.1)
+    plain.load_state_dict(lora.merged(model.state_dict(), model))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images, texts), plain.eval()(images, texts), atol=1e-5, rtol=0)
+
+
+def test_only_the_tower_that_is_asked_for():
+    add_model_configs()
+    for tower, more in (("image", ()), ("text", ("--lock-image",))):
+        config = config_of("--model", "demo-vit", "--lora-rank", "2", "--lora-targets", tower, *more).model
+        model = build_model(config, torch.device("cpu"), 0).model
+        trained = [name for name, value in model.named_parameters() if value.requires_grad and name != "logit_scale"]
+        assert trained and all(name.startswith("visual.") == (tower == "image") for name in trained)
+        assert model.visual.transformer.get_cast_dtype() == torch.float32 and model.visual.image_size
+    with pytest.raises(UsageError, match=r"the image tower has no attention or linear layers.*--lora-targets text"):
+        build_model(config_of("--model", "demo-resnet", "--lora-rank", "2").model, torch.device("cpu"), 0)
+
+
+def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_path):
+    path = whole / "checkpoints" / "epoch_2.pt"
+    model, start = stock_model(path, SMALL_MODEL).eval(), stock_model(base[1], SMALL_MODEL).eval()
+    images, texts = torch.rand(4, 3, 32, 32), torch.randint(1, 400, (4, 20))
+    with torch.no_grad():
+        expected, before = model(images, texts)[:2], start(images, texts)[:2]
+        adapted = peft.PeftModel.from_pretrained(start, str(path.with_suffix(".lora"))).eval()
+        torch.testing.assert_close(adapted(images, texts)[:2], expected, atol=1e-5, rtol=0)
+    assert all((a - b).abs().max() > 1e-2 for a, b in zip(before, expected, strict=True))
+    # The evaluation in the run saw the adapters.
+    measured = evaluation(tmp_path, "measured", "--model", SMALL_MODEL, "--pretrained", str(path), "--val-data", shards)
+    assert run(measured) == 0
+    alone, in_run = results_of(tmp_path / "measured")[-1], results_of(whole)[-1]
+    assert alone["clip_val_loss"] == pytest.approx(in_run["clip_val_loss"], abs=1e-4)
+    # The base is still the pretrained one, bit for bit.
+    unmerged = torch.load(path, weights_only=True)[lora.UNMERGED]["state_dict"]
+    kept = {name.replace(".base_layer", ""): value for name, value in unmerged.items() if ".lora_" not in name}
+    first = torch.load(base[1], weights_only=True)["state_dict"]
+    assert [name for name in first if not torch.equal(first[name], kept[name])] == ["logit_scale"]
+
+
+def test_a_resume_is_exact(base, shards, whole, tmp_path):
+    argv = small_command(shards, tmp_path, "run", "fastclip", *base[0], "--val-data", shards, "--resume", "latest")
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    with pytest.raises(UsageError, match="was trained with --lora-rank: resume with the same flags"):
+        run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
+    assert run(argv) == 0
+    assert_same_run(tmp_path / "run", whole)
+    saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert saved >= {"epoch_1.lora", "epoch_2.lora"} and not [name for name in saved if "step" in name]
+
+
+def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
+    more = (*base[0], "--batch-size", "4", "--accum-freq", "2", "--model-ema-decay", "0.9", "--resume", "latest")
+    more += ("--val-data", shards, "--keep-best", "clip_val_loss")
+    whole, resumed = (small_command(shards, tmp_path, name, "fastclip", *more) for name in ("whole", "resumed"))
+    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
+    run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    assert final_state(tmp_path / "whole")["model"][lora.UNMERGED].keys() == {"state_dict", "trained_state_dict"}
+    folder = tmp_path / "whole" / "checkpoints"
+    assert (folder / "best.lora" / "adapter_model.safetensors").is_file()
+    stock_model(folder / "best.pt", SMALL_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fsdp", "--fsdp does not work with --lora-rank"),
+        ("--lock-image", "--lora-targets both trains adapters of this tower"),
+        ("--lock-text --lora-targets text", "--lock-text does not work with --lora-rank"),
+        (
+            "--lock-image --lock-image-unlocked-groups 1 --lora-targets text",
+            "--lock-image-unlocked-groups does not work",
+        ),
+        ("--lora-rank 0", "--lora-rank: '0': expected an integer >= 1"),
+        ("--train-data= --val-data x.tar", "--lora-rank is for training"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        config_of("--lora-rank", "2", *flags.split())
+
+
+def test_without_a_rank_without_weights_and_without_peft(shards, tmp_path, monkeypatch, caplog):
+    with pytest.raises(UsageError, match="--lora-alpha needs --lora-rank"):
+        config_of("--lora-alpha", "2")
+    argv = small_command(shards, tmp_path, "run", "openclip", "--lora-rank", "2", "--epochs", "1")
+    assert run(argv) == 0 and "--lora-rank without --pretrained" in caplog.text
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match=r"needs the package peft, .* pip install 'openclip_ext\[lora\]'$"):
+        main(argv)
