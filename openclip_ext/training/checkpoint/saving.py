@@ -197,15 +197,7 @@ def save_model_file(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_adapter(model_file: Path, write: Callable[[Path], None]) -> None:
-    """Write the folder of an adapter that is beside a model file; all ranks must call this.
-
-    Args:
-        model_file: the model file's path.
-        write: writes the folder, on the master.
-
-    Raises:
-        OSError: on every rank, if the master could not write.
-    """
+    """Let the master write an adapter's folder beside a model file. All ranks must call it; all raise OSError if it fails."""
 
     def replace() -> None:
         target = model_file.with_suffix(ADAPTER)
