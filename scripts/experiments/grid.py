@@ -267,10 +267,11 @@ def train(
 
 
 def environment() -> dict[str, str]:
-    """Return processor and versions, on which the numbers may depend."""
+    """Return processor, GPU and versions, on which the numbers may depend."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return {"cpu": (models or [platform.processor()])[0], **versions()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"cpu": (models or [platform.processor()])[0], **gpu, **versions()}
 
 
 def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int, reference: Path | None = None) -> list[str]:
