@@ -319,7 +319,8 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
         return _compose_parts(method, options)
     title = f"{method.name} with views={views}" if two_views else method.name
     if given:
-        raise OptionError(given[0], f"{given[0]}=: not used by the loss {title!r}, which is not made of such parts")
+        what = "a reference model" if given[0] in REFERENCE_OPTIONS else f"{given[0]}="
+        raise OptionError(given[0], f"{what}: not used by the loss {title!r}, which is not made of such parts")
     return _Composition(title, whole.build, whole.parts, whole.defaults, refused=whole.refused)
 
 

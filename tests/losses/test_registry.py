@@ -113,6 +113,13 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
         check_options(name, **options)
 
 
+def test_a_reference_model_needs_a_loss_of_parts_and_its_width() -> None:
+    with pytest.raises(OptionError, match="a reference model: not used by the loss 'siglip'"):
+        create_loss("siglip", reference_dim=8)
+    with pytest.raises(OptionError, match="distill=: only with a reference model; give reference_dim="):
+        create_loss("fastclip", num_samples=SAMPLES, distill=1.0)
+
+
 def test_a_command_line_is_told_the_flags() -> None:
     for option, value, message in (
         ("gamma", "much", "--gamma much: expected a number >= 0, at most 1"),
