@@ -16,6 +16,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, process_group
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
@@ -92,7 +93,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if distributed.is_master():
         content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False) + "\n"
         write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
-        print(summary_text(lines, failed, missing, args.data_dir), f"Results: {results.path}", sep="\n\n", flush=True)
+        say(f"{summary_text(lines, failed, missing, args.data_dir)}\n\nResults: {results.path}")
     return 1 if failed or (args.tasks and missing) else 0
 
 

@@ -17,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils.sha import sha_fileobj
 
 from openclip_ext.cli import command_line
+from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
 from openclip_ext.evaluation.data import (
     INSTANCES_FILE,
@@ -201,7 +202,7 @@ def _verify(args: argparse.Namespace) -> int:
     for task in tasks:
         state, problems = check_set(args.data_dir, task, args.allow_size_mismatch)
         usable += state in (OK, UNPROVEN)
-        print(f"{state:<17} {task.key}", *problems, sep=f"\n{'':<20}", flush=True)
+        say(f"\n{'':<20}".join([f"{state:<17} {task.key}", *problems]))
     print(f"{usable} of {len(tasks)} data sets can be scored.")
     return 0 if usable == len(tasks) else 1
 
@@ -254,7 +255,7 @@ def _download(args: argparse.Namespace) -> int:
     else:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():
-        print(f"failed: {key}: {reason}; run the same command again to continue", file=sys.stderr)
+        say(f"failed: {key}: {reason}; run the same command again to continue", sys.stderr)
     return 1 if failed else 0
 
 

@@ -3,3 +3,4 @@
 from openclip_ext.data.manifest.find import find_or_create_manifest as find_or_create_manifest
 from openclip_ext.data.manifest.manifest import Manifest as Manifest
 from openclip_ext.data.manifest.manifest import ManifestError as ManifestError
+from openclip_ext.data.manifest.manifest import _checksum as _checksum

@@ -10,6 +10,7 @@ import torch
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import say
 from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
@@ -74,7 +75,7 @@ def _inspect(
     outputs.write_csv(folder / "found.csv", inspection)
 
     for name, value in about.items():
-        print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+        say(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
     for name, category in found.items():
         print(f"{name:<{max(map(len, found))}}  {category.count:>12,}")
     print(f"{folder / 'index.html'} shows them; found.json and found.csv list them.")

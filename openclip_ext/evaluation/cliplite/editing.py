@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli import command_line
+from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.cliplite.image_files import encode_files, list_images, open_image
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.data import Samples, read_lines
@@ -208,7 +209,7 @@ def main(argv: list[str]) -> None:
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
     np.save(args.output_dir / "subspace.npy", basis.numpy())
     shares = ", ".join(f"{share:.1%}" for share in explained.tolist())
-    print(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
+    say(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from openclip_ext.cli import command_line
+from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.report.page import build_page
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.report.tables import build_rows, comma_separated, markdown
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
         (args.output / name).write_text(content, encoding="utf-8")
     if evaluated:
         tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
-    print("\n".join(tables))
+    say("\n".join(tables))
     print(f"Written: {', '.join(str(args.output / name) for name in sorted(files))}")
 
 
