@@ -22,8 +22,8 @@ declare -A parts=(
     [npn]="npn.py --batch-size 4096 --prototypes 4096 --embed-dim 512 --rounds 20"
     [losses]="losses.py --batch-sizes 4096 --embed-dim 512"
     [losses-large]="losses.py --batch-sizes 65536 --embed-dim 512 --losses fastclip neuclip queueclip amorlip --rounds 0"
-    [step-vit]="step.py --model ViT-B-32 --batch-size 512 --precision amp_bf16"
-    [step-rn50]="step.py --model RN50 --batch-size 128 --precision amp_bf16"
+    [step-vit]="step.py --model ViT-B-32 --batch-size 512 --precision amp_bf16 --steps 5"
+    [step-rn50]="step.py --model RN50 --batch-size 128 --precision amp_bf16 --steps 5"
 )
 all=(tests launches npn losses losses-large step-vit step-rn50)
 failed=()
