@@ -65,6 +65,7 @@ def _decode(
     image_size = _image_size(training)
 
     def decoded(spec: DataSpec, classes: int | None) -> Cache:
+        spec = replace(spec, reference=None)  # another reference needs no other cache
         folder = config.folder / "cache" / config_digest([asdict(spec), _files(spec), image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
@@ -82,7 +83,7 @@ def _decode(
     train: Cache | DataSpec = spec
     with contextlib.suppress(DoesNotFit):
         train = decoded(spec, None)
-    held_out = decoded(replace(spec, source=config.val, manifest=None, reference=None, num_samples=None), classes)
+    held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
     held_out = held_out.part(divide(len(held_out), 1.0)[0])
     different = len(set(held_out.captions()))
     with_captions = "" if different == len(held_out) else f" with {different:,} different captions"

@@ -128,8 +128,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         batch = self._labelled(batch, outputs)
-        steered = with_reference(batch, outputs.get("reference"), self.reference_dim) if self.reference_dim else batch
-        batch = steered if self.steers else replace(batch, finite=steered.finite)
+        steered = batch
+        if self.reference_dim:
+            steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
+            batch = steered if self.steers else replace(batch, finite=steered.finite)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             contrast, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)

@@ -59,6 +59,8 @@ class ContrastiveLoss(nn.Module):
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of that parameter; None: that of the encoders, with its schedule.
         follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
+        reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0: there is none.
+        steers: whether the similarities are differences to the reference's.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
             and not ``log(ε + g)``.
     """
@@ -80,6 +82,8 @@ class ContrastiveLoss(nn.Module):
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False
+    reference_dim = 0
+    steers = False
     indices_in_range: Tensor
 
     def __init__(self) -> None:

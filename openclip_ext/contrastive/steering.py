@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive import log_math, similarities
+from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
-from openclip_ext.contrastive.similarities import MASKED_SIMILARITY
+from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
 
 # Samples of a step whose pairs the logs count.
 _REPORTED = 512
@@ -101,10 +101,7 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
         reference_tau: ``τ̂``.
     """
     sides = range(2)
-    chunks = [
-        slice(start, min(start + max(1, similarities.MAX_PAIRS // batch.size), batch.local.stop))
-        for start in range(batch.first, batch.local.stop, max(1, similarities.MAX_PAIRS // batch.size))
-    ]
+    chunks = list(anchor_chunks(batch.local, batch.size))
 
     def cosines(of: Tensor, side: int, anchors: slice) -> Tensor:
         values = of[side, anchors] @ of[1 - side].T

@@ -72,6 +72,10 @@ class EmbeddingStore:
         images, texts = (_mapped(path / name, shape) for name in (IMAGES, TEXTS))
         return cls(path, images, texts, about)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The files are mapped again. Pickle would copy them.
+        return _reopened, (self.folder, self.positions)
+
     @property
     def width(self) -> int:
         """Width of the embeddings."""
@@ -90,6 +94,10 @@ class EmbeddingStore:
         """Return the embeddings ``(B, d)`` float16 of images and texts at positions ``(B,)``."""
         positions = index.numpy() if self.positions is None else self.positions[index.numpy()]
         return torch.from_numpy(self.images[positions]), torch.from_numpy(self.texts[positions])
+
+
+def _reopened(folder: Path, positions: np.ndarray | None) -> EmbeddingStore:
+    return replace(EmbeddingStore.open(folder), positions=positions)
 
 
 def _mapped(path: Path, shape: tuple[int, int]) -> np.ndarray:

@@ -82,7 +82,7 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
     bias = {} if loss.initial_logit_bias is None else {"logit_bias": empty()}
     needed = {"index": loss.needs_index, "positives": loss.needs_positives}
     integers = {name: torch.empty(local_batch, dtype=torch.int64, device="meta") for name in needed if needed[name]}
-    wide = getattr(loss, "reference_dim", 0)
+    wide = loss.reference_dim
     reference: dict[str, Any] = {"reference": (empty(local_batch, wide), empty(local_batch, wide))} if wide else {}
     return {**features, "logit_scale": empty(), **bias, **integers, **reference}
 

@@ -220,7 +220,7 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
             f"{type(loss).__name__} has no log-normalizers of images against texts, and so no estimation error; expected "
             "openclip or a loss that is made of a normalizer and a temperature scheme"
         )
-    if isinstance(loss, GlobalContrastiveLoss) and loss.steers:
+    if loss.steers:
         raise ValueError(
             "the normalizers of a steered loss are relative to its reference model, which this does not read"
         )

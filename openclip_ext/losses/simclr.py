@@ -110,16 +110,9 @@ class TwoViewLoss(GlobalContrastiveLoss):
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
 
-    def log_normalizers(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        index: Tensor | None = None,
-        reference: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def log_normalizers(self, image_features: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Return the normalizer's prediction for the first and for the second views."""
-        alpha, _ = super().log_normalizers(image_features, text_features, logit_scale, index)
+        alpha, _ = super().log_normalizers(image_features, *others, **named)
         return alpha[: len(image_features)], alpha[len(image_features) :]
 
 

@@ -581,9 +581,7 @@ def model_config(flags: Mapping[str, Any]) -> ModelConfig:
     if isinstance(size, list | tuple):
         size = size[0] if len(size) == 1 else tuple(size)
     trace = flags["batch_size"] if flags["trace"] else None
-    # A run of before these flags has stored none of them.
-    lora = from_flags(LoraConfig, flags) if "lora_rank" in flags else LoraConfig()
-    return from_flags(ModelConfig, flags, force_image_size=size, trace=trace, lora=lora)
+    return from_flags(ModelConfig, flags, force_image_size=size, trace=trace, lora=from_flags(LoraConfig, flags))
 
 
 def writes_nothing(logs: str | None) -> bool:

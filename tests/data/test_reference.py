@@ -1,6 +1,7 @@
 """Batches carry the rows of a reference model's embeddings; what is of other data, or damaged, is refused by name."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,11 @@ def test_batches_have_the_rows_of_their_samples(shards, tmp_path, workers):
 def test_a_part_is_asked_for_by_place(shards, tmp_path):
     store = EmbeddingStore.open(write_store(tmp_path / "store", shards))
     places = torch.tensor([1, 0, 1])
-    assert torch.equal(store.part([7, 3]).rows(places)[0], store.rows(torch.tensor([3, 7, 3]))[0])
+    part = store.part([7, 3])
+    assert torch.equal(part.rows(places)[0], store.rows(torch.tensor([3, 7, 3]))[0])
+    pickled = pickle.dumps(part)
+    assert len(pickled) < 1000, "another process maps the files itself"
+    assert torch.equal(pickle.loads(pickled).rows(places)[1], part.rows(places)[1])
 
 
 def test_what_does_not_fit_is_refused(shards, tmp_path):

@@ -331,7 +331,7 @@ REFERENCE_TABLES = tuple(
 
 def reference_of(loss: ContrastiveLoss, index: Iterable[int]) -> dict[str, Any]:
     """The embeddings that a loss with a reference model needs, as keywords of its call; none for others."""
-    if not getattr(loss, "reference_dim", 0):
+    if not loss.reference_dim:
         return {}
     rows = list(index)
     return {"reference": tuple(table[rows] for table in REFERENCE_TABLES)}

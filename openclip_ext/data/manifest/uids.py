@@ -22,11 +22,11 @@ _wanted: np.ndarray  # of this process; a list may have a billion uids
 
 
 def read_uids(path: str | os.PathLike) -> np.ndarray:
-    """Return the uids of a list ``(k,)``, ascending; raise ValueError for another file."""
+    """Return the uids of a list ``(k,)``, ascending; raise ValueError for another or an empty file."""
     values = np.load(path, allow_pickle=False)
     if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
         values = np.ascontiguousarray(values).view(UID)[:, 0]
-    if values.ndim != 1 or values.dtype.names is None or len(values.dtype.names) != 2:
+    if values.ndim != 1 or not len(values) or values.dtype.names is None or len(values.dtype.names) != 2:
         raise ValueError(f"{path}: expected DataComp's list of uids, two 64-bit numbers each, found {values.dtype}")
     return np.unique(values.astype(UID))
 
@@ -35,7 +35,7 @@ def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers:
     """Return a manifest that leaves out the samples whose uid is not listed. No index changes.
 
     Raises:
-        ValueError: a shard cannot be read, or no sample is listed.
+        ValueError: no sample is listed.
     """
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
