@@ -8,10 +8,13 @@ runs with the first seed, then the best setting runs with the other seeds. The b
 and augmentation. Finished runs are skipped, and a killed call loses only the runs in progress: call it again.
 
 A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
+``lr``: its learning rate, instead of the schedule's;
+``lora_rank``: the rank of adapters, which are trained instead of the model;
 ``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 
-``--reference`` names the embeddings that ``scripts.experiments.reference`` wrote, for settings whose options have ``steer``.
+``--start`` names the weights that all runs start from, and ``--reference`` embeddings for settings whose options have
+``steer``. ``scripts.experiments.reference`` writes both.
 
 With ``"estimation_error": N`` the curve has each epoch, and the estimation error on N training samples, see
 :func:`estimation_errors`.
@@ -51,12 +54,13 @@ from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
+from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 from openclip_ext.training.step import Batch
 
 METRICS = ("name", "image-to-text", "text-to-image")
 _GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
-_SETTING_KEYS = {"loss", "options", "temperature", "lr_tau", "captions"}
+_SETTING_KEYS = {"loss", "options", "lr", "lora_rank", "temperature", "lr_tau", "captions"}
 _SHIFT = 2  # largest random shift of a stored image, in pixels
 _IMAGE_SIZE = 32  # the demo models' image size; stored images may be twice as large
 # Flags of all runs; the grid gives the learning rate and the length.
@@ -78,7 +82,10 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
     for schedule, length in grid["schedules"].items():
         about = {"data": data, "model": grid["model"], "schedule": schedule, **length, "seed": grid["seeds"][0]}
         families = {
-            family: [Run(**about, family=family, setting=setting) for setting in settings]
+            family: [
+                Run(**about | {"lr": setting.get("lr", length["lr"])}, family=family, setting=setting)
+                for setting in settings
+            ]
             for family, settings in grid["families"].items()
         }
         found[schedule] = Contest(families, grid["seeds"])
@@ -231,18 +238,22 @@ def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[st
 
 
 def train(
-    data: PilotData, run: Run, device: torch.device, seen: Callable[[int], None], measured: int = 0
+    data: PilotData,
+    run: Run,
+    device: torch.device,
+    seen: Callable[[int], None],
+    measured: int = 0,
+    weights: Path | None = None,
 ) -> dict[str, Any]:
     """Train and score one run; return its row.
 
     Args:
         measured: training samples to measure the estimation error on after each epoch; 0 measures none.
+        weights: file that the model starts from; None for random weights.
     """
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
-    argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size)]
-    config = flags.parse([*argv, *_FLAGS.split()])
-    training = GridRun(config, data, run, device)
+    training = GridRun(config_of(run, weights), data, run, device)
     errors = []
 
     def validate(_: int) -> float:
@@ -266,6 +277,16 @@ def train(
     }
 
 
+def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
+    """Return the configuration of a run's training. The run itself has the loss, the learning rate and the length."""
+    argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
+    if weights is not None:
+        argv += ["--pretrained", str(weights)]
+    if "lora_rank" in run.setting:
+        argv += ["--lora-rank", str(run.setting["lora_rank"])]
+    return flags.parse(argv)
+
+
 def environment() -> dict[str, str]:
     """Return processor, GPU and versions, on which the numbers may depend."""
     info = Path("/proc/cpuinfo")
@@ -274,15 +295,22 @@ def environment() -> dict[str, str]:
     return {"cpu": (models or [platform.processor()])[0], **gpu, **versions()}
 
 
-def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int, reference: Path | None = None) -> list[str]:
+def run_all(
+    grid: Mapping[str, Any],
+    data: Path,
+    path: Path,
+    workers: int,
+    reference: Path | None = None,
+    weights: Path | None = None,
+) -> list[str]:
     """Execute all runs; return the reasons of those that failed."""
     add_model_configs()
     results = ResultsFile(path)
 
     def pending_tasks() -> dict[str, Any]:
         measured = grid.get("estimation_error", 0)
-        runs = pending(grid, loaded.digest, results.known)
-        return {run.id: partial(train, loaded, run, measured=measured) for run in runs}
+        runs = pending(grid, digest, results.known)
+        return {run.id: partial(train, loaded, run, measured=measured, weights=weights) for run in runs}
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
         results.keep(name, row, failure)
@@ -292,6 +320,9 @@ def run_all(grid: Mapping[str, Any], data: Path, path: Path, workers: int, refer
         print(f"{name}: {told}; {len(results.rows)} runs finished", flush=True)
 
     loaded = load_data(data, grid["model"])
+    digest = loaded.digest
+    if weights is not None:
+        digest += f", from {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"
     if reference is not None:
         loaded = replace(loaded, reference=EmbeddingStore.open(reference, loaded.num_samples))
     ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
@@ -309,10 +340,12 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
-    parser.add_argument("--reference", type=Path, help="folder that scripts.experiments.reference wrote")
+    parser.add_argument("--start", type=Path, metavar="FILE", help="weights that the models start from")
+    parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
-        failures = run_all(json.loads(args.grid.read_text()), args.data, args.results, args.workers, args.reference)
+        grid = json.loads(args.grid.read_text())
+        failures = run_all(grid, args.data, args.results, args.workers, args.reference, args.start)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 

@@ -1,8 +1,9 @@
-"""Train a reference model on one set of icons, and write its embeddings of another, for the grid's ``--reference``.
+"""Train a model on one set of icons, and embed another with it, for the grid's ``--start`` and ``--reference``.
 
     python -m scripts.experiments.reference GRID.json --data icons-300k --of icons-11k --output reference
 
-The grid has one schedule and one setting. The folder is of the format that ``openclip-ext embed`` writes.
+The grid has one schedule and one setting. The folder gets ``model.pt``, and embeddings in the format of
+``openclip-ext embed``.
 """
 
 import argparse
@@ -18,8 +19,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.compare.decoded_data import Cache, Tokens
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import flags
-from scripts.experiments.grid import _FLAGS, GridRun, contests, load_data, score
+from scripts.experiments.grid import GridRun, config_of, contests, load_data, score
 
 
 def main(argv: list[str]) -> None:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
     parser.add_argument("--data", type=Path, required=True, help="what the reference is trained on")
     parser.add_argument("--of", type=Path, required=True, help="what it embeds")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the embeddings")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model and the embeddings")
     args = parser.parse_args(argv)
     add_model_configs()
     grid = json.loads(args.grid.read_text())
@@ -40,14 +40,13 @@ def main(argv: list[str]) -> None:
     data = replace(data, tokens=Tokens.of(texts, open_clip.get_tokenizer(grid["model"])))
     (contest,) = contests(grid, data.digest).values()
     ((run,),) = contest.families.values()
-    shape = ["--model", run.model, "--batch-size", str(run.batch_size)]
-    config = flags.parse(["--train-data", "unused.tar", *shape, *_FLAGS.split()])
-    training = GridRun(config, data, run, torch.device("cpu"))
+    training = GridRun(config_of(run), data, run, torch.device("cpu"))
     for step in training.run_steps():
         if step % 500 == 0:
             print(f"step {step} of {training.steps}", flush=True)
     images, captions = training.embed(of.train, of.train.captions())
     args.output.mkdir(parents=True, exist_ok=True)
+    torch.save(training.model.state_dict(), args.output / "model.pt")
     for name, values in ((IMAGES, images), (TEXTS, captions)):
         np.save(args.output / name, values.numpy().astype(np.float16))
     about = {
