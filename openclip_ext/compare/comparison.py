@@ -32,9 +32,10 @@ from openclip_ext.compare.plan import (
     plan_next,
     plan_tuning,
 )
-from openclip_ext.compare.process_pool import ProcessPool, failure_words
+from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
 from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
+from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.statistics import group_numbers, half_width
@@ -109,7 +110,9 @@ class Comparison:
         self.context = config_digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
-        self.workers = ProcessPool(config.processes, __name__, self.stop)
+        self.workers = make_pool(
+            config.executor, config.processes, __name__, config.folder / "jobs", config.slurm, self.stop
+        )
         self._under_way: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         # The samples that a run may see at most: the whole batches of ``--epochs`` epochs.

@@ -50,6 +50,10 @@ class CompareConfig:
     minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
     processes: int = flag(0, "number of runs at a time; 0: one for each GPU, or each core", minimum=0)
+    executor: str = flag(
+        "local", "run on this machine, or as jobs of a cluster through submitit", choices=("local", "slurm")
+    )
+    slurm: str = flag("", "parameters of the jobs for sbatch, by submitit's names: partition=gpu,gpus_per_node=1")
     cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
     anchors: int = flag(1000, "number of samples whose normalizers are compared with the exact ones", minimum=1)
     population: int = flag(10_000, "number of training samples that the exact normalizers are over", minimum=2)
@@ -71,6 +75,10 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
     if args.loss is not None:
         raise UsageError("--loss chooses one loss; --losses says which to compare")
+    if args.executor == "slurm" and not args.processes:
+        raise UsageError("--executor slurm needs --processes, the number of jobs at a time")
+    if args.slurm and args.executor != "slurm":
+        raise UsageError("--slurm has no effect without --executor slurm")
     refuse_url(args.output)
     options = take_loss_options(vars(args))
     losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)

@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import signal
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -33,23 +34,33 @@ class _UnderWay(NamedTuple):
     slot: int
 
 
-class ProcessPool:
-    """Runs tasks in processes.
+class TaskPool(ABC):
+    """Runs some tasks at a time. A subclass says where.
 
     Args:
-        preload: module that the server imports.
+        processes: largest number of tasks at a time.
         judge: called with every intermediate result; decides whether to stop the task.
 
     Attributes:
         samples: number of samples that all tasks have seen so far.
     """
 
-    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, state: None) -> None:
+    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
         self.processes, self._judge = processes, judge
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
         self.samples = 0
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, Any] = {}
+
+    @abstractmethod
+    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
+        """Wait briefly for tasks to end; return name, result and failure of the tasks that have ended."""
+
+    @abstractmethod
+    def _start(self, name: str, task: Task) -> None:
+        """Start a task."""
+
+    @abstractmethod
+    def _kill(self, entry: Any) -> None:
+        """End a task that was started."""
 
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], ended: Ended, goes_on: Callable[[], bool] = lambda: True
@@ -73,8 +84,7 @@ class ProcessPool:
             return False
         finally:
             for entry in self._under_way.values():
-                entry.process.kill()
-                entry.process.join()
+                self._kill(entry)
             self._under_way.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
@@ -90,15 +100,30 @@ class ProcessPool:
         self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, ended)
         return [results[name] for name in named]
 
+
+class ProcessPool(TaskPool):
+    """Runs tasks in processes of this machine.
+
+    Args:
+        processes: largest number of processes at a time.
+        preload: module that the server imports.
+        judge: as in :class:`TaskPool`.
+    """
+
+    _under_way: dict[str, _UnderWay]
+
+    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, state: None) -> None:
+        super().__init__(processes, judge)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Wait briefly for tasks to end; return name, result and failure of those that have."""
         wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
         found = []
         for name, entry in list(self._under_way.items()):
             ended = self._read(name, entry)
             if ended is not None:
-                entry.process.kill()
-                entry.process.join()
+                self._kill(entry)
                 del self._under_way[name]
                 found.append((name, *ended))
         return found
@@ -111,6 +136,10 @@ class ProcessPool:
         process.start()
         sender.close()
         self._under_way[name] = _UnderWay(process, receiver, slot)
+
+    def _kill(self, entry: _UnderWay) -> None:
+        entry.process.kill()
+        entry.process.join()
 
     def _read(self, name: str, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
         """Read a task's messages; return its result and failure if it has ended or should be stopped."""
@@ -156,10 +185,14 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, available_cores() // processes))
+    with contextlib.suppress(OSError):  # the main program is gone
+        sender.send(outcome(task, device, sender.send))
+
+
+def outcome(task: Task, device: torch.device, seen: Callable[[Any], None]) -> tuple[dict[str, Any] | None, str]:
+    """Run a task; return its result and failure."""
     try:
-        # Sending fails, and ends this process, if the main program is gone.
-        sender.send((task(device, sender.send), ""))
+        return task(device, seen), ""
     except Exception as error:
         known = isinstance(error, ValueError | FileNotFoundError)
-        with contextlib.suppress(OSError):  # the main program is gone
-            sender.send((None, str(error) if known else traceback.format_exc()))
+        return None, str(error) if known else traceback.format_exc()

@@ -44,9 +44,10 @@ from torch import Tensor, nn
 from openclip_ext.cli import command_line
 from openclip_ext.compare import decoded_data as cache
 from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
-from openclip_ext.compare.process_pool import ProcessPool, failure_words
+from openclip_ext.compare.process_pool import TaskPool, failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
+from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.reference import REFERENCE_KEYS, EmbeddingStore
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
@@ -299,7 +300,7 @@ def run_all(
     grid: Mapping[str, Any],
     data: Path,
     path: Path,
-    workers: int,
+    pool: TaskPool,
     reference: Path | None = None,
     weights: Path | None = None,
 ) -> list[str]:
@@ -325,7 +326,7 @@ def run_all(
         digest += f", from {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"
     if reference is not None:
         loaded = replace(loaded, reference=EmbeddingStore.open(reference, loaded.num_samples))
-    ProcessPool(workers, "openclip_ext.compare.short_run").work_off(pending_tasks, keep)
+    pool.work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
 
 
@@ -340,12 +341,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job for each run")
+    parser.add_argument("--slurm", default="", help="parameters of the jobs, such as partition=gpu,gpus_per_node=1")
     parser.add_argument("--start", type=Path, metavar="FILE", help="weights that the models start from")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
         grid = json.loads(args.grid.read_text())
-        failures = run_all(grid, args.data, args.results, args.workers, args.reference, args.start)
+        jobs = args.results.with_suffix(".jobs")
+        pool = make_pool(args.executor, args.workers, "openclip_ext.compare.short_run", jobs, args.slurm)
+        failures = run_all(grid, args.data, args.results, pool, args.reference, args.start)
     if failures:
         sys.exit(f"{len(failures)} runs failed; the same command tries them again")
 

@@ -40,8 +40,12 @@ def test_grids_that_mean_something_else_are_refused():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three splits as ``scripts.experiments.icons`` writes them, of random pixels."""
-    folder = tmp_path_factory.mktemp("icons")
+    return write_splits(tmp_path_factory.mktemp("icons"))
+
+
+def write_splits(folder: Path) -> Path:
+    """Write three splits as ``scripts.experiments.icons`` does, of random pixels."""
+    folder.mkdir(exist_ok=True)
     names = ["arrow left", "bell", "home"]
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
     (folder / "recipe.json").write_text("{}")
@@ -89,6 +93,25 @@ def train(data: PilotData, setting: dict, seed: int = 0) -> dict:
     result = grids.train(data, run, torch.device("cpu"), lambda samples: None)
     result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
     return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
+
+
+def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Path, data: PilotData, tmp_path: Path):
+    model = open_clip.create_model("demo-vit")
+    weights = tmp_path / "model.pt"
+    torch.save(model.state_dict(), weights)
+    families = {"one": [{"loss": "openclip", "lora_rank": 2, "lr": 0.5}]}
+    (run,) = contests(GRID | {"model": "demo-vit", "seeds": [0], "families": families}, "data")["short"].families["one"]
+    assert run.lr == 0.5
+    data = load_data(folder, "demo-vit")
+    training = grids.GridRun(grids.config_of(run, weights), data, run, torch.device("cpu"))
+    *_, last = training.run_steps()
+    assert last == 3
+    before = model.state_dict()
+    after = {name.replace(".base_layer", ""): value for name, value in training.model.state_dict().items()}
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved == {"logit_scale"}
+    adapters = [name for name in after if ".lora_B." in name]
+    assert adapters and any(after[name].any() for name in adapters)
 
 
 @pytest.mark.parametrize(

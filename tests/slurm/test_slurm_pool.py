@@ -1,0 +1,105 @@
+"""``compare --executor slurm`` and the grid's: the tasks of a pool as jobs of a real SLURM, by submitit."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.slurm_pool import SlurmPool
+from scripts.experiments import grid
+from tests.compare.test_grid import GRID, write_splits
+from tests.slurm.conftest import wait_until
+
+pytestmark = pytest.mark.slurm
+pytest.importorskip("submitit", reason="pip install submitit")
+ONE_CORE = "cpus_per_task=1,time=10"
+
+
+class Task:
+    """Does what its name says, in a job. Picklable."""
+
+    def __init__(self, what: str, mark: Path) -> None:
+        self.what, self.mark = what, mark
+
+    def __call__(self, device: torch.device, seen) -> dict:
+        seen(3)
+        seen({"what": self.what})
+        self.mark.write_text(os.environ["SLURM_JOB_ID"])
+        if self.what == "fails":
+            raise ValueError("too bad")
+        if self.what != "works":
+            time.sleep(600)
+        return {"what": self.what, "device": device.type}
+
+
+def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
+    """One works, one fails, one is killed behind our back, and the judge stops one; none holds up another."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("openclip_ext.compare.slurm_pool._GRACE_SECONDS", 2.0)
+    monkeypatch.setattr("openclip_ext.compare.slurm_pool._QUEUE_SECONDS", 1.0)
+    whats = ("works", "fails", "is killed", "is stopped")
+    marks = {what: tmp_path / what for what in whats}
+    ended = {}
+
+    def judge(name, result):
+        assert result == {"what": name}
+        return {"stopped": True} if name == "is stopped" else None
+
+    def kill():
+        number = wait_until(lambda: marks["is killed"].exists() and marks["is killed"].read_text(), str)
+        cluster.run("scancel", "--signal=KILL", "--full", number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    pool = SlurmPool(4, tmp_path / "jobs", ONE_CORE, judge)
+
+    def pending():
+        return {what: Task(what, marks[what]) for what in whats if what not in ended}
+
+    def keep(name, result, failure):
+        ended[name] = result, failure
+
+    assert pool.work_off(pending, keep)
+    killer.join()
+    assert ended["works"] == ({"what": "works", "device": "cpu"}, "")
+    assert ended["fails"] == (None, "too bad")
+    assert ended["is stopped"] == ({"stopped": True}, "")
+    result, failure = ended["is killed"]
+    assert result is None and failure.startswith("killed by SLURM")
+    assert pool.samples == 4 * 3
+    wait_until(lambda: not cluster.run("squeue", "-h"), lambda: cluster.run("squeue"), seconds=60)
+
+
+def test_a_grid_on_the_cluster_gives_the_rows_of_this_machine(cluster, tmp_path, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "grid.json").write_text(json.dumps(GRID | {"seeds": [0]}))
+    write_splits(tmp_path / "icons")
+    found = {}
+    for executor, more in (("local", []), ("slurm", ["--slurm", ONE_CORE])):
+        rows = tmp_path / f"{executor}.jsonl"
+        flags = ["--data", f"{tmp_path}/icons", "--results", f"{rows}", "--executor", executor, *more]
+        grid.main([f"{tmp_path}/grid.json", *flags])
+        found[executor] = {name: (row["val"], row["test"]) for name, row in read_results(rows).items()}
+    assert len(found["slurm"]) == 2
+    assert found["slurm"] == found["local"]
+
+
+def test_a_wrong_parameter_is_refused_before_any_job(cluster, tmp_path, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="partitoin"):
+        SlurmPool(1, tmp_path, "partitoin=all")
+
+
+def test_without_slurm_the_pool_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="srun"):
+        SlurmPool(1, tmp_path, "")
