@@ -1,4 +1,6 @@
-"""``docs/add-your-own-loss.md`` works: its files, in a copy of the tree, fail the suite until its tests are there, too."""
+"""``docs/add-your-own-loss.md`` works: its files and those of ``examples/add_a_loss``, added to a copy of the tree, fail the
+suite until their tests are there, too.
+"""
 
 import json
 import re
@@ -13,7 +15,8 @@ NEW_FILE = re.compile(r"`([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL
 AT_THE_END = re.compile(r"at the end of `([\w/]+\.py)`:\n\n```python\n(.*?)```", flags=re.DOTALL)
 REPLACED = re.compile(r"`([\w/]+\.py)`:\n\n```diff\n-(.*?)\n\+(.*?)\n```", flags=re.DOTALL)
 COMMANDS = re.compile(r"^python -m (openclip_ext\.training\.main .*)$", flags=re.MULTILINE)
-LOSSES = ["minibatchclip", "cooling", "decoupled", "bilinear"]
+EXAMPLES = ROOT / "examples" / "add_a_loss"
+LOSSES = ["bilinear", "cooling", "decoupled", "minibatchclip"]
 
 
 def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
@@ -29,7 +32,11 @@ def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(t
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     appended = dict(AT_THE_END.findall(GUIDE))
     files = {name: text for name, text in NEW_FILE.findall(GUIDE) if text not in appended.values()}
-    assert [Path(name).stem for name in files if "losses/" in name and "tests" not in name] == LOSSES
+    for path in sorted(EXAMPLES.rglob("*.py")):
+        name = path.relative_to(EXAMPLES).as_posix()
+        assert f"(../examples/add_a_loss/{name})" in GUIDE
+        files[name] = path.read_text(encoding="utf-8")
+    assert sorted(Path(name).stem for name in files if name.startswith("openclip_ext/losses/")) == LOSSES
 
     for name, text in files.items():
         if name.startswith("openclip_ext/"):

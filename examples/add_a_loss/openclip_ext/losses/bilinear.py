@@ -1,0 +1,62 @@
+"""A logistic loss on a learned bilinear form of the two embeddings, each process for itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.normalizer import minibatch_metrics
+from openclip_ext.contrastive.seeding import generator, linear
+from openclip_ext.losses.method import Method, WholeLoss
+
+
+class BilinearHead(nn.Module):
+    """``image ↦ A·image``."""
+
+    kind = "bilinear"
+    evaluated = False
+
+    def __init__(self, embed_dim: int, seed: int = 0) -> None:
+        super().__init__()
+        self.config = {"embed_dim": embed_dim}
+        self.layer = linear(embed_dim, embed_dim, False, generator("cpu", seed, "bilinear"))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features)
+
+
+class BilinearLoss(ContrastiveLoss):
+    """``mean_ij softplus(∓ c·text_j·A·image_i)``, minus for pairs, plus for all others.
+
+    Args:
+        embed_dim: width of the embeddings.
+        seed: of the head's start values.
+    """
+
+    def __init__(self, *, embed_dim: int, seed: int) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.head = BilinearHead(embed_dim, seed)
+        self._last: LocalBatch | None = None
+
+    def model_head(self) -> BilinearHead:
+        """The bilinear form, trained with the model."""
+        return self.head
+
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        images = self.head(torch.where(batch.finite[:, None], batch.image.to(batch.dtype), 0))
+        texts = torch.where(batch.finite[:, None], batch.text.to(batch.dtype), 0)
+        logits = batch.logit_scale.to(batch.dtype) * images @ texts.T
+        signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
+        self._last = batch.detached()
+        return {"contrastive_loss": functional.softplus(-signs * logits).mean()}
+
+    def metrics(self) -> dict[str, float]:
+        """``infonce``, ``chance`` and the temperature, as every loss reports them."""
+        return {} if self._last is None else minibatch_metrics(self._last)
+
+
+METHOD = Method(name="bilinear", whole=WholeLoss(BilinearLoss), head=BilinearHead)

@@ -1,0 +1,39 @@
+"""FastCLIP's moving averages at a temperature that falls linearly over the run."""
+
+import torch
+from torch import Tensor
+
+from openclip_ext.contrastive.batch import GatheredBatch
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
+from openclip_ext.losses.method import Method, TemperaturePart
+
+
+class CoolingTemperature(TemperatureScheme):
+    """``τ(epoch) = max − (max − min)·epoch/epochs``.
+
+    Args:
+        temperature_min, temperature_max: bounds.
+        epochs: epochs of the run.
+    """
+
+    depends_on_epoch = True
+
+    def __init__(self, *, temperature_min: float, temperature_max: float, epochs: int) -> None:
+        super().__init__()
+        check_bounds(temperature_min, temperature_max)
+        self.bounds = (temperature_min, temperature_max)
+        self.epochs = epochs
+
+    def temperatures(self, batch: GatheredBatch) -> Tensor:
+        """The same for all anchors."""
+        low, high = self.bounds
+        tau = high - (high - low) * min(batch.epoch / self.epochs, 1.0)
+        return torch.full_like(batch.positive, tau).expand(2, batch.size)
+
+
+METHOD = Method(
+    name="cooling",
+    normalizer="moving-average",
+    temperature_scheme="cooling",
+    parts=(TemperaturePart("cooling", CoolingTemperature, {"temperature_min": 0.03, "temperature_max": 0.1}),),
+)
