@@ -1,0 +1,19 @@
+"""README's table and figure follow from the published rows."""
+
+from pathlib import Path
+
+from openclip_ext.compare.runs import read_results
+from scripts.experiments import gains
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_readme_has_the_gains_of_the_published_rows(tmp_path):
+    files = (ROOT / "docs" / "benchmarks" / "icons").glob("*.jsonl")
+    rows = [row for file in files for row in read_results(file).values()]
+    table = gains.table(gains.gain(pairing, rows) for pairing in gains.BATCHES)
+    readme = (ROOT / "README.md").read_text()
+    assert all(row in readme for row in table.splitlines()[2:]), table
+    figure = tmp_path / "gains.png"
+    gains.draw([gains.gain(pairing, rows) for pairing in (*gains.BATCHES, *gains.OTHERS)], figure)
+    assert figure.read_bytes()[:4] == b"\x89PNG"
