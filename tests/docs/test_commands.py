@@ -56,7 +56,7 @@ TORCHRUN_LAUNCHES = [
 
 
 def test_commands_of_the_evaluation_parse_and_each_is_shown():
-    pages = [ROOT / "docs" / page for page in ("evaluation-more.md", "methods/cliplite.md")]
+    pages = [ROOT / "docs" / page for page in ("evaluation.md", "methods/cliplite.md")]
     lines = [line for page in pages for block in code_blocks(page, "bash") for line in block.splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines if "-m eval." in line]
     for python, option, module, *arguments in commands:
