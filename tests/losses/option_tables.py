@@ -6,6 +6,8 @@ A page says whose options it documents in a comment, and the table between it an
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
+The options that many losses have are explained once, on the index, between ``<!-- shared options -->`` and the same end.
+
 ``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
 """
 
@@ -20,6 +22,7 @@ from openclip_ext.losses.registry import list_losses, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)
+_SHARED_TABLE = re.compile(r"<!-- shared options -->\n.*?<!-- end of options -->", flags=re.DOTALL)
 
 
 def losses_on(text: str) -> list[str]:
@@ -29,29 +32,56 @@ def losses_on(text: str) -> list[str]:
 
 def updated(text: str) -> str:
     """A page with its tables as the code has them."""
+    text = _SHARED_TABLE.sub(lambda _: _shared_table(), text)
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
 
 # Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, reference-model.md, scale.md.
 ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
+# Options whose meaning is in the table of docs/methods/README.md, and not in those of the losses.
+SHARED = (
+    "normalizer",
+    "temperature_scheme",
+    "eps",
+    "rho",
+    "rho_end",
+    "rho_switch",
+    "temperature",
+    "temperature_min",
+    "temperature_max",
+    "lr_tau",
+    "temperature_queue",
+    "solve_per_sample",
+    "gamma",
+    "gamma_schedule",
+    "gamma_decay_epochs",
+)
 
 
 def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
-    header = ["option († by `--loss-option`)", "symbol", "meaning", *titles]
-    rows = [
-        [
-            f"`{name}`{' †' * option.ablation}",
-            option.symbol,
-            _meaning(option),
-            *(_cell(used, name) for used in columns),
-        ]
-        for name, option in OPTIONS.items()
-        if name not in ELSEWHERE and any(name in used for used in columns)
-    ]
-    lines = [header, ["---"] * len(header), *rows]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"<!-- options of: {'; '.join(losses)} -->\n{table}\n<!-- end of options -->"
+    names = [name for name in OPTIONS if name not in ELSEWHERE and any(name in used for used in columns)]
+    rows = [["option († by `--loss-option`)", *titles], ["---"] * (len(titles) + 1)]
+    rows += [[_name(OPTIONS[name]), *(_cell(used, name) for used in columns)] for name in names]
+    if not set(names) <= set(SHARED):
+        meanings = ["" if name in SHARED else _meaning(OPTIONS[name]) for name in names]
+        for row, meaning in zip(rows, ["meaning, unless [shared](README.md#options)", "---", *meanings], strict=True):
+            row.append(meaning)
+    return _lines(f"options of: {'; '.join(losses)}", rows)
+
+
+def _shared_table() -> str:
+    rows = [[_name(OPTIONS[name]), _meaning(OPTIONS[name])] for name in SHARED]
+    return _lines("shared options", [["option", "meaning"], ["---"] * 2, *rows])
+
+
+def _lines(comment: str, rows: list[list[str]]) -> str:
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return f"<!-- {comment} -->\n{table}\n<!-- end of options -->"
+
+
+def _name(option: Option) -> str:
+    return f"`{option.name}`{f', {option.symbol}' * bool(option.symbol)}{' †' * option.ablation}"
 
 
 def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
