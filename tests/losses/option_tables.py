@@ -12,6 +12,7 @@ The options that many losses have are explained once, on the index, between ``<!
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ def updated(text: str) -> str:
 
 # Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, reference-model.md, scale.md.
 ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
+# The parts of a loss, whose defaults are in the first table of docs/methods/README.md.
+PARTS = ("normalizer", "temperature_scheme")
 # Options whose meaning is in the table of docs/methods/README.md, and not in those of the losses.
 SHARED = (
-    "normalizer",
-    "temperature_scheme",
+    *PARTS,
     "eps",
     "rho",
     "rho_end",
@@ -60,14 +62,26 @@ SHARED = (
 
 def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
-    names = [name for name in OPTIONS if name not in ELSEWHERE and any(name in used for used in columns)]
+    names = [name for name in OPTIONS if name not in ELSEWHERE + PARTS and any(name in used for used in columns)]
+    shared = [name for name in names if name in SHARED]
+    comment = f"options of: {'; '.join(losses)}"
+    if len(columns) == 1:
+        line = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
+        names = [name for name in names if name not in shared]
+        lines = ["", f"[Shared options](README.md#options): {line}.", ""] if shared else []
+    else:
+        lines = []
     rows = [["option († by `--loss-option`)", *titles], ["---"] * (len(titles) + 1)]
-    rows += [[_name(OPTIONS[name]), *(_cell(used, name) for used in columns)] for name in names]
+    rows += [
+        [f"`{name}`" if name in SHARED else _name(OPTIONS[name]), *(_cell(used, name) for used in columns)]
+        for name in names
+    ]
     if not set(names) <= set(SHARED):
         meanings = ["" if name in SHARED else _meaning(OPTIONS[name]) for name in names]
-        for row, meaning in zip(rows, ["meaning, unless [shared](README.md#options)", "---", *meanings], strict=True):
+        title = "meaning" if len(columns) == 1 else "meaning, unless [shared](README.md#options)"
+        for row, meaning in zip(rows, [title, "---", *meanings], strict=True):
             row.append(meaning)
-    return _lines(f"options of: {'; '.join(losses)}", rows)
+    return _lines(comment, rows if names else [], lines)
 
 
 def _shared_table() -> str:
@@ -75,9 +89,9 @@ def _shared_table() -> str:
     return _lines("shared options", [["option", "meaning"], ["---"] * 2, *rows])
 
 
-def _lines(comment: str, rows: list[list[str]]) -> str:
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    return f"<!-- {comment} -->\n{table}\n<!-- end of options -->"
+def _lines(comment: str, rows: list[list[str]], above: Sequence[str] = ()) -> str:
+    table = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([f"<!-- {comment} -->", *above, *table, "<!-- end of options -->"])
 
 
 def _name(option: Option) -> str:
