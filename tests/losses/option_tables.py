@@ -78,7 +78,7 @@ def _table(losses: list[str]) -> str:
     ]
     if not set(names) <= set(SHARED):
         meanings = ["" if name in SHARED else _meaning(OPTIONS[name]) for name in names]
-        title = "meaning" if len(columns) == 1 else "meaning, unless [shared](README.md#options)"
+        title = "meaning" if not set(names) & set(SHARED) else "meaning, unless [shared](README.md#options)"
         for row, meaning in zip(rows, [title, "---", *meanings], strict=True):
             row.append(meaning)
     return _lines(comment, rows if names else [], lines)
