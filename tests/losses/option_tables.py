@@ -64,24 +64,23 @@ def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
     names = [name for name in OPTIONS if name not in ELSEWHERE + PARTS and any(name in used for used in columns)]
     shared = [name for name in names if name in SHARED]
-    comment = f"options of: {'; '.join(losses)}"
-    if len(columns) == 1:
-        line = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
+    above: list[str] = []
+    if shared and len(columns) == 1:  # A line takes less room than rows without a meaning.
+        defaults = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
+        above = ["", f"[Shared options](README.md#options): {defaults}.", ""]
         names = [name for name in names if name not in shared]
-        lines = ["", f"[Shared options](README.md#options): {line}.", ""] if shared else []
-    else:
-        lines = []
-    rows = [["option († by `--loss-option`)", *titles], ["---"] * (len(titles) + 1)]
-    rows += [
-        [f"`{name}`" if name in SHARED else _name(OPTIONS[name]), *(_cell(used, name) for used in columns)]
+        shared = []
+    meaning = "meaning, unless [shared](README.md#options)" if shared else "meaning"
+    header = ["option († by `--loss-option`)", *titles, meaning]
+    rows = [
+        [
+            f"`{name}`" if name in shared else _name(OPTIONS[name]),
+            *(_cell(used, name) for used in columns),
+            "" if name in shared else _meaning(OPTIONS[name]),
+        ]
         for name in names
     ]
-    if not set(names) <= set(SHARED):
-        meanings = ["" if name in SHARED else _meaning(OPTIONS[name]) for name in names]
-        title = "meaning" if not set(names) & set(SHARED) else "meaning, unless [shared](README.md#options)"
-        for row, meaning in zip(rows, [title, "---", *meanings], strict=True):
-            row.append(meaning)
-    return _lines(comment, rows if names else [], lines)
+    return _lines(f"options of: {'; '.join(losses)}", [header, ["---"] * len(header), *rows] if rows else [], above)
 
 
 def _shared_table() -> str:
