@@ -6,10 +6,13 @@ A page says whose options it documents in a comment, and the table between it an
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
+The options that many losses have are explained once, on the index, between ``<!-- shared options -->`` and the same end.
+
 ``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from openclip_ext.losses.registry import list_losses, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 _TABLE = re.compile(r"<!-- options of: (?P<losses>.+?) -->\n.*?<!-- end of options -->", flags=re.DOTALL)
+_SHARED_TABLE = re.compile(r"<!-- shared options -->\n.*?<!-- end of options -->", flags=re.DOTALL)
 
 
 def losses_on(text: str) -> list[str]:
@@ -29,29 +33,68 @@ def losses_on(text: str) -> list[str]:
 
 def updated(text: str) -> str:
     """A page with its tables as the code has them."""
+    text = _SHARED_TABLE.sub(lambda _: _shared_table(), text)
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
 
 # Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, reference-model.md, scale.md.
 ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
+# The parts of a loss, whose defaults are in the first table of docs/methods/README.md.
+PARTS = ("normalizer", "temperature_scheme")
+# Options whose meaning is in the table of docs/methods/README.md, and not in those of the losses.
+SHARED = (
+    *PARTS,
+    "eps",
+    "rho",
+    "rho_end",
+    "rho_switch",
+    "temperature",
+    "temperature_min",
+    "temperature_max",
+    "lr_tau",
+    "temperature_queue",
+    "solve_per_sample",
+    "gamma",
+    "gamma_schedule",
+    "gamma_decay_epochs",
+)
 
 
 def _table(losses: list[str]) -> str:
     titles, columns = _columns(losses)
-    header = ["option († by `--loss-option`)", "symbol", "meaning", *titles]
+    names = [name for name in OPTIONS if name not in ELSEWHERE + PARTS and any(name in used for used in columns)]
+    shared = [name for name in names if name in SHARED]
+    above: list[str] = []
+    if shared and len(columns) == 1:  # A line takes less room than rows without a meaning.
+        defaults = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
+        above = ["", f"[Shared options](README.md#options): {defaults}.", ""]
+        names = [name for name in names if name not in shared]
+        shared = []
+    meaning = "meaning, unless [shared](README.md#options)" if shared else "meaning"
+    header = ["option († by `--loss-option`)", *titles, meaning]
     rows = [
         [
-            f"`{name}`{' †' * option.ablation}",
-            option.symbol,
-            _meaning(option),
+            f"`{name}`" if name in shared else _name(OPTIONS[name]),
             *(_cell(used, name) for used in columns),
+            "" if name in shared else _meaning(OPTIONS[name]),
         ]
-        for name, option in OPTIONS.items()
-        if name not in ELSEWHERE and any(name in used for used in columns)
+        for name in names
     ]
-    lines = [header, ["---"] * len(header), *rows]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"<!-- options of: {'; '.join(losses)} -->\n{table}\n<!-- end of options -->"
+    return _lines(f"options of: {'; '.join(losses)}", [header, ["---"] * len(header), *rows] if rows else [], above)
+
+
+def _shared_table() -> str:
+    rows = [[_name(OPTIONS[name]), _meaning(OPTIONS[name])] for name in SHARED]
+    return _lines("shared options", [["option", "meaning"], ["---"] * 2, *rows])
+
+
+def _lines(comment: str, rows: list[list[str]], above: Sequence[str] = ()) -> str:
+    table = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([f"<!-- {comment} -->", *above, *table, "<!-- end of options -->"])
+
+
+def _name(option: Option) -> str:
+    return f"`{option.name}`{f', {option.symbol}' * bool(option.symbol)}{' †' * option.ablation}"
 
 
 def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
