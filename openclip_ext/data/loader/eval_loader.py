@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 
 class ShardStreams(NamedTuple):
-    """Shards that are read to their end without a manifest. The samples have no index."""
+    """Shards that are read completely, without a manifest. The samples have no index."""
 
     urls: list[str]
     keys: SampleKeys
@@ -34,7 +35,7 @@ class ShardStreams(NamedTuple):
 
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
-    """Yield the samples of a shard; what is damaged is one with a problem."""
+    """Yield the samples of a shard; a corrupt part is a sample with a problem."""
     position = 0
     gaps: list[tar.Gap] = []
     try:
@@ -46,23 +47,16 @@ def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[R
     except tar.STREAM_ERRORS as error:
         yield RawSample(position, problem=f"it cannot be read to its end: {type(error).__name__}: {error}")
     for gap in gaps:
-        yield RawSample(position, problem=f"damaged: no readable header in the bytes {gap.start:,} to {gap.end:,}")
+        yield RawSample(position, problem=f"corrupt: no readable header in the bytes {gap.start:,} to {gap.end:,}")
 
 
+@dataclass(eq=False)
 class _EvalDataset(IterableDataset):
-    def __init__(
-        self,
-        samples: Source | ShardStreams,
-        transform: Callable,
-        tokenizer: Callable,
-        batch_size: int,
-        span: range | None,
-    ) -> None:
-        self._samples = samples
-        self._span = span
-        self._transform = transform
-        self._tokenizer = tokenizer
-        self._batch_size = batch_size
+    _samples: Source | ShardStreams
+    _transform: Callable
+    _tokenizer: Callable
+    _batch_size: int
+    _span: range | None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batch = []
@@ -95,7 +89,7 @@ class _EvalDataset(IterableDataset):
         return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield the samples that are not left out. Workers take turns by shard, or by batch if shards are too few."""
+        """Yield the samples that are not excluded. Workers take turns by shard, or by batch if there are too few shards."""
         read, span = source.reader(), self._span or range(source.num_samples)
         first = source.group_of(span.start)[2]
         by_shard = first < len(span) if self._span else first * workers <= len(span)
@@ -114,9 +108,10 @@ class _EvalDataset(IterableDataset):
     def _usable(
         self, name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
     ) -> Iterator[tuple[int, DecodedImage, str]]:
-        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable.
+        """Yield index, image and caption of the usable samples, and log the others.
 
-        A part of a source may have none.
+        Raises:
+            BadDataError: No sample is usable, and there is no span.
         """
         usable, bad, reason = 0, 0, ""
         for raw in samples:
@@ -130,22 +125,23 @@ class _EvalDataset(IterableDataset):
         if bad and not usable and not self._span:
             raise BadDataError(f"{name} has no usable sample: {reason}")
         if bad:
-            logging.warning(f"{bad} bad samples or places in {name} are left out; the first: {reason}")
+            logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
 
 
 class EvalLoader:
-    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are left out and logged.
+    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are skipped and logged.
 
     Args:
         samples: A source, or shards without a manifest.
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
-        batch_size: Samples of a batch; the last one may be smaller.
+        batch_size: Samples of a batch; the last batch may be smaller.
         workers: Worker processes; 0 works in this process.
         num_samples: For display, or None; the batches end with the data.
-        span: Indices of a source to read, whole shards, also those that are left out of training; None: all that are not.
+        span: Indices of a source to read: complete shards, including samples that are excluded from training. None (default)
+            means all samples that are not excluded.
 
     Raises:
-        BadDataError: While iterating, if a shard (or a whole file) has no usable sample.
+        BadDataError: While iterating, if a shard (or a file) has no usable sample.
     """
 
     def __init__(
@@ -166,8 +162,8 @@ class EvalLoader:
             batch_size=None,
             num_workers=workers,
             worker_init_fn=leave_process_group,
-            pin_memory=torch.cuda.is_initialized(),  # by the model
-            # A pass over the data takes nothing from the training process's generator.
+            pin_memory=torch.cuda.is_initialized(),
+            # Leaves the training process's generator unchanged.
             generator=torch.Generator().manual_seed(0),
         )
 
