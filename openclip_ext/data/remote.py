@@ -56,11 +56,7 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three 
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Retry an action that fails, after waits that double, for ``patience`` seconds; log each failure.
-
-    Raises:
-        OSError: The last failure, or a final one.
-    """
+    """Retry an action that fails, after waits that double, for ``patience`` seconds; OSError if that fails, or is final."""
     start, failures = time.monotonic(), 0
     while True:
         try:
@@ -134,18 +130,12 @@ def in_background(action: Callable[[], T]) -> "Future[T]":
 
 
 class RemoteFile:
-    """A remote file as its server describes it.
-
-    Args:
-        url: A URL that fsspec knows, or ``pipe:COMMAND``.
-        patience: Seconds for which a request that fails, stalls or returns too little is retried.
+    """A remote file as its server describes it. Its methods retry for ``patience`` seconds, then raise OSError.
 
     Attributes:
+        url: A URL that fsspec knows, or ``pipe:COMMAND``.
         size: Bytes; None if unknown.
         version: Size with ETag, date or checksum, which change when the file is replaced; empty if unknown.
-
-    Raises:
-        OSError: The file does not exist, or cannot be reached.
     """
 
     def __init__(self, url: str, patience: float) -> None:
@@ -197,7 +187,7 @@ class RemoteFile:
         if data is None and begin == 0:
             return None
         if data is None or len(data) != end - begin:
-            raise OSError(f"{'all' if data is None else len(data)} bytes came instead of {end - begin:,}")
+            raise OSError(f"{'all' if data is None else len(data)} bytes received, expected {end - begin:,}")
         if begin and end == self.size and self._describe() != (self.size, self.version):
             raise ReplacedError("it was replaced by another file while it was read")
         return data
@@ -214,7 +204,7 @@ class RemoteFile:
                 return None
             came = response.headers.get("Content-Range", f"bytes {begin}-")
             if not came.startswith(f"bytes {begin}-"):
-                raise OSError(f"{came} came instead of bytes {begin}-{end - 1}")
+                raise OSError(f"received {came}, expected bytes {begin}-{end - 1}")
             return await response.content.readexactly(end - begin)
 
 

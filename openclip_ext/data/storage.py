@@ -51,11 +51,7 @@ def _as_value_error() -> Iterator[None]:
 
 
 def list_remote(pattern: str) -> list[str]:
-    """Return the URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``, in order.
-
-    Raises:
-        ValueError: No file matches, or the place cannot be reached or has no list of its files.
-    """
+    """Return the URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``, in order; ValueError if none."""
 
     def find() -> list[str]:
         system, path = file_system(pattern)
@@ -96,7 +92,7 @@ class Storage:
             headers_only: Prefetch little and keep nothing, because most of a tar will be skipped.
 
         Raises:
-            OSError: The file cannot be opened, or reading fails for longer than the patience.
+            OSError: Opening, or reading later, fails for longer than the patience.
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
@@ -123,15 +119,9 @@ class Storage:
                         output.peek(1)
 
     def check_cache(self, url: str, multiple: float, in_use: str) -> None:
-        """Check that the cache keeps copies, and has room for the shards in use.
+        """Check that the cache keeps copies, and has room for the shards ``in_use``; ValueError if it has none.
 
-        Args:
-            url: A remote shard.
-            multiple: Total size of the shards in use, as a multiple of this shard's size.
-            in_use: These shards, for the message.
-
-        Raises:
-            ValueError: There is too little room, or the shard cannot be read.
+        Together, these shards are ``multiple`` times as large as ``url``.
         """
         with _as_value_error():
             file = RemoteFile(url, self.patience)

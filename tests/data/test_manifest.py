@@ -124,7 +124,10 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
     pairs = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
     tars = {
         # All images before all captions.
-        "unsorted": ([pair[field] for field in (0, 1) for pair in pairs], "next to each other; sort them: tar --sort=name"),
+        "unsorted": (
+            [pair[field] for field in (0, 1) for pair in pairs],
+            "next to each other; sort them: tar --sort=name",
+        ),
         "folders": ([(f"{'ab'[f]}/{pair[f][0]}", b"x") for pair in pairs for f in (0, 1)], "different folders"),
         "dots": ([(f"photo.{name}", b"x") for pair in pairs for name, _ in pair], "names have dots.*photo.000000.jpg"),
         "others": (

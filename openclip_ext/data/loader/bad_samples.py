@@ -44,7 +44,7 @@ class BadSamples:
         self._has_refused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks know, in plain types."""
+        """Return the bad samples that all ranks know, in plain types."""
         return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,14 +97,11 @@ class BadSamples:
         if (met or self._unread) and distributed.is_master():
             logging.warning(
                 f"Epoch {self._epoch} met {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
-                f"could not be read, which the next epoch retries. Known so far: {self._most_common()}"
+                f"could not be read, which the next epoch retries. Known so far: {dict(self.by_shard().most_common(5))}"
             )
 
     def _known(self) -> set[int]:
         return {*self._found, *self._unread, *self._new}
-
-    def _most_common(self) -> str:
-        return ", ".join(f"{name} {count}" for name, count in self.by_shard().most_common(5))
 
     def _log(self, sample: BadSample) -> None:
         self._num_logged += 1
@@ -124,5 +121,5 @@ class BadSamples:
                 examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
                 raise BadDataError(
                     f"{bad:,} bad samples in {place} of {samples:,}, more than the allowed {self._max_fraction:.1%} "
-                    f"(--max-bad-fraction). By shard: {self._most_common()}. {examples}"
+                    f"(--max-bad-fraction). By shard: {dict(self.by_shard().most_common(5))}. {examples}"
                 )

@@ -97,7 +97,8 @@ class BatchDataset(Dataset):
         num_cut = 0
         for raw in self._stream:
             try:
-                image, caption = self._decode(raw, epoch)
+                draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
+                image, caption = self._source.decode(raw, self._decoder, draw)
             except BadSampleError as error:
                 bad.append(BadSample(raw.index, str(error), raw.problem is None))
                 if len(bad) > self._max_bad:
@@ -131,14 +132,16 @@ class BatchDataset(Dataset):
     def _view(
         self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
     ) -> tuple[Tensor, Tensor, str]:
-        _seed_generators(hash_int(Purpose.PIXELS, self._config.seed, epoch, index, *view))
+        bits = self._hash(Purpose.PIXELS, epoch, index, *view)
+        torch.default_generator.manual_seed(bits >> 1)  # torch.manual_seed would also seed the GPUs
+        random.seed(bits)
+        np.random.seed(bits & 0xFFFFFFFF)
         if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
 
-    def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
-        draw = hash_int(Purpose.CAPTION, self._config.seed, epoch, raw.index) if self._config.draw_captions else 0
-        return self._source.decode(raw, self._decoder, draw)
+    def _hash(self, purpose: Purpose, *words: int) -> int:
+        return hash_int(purpose, self._config.seed, *words)
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams have open files, which belong to one process.
@@ -158,13 +161,6 @@ def _generators_kept() -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-
-
-def _seed_generators(bits: int) -> None:
-    # torch.manual_seed would also seed the GPUs.
-    torch.default_generator.manual_seed(bits >> 1)
-    random.seed(bits)
-    np.random.seed(bits & 0xFFFFFFFF)
 
 
 def epoch_order(

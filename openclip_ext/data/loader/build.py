@@ -79,7 +79,6 @@ def build_eval_loader(
 
     Raises:
         BadDataError: The first shard cannot be read, or its samples lack image or caption.
-        ValueError: The specification is wrong.
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
@@ -103,32 +102,30 @@ def build_eval_loader(
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     """Return the samples of a data set by index; find or create the manifest of shards. ValueError if the data are wrong."""
-    source = _source_of(spec, preprocess)
-    if spec.reference is not None:
-        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
-    return source
-
-
-def _source_of(spec: DataSpec, preprocess: Transform) -> Source:
-    kind = spec.resolved_type
+    kind, given = spec.resolved_type, spec.source or ""
+    source: Source
     if kind == "synthetic":
         # As in OpenCLIP: the size of the crop that the transform starts with.
         size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
         num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
-        return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
-    given = spec.source or ""
-    if kind == "csv":
-        # pandas takes half a second to import and only CSV files need it.
+        source = SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+    elif kind == "csv":
+        # Here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
         paths = [given] if isinstance(given, str) else given
         if len(paths) != 1:
             raise ValueError(f"expected one CSV file, got {list(paths)}")
-        return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
-    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
-    _on_all_ranks(lambda: spec.storage.reach(shard.url for shard in manifest.shards))
-    weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
-    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+        source = CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+    else:
+        manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
+        urls = [shard.url for shard in manifest.shards]
+        _on_all_ranks(lambda: spec.storage.reach(urls))
+        weights = _shard_weights(spec, urls)
+        source = ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+    if spec.reference is not None:
+        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
+    return source
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:

@@ -1,9 +1,10 @@
 """Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from openclip_ext.data.sources.source import (
     BadDataError,
     BadSampleError,
     DecodedImage,
+    ImageDecoder,
     RawSample,
     SampleKeys,
     Source,
@@ -26,12 +28,17 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 
-class ShardStreams(NamedTuple):
+@dataclass(frozen=True)
+class ShardStreams:
     """Shards that are read completely, without a manifest. The samples have no index."""
 
     urls: list[str]
     keys: SampleKeys
     storage: Storage = DEFAULT_STORAGE
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+        """Return image and caption, as :meth:`Source.decode`."""
+        return self.keys.decode(raw, decoder)
 
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
@@ -59,34 +66,40 @@ class _EvalDataset(IterableDataset):
     _span: range | None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        batch = []
+        samples = self._usable()
         try:
-            for sample in self._transformed():
-                batch.append(sample)
-                if len(batch) == self._batch_size:
-                    yield default_collate(batch)
-                    batch = []
+            while batch := list(itertools.islice(samples, self._batch_size)):
+                yield default_collate(batch)
         except BadDataError as error:
             yield {"error": str(error)}
-            return
-        if batch:
-            yield default_collate(batch)
 
-    def _transformed(self) -> Iterator[dict[str, Any]]:
+    def _usable(self) -> Iterator[dict[str, Any]]:
+        """Yield the usable samples, and log the others; BadDataError if a group has no usable sample."""
+        for name, raws in self._groups():
+            usable, bad, reason = 0, 0, ""
+            for raw in raws:
+                try:
+                    image, caption = self._samples.decode(raw, decode_image)
+                except BadSampleError as error:
+                    bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
+                    continue
+                usable += 1
+                sample = {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+                yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
+            if bad and not usable and not self._span:  # a part of the data may have none
+                raise BadDataError(f"{name} has no usable sample: {reason}")
+            if bad:
+                logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
+
+    def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
+        """Yield the samples of this worker, with the name of the group that needs a usable sample."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):
-            raws = self._read_source(self._samples, worker, workers)
-            for index, image, caption in self._usable("the data set", raws, self._samples.decode):
-                yield self._transform_sample(image, caption) | {"index": index}
-            return
-        urls, keys, storage = self._samples
-        for url in urls[worker::workers]:
-            for _, image, caption in self._usable(url, read_shard(url, keys.fields, storage), keys.decode):
-                yield self._transform_sample(image, caption)
-
-    def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:
-        return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+            yield "the data set", self._read_source(self._samples, worker, workers)
+        else:
+            for url in self._samples.urls[worker::workers]:
+                yield url, read_shard(url, self._samples.keys.fields, self._samples.storage)
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
         """Yield the samples that are not excluded. Workers take turns by shard, or by batch if there are too few shards."""
@@ -105,28 +118,6 @@ class _EvalDataset(IterableDataset):
                 yield from map(read, kept)
             turn += 1
 
-    def _usable(
-        self, name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
-    ) -> Iterator[tuple[int, DecodedImage, str]]:
-        """Yield index, image and caption of the usable samples, and log the others.
-
-        Raises:
-            BadDataError: No sample is usable, and there is no span.
-        """
-        usable, bad, reason = 0, 0, ""
-        for raw in samples:
-            try:
-                image, caption = decode(raw, decode_image)
-            except BadSampleError as error:
-                bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
-                continue
-            usable += 1
-            yield raw.index, image, caption
-        if bad and not usable and not self._span:
-            raise BadDataError(f"{name} has no usable sample: {reason}")
-        if bad:
-            logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
-
 
 class EvalLoader:
     """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are skipped and logged.
@@ -135,9 +126,9 @@ class EvalLoader:
         samples: A source, or shards without a manifest.
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
         batch_size: Samples of a batch; the last batch may be smaller.
-        workers: Worker processes; 0 works in this process.
-        num_samples: For display, or None; the batches end with the data.
-        span: Indices of a source to read: complete shards, including samples that are excluded from training. None (default)
+        workers: Worker processes; 0 means this process.
+        num_samples: For display, or None.
+        span: Indices of a source to read: complete shards, with samples that are excluded from training. None (default)
             means all samples that are not excluded.
 
     Raises:

@@ -44,8 +44,7 @@ class TrainLoader:
 
     On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples. Every sample comes once over all
     ranks, except for a remainder that does not fill a global batch (``batch_size * world_size * accum_freq``). Bad samples
-    are skipped. If they leave too few, the epoch has fewer batches. Later epochs exclude the bad samples of all ranks, but
-    retry the samples that could not be read.
+    are skipped, which may shorten the epoch. Later epochs exclude them, but retry samples that could not be read.
 
     Args:
         source: The samples.
@@ -211,9 +210,8 @@ class TrainLoader:
         Raises:
             ValueError: The progress is of another data set or seed, or has more batches than the epoch.
             BadDataError: Too many samples are bad. The ranks add up theirs from time to time, so they must iterate together.
-            WorkerError: A worker of some rank exited or did not answer; all ranks raise it before the same step.
-            Interrupted: A signal came while some rank waited, see :meth:`interrupted_by`; all ranks raise it before the same
-                step.
+            WorkerError, Interrupted: A worker of some rank exited or did not answer, or a signal came while some rank waited
+                (:meth:`interrupted_by`). All ranks raise it before the same step.
         """
         progress, self._loaded = (self._loaded if progress is None else progress), ()
         self._entries, self._num_yielded = [dict(entry) for entry in progress], 0

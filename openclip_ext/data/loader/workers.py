@@ -21,7 +21,7 @@ from openclip_ext.data.processes import begin_worker
 # Signals that torchrun, SLURM and a terminal send to the process group. The training process needs its workers until it has
 # saved a checkpoint.
 _GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# Intervals that a timeout is waited for in: time in which the whole run was stopped (SIGSTOP) counts as one at most.
+# A timeout is waited for in this many intervals. Time in which the run was stopped (SIGSTOP) counts as one interval.
 _INTERVALS = 10
 _EXIT_SECONDS = 2.0  # until a worker whose sockets are closed has exited
 # Timeout factor for first batches, which wait until the shuffle buffer is full.
@@ -79,9 +79,7 @@ def leave_process_group(worker: int) -> None:
 def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator[Any]:
     """Yield the batches of one pass over a DataLoader. On an error all workers are killed, because one may never exit.
 
-    Args:
-        loader: The DataLoader, whose workers take turns.
-        patience: Timeout of a batch in seconds, six times as long for the first batch of each worker. None means none.
+    ``patience`` is the timeout of a batch in seconds, six times as long for the first batch of each worker.
 
     Raises:
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
@@ -158,7 +156,7 @@ def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
     return (
         f"data worker (process {', '.join(str(worker.pid) for worker in exited)}) "
         + ("was killed, as the kernel does when memory runs out" if killed else "exited")
-        + f". The largest process that exited had {memory:.1f} GiB; fewer --workers take less"
+        + f". The largest exited process had {memory:.1f} GiB; fewer --workers need less"
     )
 
 

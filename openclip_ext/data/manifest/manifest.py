@@ -103,7 +103,7 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: As :func:`~openclip_ext.data.shards.shardlist.expand_shards` takes them.
+            shards: As for :func:`~openclip_ext.data.shards.shardlist.expand_components`.
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
             workers: Processes for local shards. None (default) means one per core.
@@ -111,8 +111,7 @@ class Manifest:
             journal: File for the progress of scanning remote shards without a count. None (default) rejects such shards.
 
         Raises:
-            ManifestError: A shard cannot be read, or has no sample with image and caption. Or no shard has any sample. Or a
-                remote shard has no count.
+            ManifestError: The count of a shard is unknown, or a shard or the data set has no usable sample.
             ValueError: The specification is wrong.
         """
         urls = expand_shards(shards)
@@ -122,7 +121,9 @@ class Manifest:
         if remote:
             found |= scan.count_remote(remote, sizes, storage)
         unknown = [url for url in remote if url not in found]
-        if unknown and journal is None:
+        if unknown and journal is not None:
+            found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
+        elif unknown:
             storage.reach(unknown[:1])  # a wrong address has no counts either
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
@@ -130,18 +131,12 @@ class Manifest:
                 "manifest SHARDS --output manifest.json (reads the headers of the tars, or the counts in --sizes), then "
                 "train with --manifest manifest.json"
             )
-        if unknown and journal is not None:
-            found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         scanned = [found[url] for url in urls]
         _refuse_unusable(scanned, image_key, caption_key, storage)
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that excludes more samples, with indices in any order, from training. No index changes.
-
-        Raises:
-            ManifestError: An index is out of range, or no sample would be left.
-        """
+        """Return a manifest that excludes more samples from training; ManifestError if none is left, or for a wrong index."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
@@ -155,6 +150,13 @@ class Manifest:
     def save(self, path: str | os.PathLike) -> None:
         """Write the manifest as JSON, atomically; OSError if the folder is not writable."""
         path = Path(path).absolute()
+        folder, entries = str(path.parent), []
+        for shard in self.shards:
+            name = without_secrets(shard.url)
+            if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
+                name = Path(os.path.relpath(shard.url, folder)).as_posix()
+            entry = {"name": name, **vars(shard)}
+            entries.append({key: value for key, value in entry.items() if key != "url" and value not in (None, {})})
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -162,19 +164,14 @@ class Manifest:
             "caption_key": self.caption_key,
             "num_samples": self.num_samples,
             "left_out": _format_ranges(self.left_out),
-            "shards": [_shard_to_json(shard, str(path.parent)) for shard in self.shards],
+            "shards": entries,
         }
         content["checksum"] = _checksum(content)
         write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
-        """Read a manifest.
-
-        Raises:
-            FileNotFoundError: There is no file.
-            ManifestError: The file is no manifest, or is corrupt, or has another version.
-        """
+        """Read a manifest; ManifestError if it is corrupt, another file or another version."""
         path = Path(path).absolute()
         try:
             content = json.loads(path.read_bytes())
@@ -184,7 +181,10 @@ class Manifest:
                 raise ValueError(f"it has version {content.get('version')}, expected {VERSION}: create it again")
             if content.pop("checksum", None) != _checksum(content):
                 raise ValueError("its content does not match its checksum")
-            shards = [_shard_from_json(entry, str(path.parent)) for entry in content["shards"]]
+            shards = []
+            for entry in content["shards"]:
+                name = entry.pop("name")
+                shards.append(Shard(os.path.normpath(path.parent / name) if is_local(name) else name, **entry))
             left_out = _parse_ranges(content["left_out"], content["num_samples"])
             return cls(shards, content["image_key"], content["caption_key"], left_out)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -193,11 +193,8 @@ class Manifest:
     def verify(self, urls: Sequence[str]) -> bool:
         """Check that the manifest still matches the training data. Shards that moved are found by their file names.
 
-        A local shard of the same size with another modification time is scanned again, and accepted if its members are
-        unchanged.
-
-        Returns:
-            Whether paths or times were updated, so that saving the manifest would save time.
+        A touched local shard of the same size is scanned again, and accepted if its members are unchanged. Returns whether
+        paths or times were updated, so that saving the manifest would save time.
 
         Raises:
             ManifestError: Shards are missing on either side, do not exist, or were changed.
@@ -271,19 +268,6 @@ class Manifest:
                 yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
             elif not shard.num_samples:
                 yield f"{shard.url}: empty"
-
-
-def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
-    # Local shards below the manifest's folder have relative names.
-    entry = {"name": without_secrets(shard.url), **vars(shard)}
-    if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
-        entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
-    return {name: value for name, value in entry.items() if name != "url" and value not in (None, {})}
-
-
-def _shard_from_json(entry: dict[str, Any], folder: str) -> Shard:
-    name = entry.pop("name")
-    return Shard(os.path.normpath(os.path.join(folder, name)) if is_local(name) else name, **entry)
 
 
 def _is_touched(shard: Shard) -> bool:

@@ -164,10 +164,7 @@ def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iter
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Take the counts of remote shards from ``sizes``, or from ``sizes.json`` or ``*_stats.json`` next to them.
-
-    Shards without a count are not in the result.
-    """
+    """Take the counts of remote shards from ``sizes``, or from the files next to them. Some may have no count."""
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard needs its folder's sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:

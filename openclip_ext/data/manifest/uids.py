@@ -51,21 +51,14 @@ def _begin(uids: np.ndarray) -> None:
 
 
 def _unlisted(shard: Shard, storage: Storage) -> np.ndarray:
-    uids = []
+    uids = np.zeros(shard.num_samples, dtype=UID)
+    has_uid = np.zeros(shard.num_samples, dtype=bool)
     # The samples after a corrupt part have no index, or no uid.
     with contextlib.suppress(*tar.STREAM_ERRORS), storage.open(shard.url) as file:
-        for sample in tar.TarArchive(file).samples(frozenset({"json"})):
-            uids.append(_uid_of(sample.fields.get("json", b"")))
-    uids = (uids + [None] * shard.num_samples)[: shard.num_samples]
-    known = np.array([uid or (0, 0) for uid in uids], dtype=UID)
-    places = np.minimum(np.searchsorted(_wanted, known), len(_wanted) - 1)
-    listed = (_wanted[places] == known) & np.array([uid is not None for uid in uids])
-    return shard.first_index + np.flatnonzero(~listed)
-
-
-def _uid_of(content: bytes) -> tuple[int, int] | None:
-    try:
-        uid = json.loads(content)["uid"]
-        return int(uid[:16], 16), int(uid[16:32], 16)
-    except (ValueError, KeyError, TypeError):
-        return None
+        samples = tar.TarArchive(file).samples(frozenset({"json"}))
+        for place, sample in zip(range(shard.num_samples), samples, strict=False):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                uid = json.loads(sample.fields["json"])["uid"]
+                uids[place], has_uid[place] = (int(uid[:16], 16), int(uid[16:32], 16)), True
+    places = np.minimum(np.searchsorted(_wanted, uids), len(_wanted) - 1)
+    return shard.first_index + np.flatnonzero(~(has_uid & (_wanted[places] == uids)))

@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from openclip_ext.data.remote import BUFFER
@@ -164,7 +165,10 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
             zeros = position if zeros is None else zeros
             position += BLOCK
             continue
-        if zeros == good_end and damage is None and _ends_archive(position - zeros, position - archive):
+        padding = 0 if zeros is None else position - zeros
+        is_filled = _END_OF_ARCHIVE < padding <= _MAX_PADDING and (position - archive) % _RECORD == 0
+        # Another number of zeros replaces lost data.
+        if zeros == good_end and damage is None and (padding == _END_OF_ARCHIVE or is_filled):
             archive = position
         elif position > good_end:
             gaps.append(Gap(good_end, position))
@@ -178,11 +182,6 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
         gaps.append(Gap(good_end, zeros))
     if file_end - zeros > _MAX_PADDING:
         gaps.append(Gap(zeros, file_end))
-
-
-def _ends_archive(padding: int, length: int) -> bool:
-    """Return whether this many zeros end an archive of ``length`` bytes, including them. Otherwise they replace lost data."""
-    return padding == _END_OF_ARCHIVE or (_END_OF_ARCHIVE < padding <= _MAX_PADDING and length % _RECORD == 0)
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
@@ -306,7 +305,7 @@ class TarArchive:
             self.read_at = _forward(decompress(file))
         elif file.seekable():
             self._end = file.seek(0, io.SEEK_END)
-            self.read_at = _seeking(file)
+            self.read_at = partial(_seek_and_read, file)
         else:
             self.read_at = _forward(file)
 
@@ -324,12 +323,9 @@ class TarArchive:
         return group_samples(self.members(), wanted, self.read_at)
 
 
-def _seeking(file: BinaryIO) -> ReadAt:
-    def read_at(offset: int, length: int) -> bytes:
-        file.seek(offset)
-        return file.read(length)
-
-    return read_at
+def _seek_and_read(file: BinaryIO, offset: int, length: int) -> bytes:
+    file.seek(offset)
+    return file.read(length)
 
 
 def _forward(stream: BinaryIO) -> ReadAt:
