@@ -125,7 +125,7 @@ def test_synthetic_data():
     assert len(set(indices(batches))) == 16
     assert batches[0]["image"].tolist() == [[224, 224, 0, 0, 0]] * 8
     assert batches[0]["text"].tolist() == [[len(CAPTION)] * 3] * 8
-    with pytest.raises(ValueError, match="at least 1 sample"):
+    with pytest.raises(ValueError, match="samples must be at least 1"):
         build(None, dataset_type="synthetic", num_samples=0)
 
 

@@ -71,9 +71,7 @@ class Scene:
 
 
 def generator_of(stream: str, seed: int, split: str, index: int) -> np.random.Generator:
-    """Return the independent random numbers of a sample for its "scene", "pixels" or "caption"; ValueError: unknown split."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    """Return the independent random numbers of a sample for its "scene", "pixels" or "caption"."""
     return np.random.default_rng([seed, SPLITS.index(split), index, _STREAMS.index(stream)])
 
 

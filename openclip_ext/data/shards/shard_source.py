@@ -92,16 +92,15 @@ class ShardSource(Source):
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
         return self.manifest.num_bad + self.manifest.num_lost, where
 
-    def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
-        """Open one shard, and with ``fetch`` read its start; OSError if it does not exist or changed since its scan.
+    def open_shard(self, number: int) -> io.BufferedReader:
+        """Open one shard, and fetch the start of a remote one; OSError if it does not exist or changed since its scan.
 
         A local shard may be on a file server that does not answer: wait for it, unless the previous shard failed, too.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
             file = self._storage.open(shard.url)
-            if fetch:
-                file.peek()
+            file.peek()
             return file
 
         def open_local() -> io.BufferedReader:
@@ -156,7 +155,7 @@ class _ShardReader(Reader):
     def _open_ahead(self) -> None:
         place = self._expected.index(self._shard) + 1 if self._shard in self._expected else 0
         self._ahead = {
-            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number, True))
+            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number))
             for number in self._expected[place : place + _SHARDS_AHEAD]
             if not self._source.manifest.shards[number].is_local
         }
