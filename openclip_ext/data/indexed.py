@@ -77,14 +77,11 @@ def with_index(
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:
-    """Yield the batches of one epoch, and reject a repeated index: its state would be updated twice.
+    """Yield the batches of one epoch; ValueError for a repeated index, whose state would be updated twice.
 
     Args:
         batches: One pass over a loader. Batches are dictionaries or tuples.
         key: Key of the index in a batch. None (default) means ``"index"`` in dictionaries, the last element of tuples.
-
-    Raises:
-        ValueError: An index is repeated.
     """
     seen: set[int] = set()
     for number, batch in enumerate(batches):

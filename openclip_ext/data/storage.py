@@ -21,6 +21,8 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.remote import BUFFER, HEADER_BUFFER, PIPE, RemoteFile, file_system, is_final, persist, place_of
 from openclip_ext.files.writing import write_atomically
 
+_MAX_FILE = 1 << 26  # bytes of a file of counts; a server may send without end
+
 
 def is_local(url: str) -> bool:
     """Return whether a shard is a file of this machine, and no ``pipe:`` command or URL."""
@@ -102,7 +104,10 @@ class Storage:
     def read(self, url: str) -> bytes:
         """Return the content of a small file, see :meth:`open`."""
         with Storage(self.patience).open(url) as file:
-            return file.read()
+            content = file.read(_MAX_FILE + 1)
+        if len(content) > _MAX_FILE:
+            raise OSError(for_people(f"{url}: expected at most {_MAX_FILE:,} bytes, found more"))
+        return content
 
     def reach(self, urls: Iterable[str]) -> None:
         """Check one remote file of each place; ValueError if the place cannot be reached, or the file cannot be read."""

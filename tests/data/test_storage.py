@@ -324,7 +324,10 @@ def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Ser
 
 def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(tar, "_MAX_SEARCH", 1 << 20)
+    monkeypatch.setattr(storage, "_MAX_FILE", 1 << 16)
     server.has_ranges, server.never_ends = False, True
+    with pytest.raises(OSError, match=r"sizes.json: expected at most 65,536 bytes, found more"):
+        Storage().read(f"{server.url}/data/sizes.json")
     shard = scan.scan_shard(f"{server.url}/data/00000.tar")
     assert shard.num_samples == COUNTS[0] and "no tar header in the 1,048,576 bytes" in shard.problems["error"]
     counts = tmp_path / "sizes.json"

@@ -26,10 +26,7 @@ class BadSample:
 class BadSamples:
     """The bad samples that all ranks know, and those that this rank has found since :meth:`exchange`.
 
-    Args:
-        source: The data set.
-        max_fraction: Largest fraction of the data, and of an epoch's samples, that may be bad.
-        epoch_samples: Samples of an epoch.
+    At most ``max_fraction`` of the data set, and of the ``epoch_samples`` of an epoch, may be bad.
     """
 
     def __init__(self, source: Source, max_fraction: float, epoch_samples: int) -> None:

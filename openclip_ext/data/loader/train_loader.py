@@ -148,11 +148,7 @@ class TrainLoader:
         return {"progress": self.progress() if self._is_in_epoch else [], "bad": self.bad.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the next :meth:`iterate` continues there.
-
-        Raises:
-            ValueError: The state is mid-epoch and belongs to another data set or seed.
-        """
+        """Restore :meth:`state_dict`; the next :meth:`iterate` continues there. Raises as :meth:`check_progress`."""
         self.bad.load_state_dict(state_dict.get("bad", {}))
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)

@@ -24,9 +24,8 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    Rank 0 finds or creates it, and the other ranks receive it. A new manifest is written to the first free place, see
-    :func:`candidates`. A manifest that no longer matches its shards is an error, because with a new scan the indices in a
-    checkpoint could mean other samples. For the arguments, see :meth:`Manifest.scan`. Collective: all ranks call it.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that no longer matches its shards is an error, because with a new
+    scan the indices in a checkpoint could mean other samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
         ManifestError: On every rank, with the reason.

@@ -57,8 +57,7 @@ class ShapesConfig:
 def make_sample(seed: int, split: str, index: int) -> Sample:
     """Return sample ``index`` of a split, encoded. Its bytes depend only on the arguments.
 
-    The ``json`` member contains the scene (see :class:`~openclip_ext.data.shapes.scene.Scene`), the caption with all words as
-    ``complete_caption``, and the arguments.
+    The ``json`` member contains the scene, the caption with all words as ``complete_caption``, and the arguments.
     """
     scene = sample_scene(seed, split, index)
     buffer = io.BytesIO()
@@ -77,11 +76,8 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
     """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
 
-    To continue an interrupted run, run it again. Only one process at a time may write to a folder. By default, one worker
-    process per core draws.
-
-    Raises:
-        ValueError: The folder contains shards of another configuration or origin.
+    Run it again to continue an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
+    means one process per core. ValueError if the folder contains shards of another configuration or origin.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)

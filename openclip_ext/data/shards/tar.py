@@ -185,12 +185,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, or None at a block of zeros.
+    """Return the member whose first header is at ``start``, or None at a block of zeros; TarError if it is not readable.
 
     After a gap, a name that fills its field counts as corrupt: the header with the rest of the name may be in the gap.
-
-    Raises:
-        TarError: The header is corrupt, the member is cut off, or the file ends.
     """
     position, name, size = start, None, None
     while True:
@@ -254,8 +251,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
     """Group members into samples. A repeated field starts a new sample, also under the same key.
 
-    Reads the content of the wanted fields (None means all) with ``read_at``, except too large ones. Raises TarError if the
-    file ends in one.
+    Reads the content of the wanted fields (None means all), except too large ones. TarError if the file ends in one.
     """
     sample: TarSample | None = None
     found: set[str] = set()  # its fields; a wrongly named shard may have a million

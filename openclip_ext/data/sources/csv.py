@@ -29,8 +29,7 @@ class CsvSource(Source):
     """Rows of a CSV file. Image paths are relative to the working directory; a blank caption is missing.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: A column is missing, there are no rows, or an unbalanced quote hides some.
+        FileNotFoundError, ValueError: The file, a column or rows are missing, or an unbalanced quote hides rows.
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
