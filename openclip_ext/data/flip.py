@@ -1,4 +1,4 @@
-"""Horizontal flips that keep caption and image together: 'left' and 'right' change places in the words, too."""
+"""Horizontal flips that keep caption and image consistent: they also exchange 'left' and 'right' in the caption."""
 
 import random
 import re
@@ -15,7 +15,7 @@ _OPPOSITE = {"left": "right", "right": "left"}
 def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str]:
     """Mirror an image with probability 1/2 and exchange 'left' and 'right' in its caption (CLIP-Lite, section 4.1).
 
-    Draws once from the generator of :mod:`random`, which the loader seeds for each sample.
+    Uses one number of the generator of :mod:`random`, which the loader seeds for each sample.
     """
     if random.random() < 0.5:
         return image, caption

@@ -1,7 +1,7 @@
 """A counter-based hash: the only source of randomness in the data package.
 
-Orders, pixels and drawn captions are functions of numbers such as (seed, epoch, index). Hashing these numbers needs no state,
-works on whole arrays, and gives the same values with every numpy version.
+Orders, pixels and sampled captions are functions of numbers such as (seed, epoch, index). The hash of these numbers needs no
+state, works on arrays, and has the same values with every numpy version.
 """
 
 import hashlib
@@ -25,21 +25,18 @@ class Purpose(IntEnum):
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
-    """Hash integers to 64 random bits.
+    """Hash integers to 64 random bits, a ``uint64`` array of the broadcast shape, at least 1-d.
 
     Args:
-        purpose: What the random number is for.
-        *words: Python integers of any size and sign (taken modulo 2^64) or integer arrays, broadcast together.
-
-    Returns:
-        ``uint64`` array of the broadcast shape, at least 1-d.
+        purpose: The use of the random number.
+        *words: Python integers of any size and sign (modulo 2^64) or integer arrays, broadcast together.
     """
     unsigned = (word.astype(np.uint64) if isinstance(word, np.ndarray) else int(word) & _MASK for word in words)
     return _hash(np.full(1, int(purpose), dtype=np.uint64), *unsigned)
 
 
 def hash_int(purpose: Purpose, *words: int) -> int:
-    """Return :func:`hash64` of integers as an integer, without the cost of arrays."""
+    """Return :func:`hash64` of integers as an integer."""
     return _hash(int(purpose), *(word & _MASK for word in words))
 
 

@@ -1,6 +1,6 @@
-"""Image pipelines: Pillow gives OpenCLIP's pixels, bit for bit; torchvision takes a third of the time.
+"""Image pipelines: Pillow returns OpenCLIP's pixels, bit for bit; torchvision takes a third of the time.
 
-Either way a worker sends bytes, and the batch becomes floats on the model's device.
+In both, a worker sends uint8, and the batch is converted to floats on the model's device.
 """
 
 import contextlib
@@ -24,17 +24,15 @@ from openclip_ext.data.sources.source import MAX_ASPECT, DecodedImage, decode_im
 
 IMAGE_BACKENDS = ("pil", "torchvision")
 
-_END_OF_JPEG = b"\xff\xd9"
-
 
 @dataclass(frozen=True)
 class ImagePipeline:
     """The three steps from an image file to the model's input.
 
     Attributes:
-        decode: In a worker, makes an RGB image of a file's content.
-        transform: In a worker, makes ``(3, H, W)`` of it, in uint8 if ``normalize`` follows.
-        normalize: On the model's device, makes float32 of a batch; None if the transform does.
+        decode: In a worker, decodes the content of a file to an RGB image.
+        transform: In a worker, turns the image into ``(3, H, W)``, uint8 if there is ``normalize``.
+        normalize: On the model's device, turns a batch into float32; None if the transform does.
     """
 
     decode: Callable[[bytes | BinaryIO], DecodedImage]
@@ -43,15 +41,12 @@ class ImagePipeline:
 
 
 def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> ImagePipeline:
-    """Return a pipeline with the same operations as a transform.
+    """Return a pipeline with the same operations as a transform of ``open_clip.create_model_and_transforms``.
 
     Args:
-        transform: as ``open_clip.create_model_and_transforms`` returns it.
+        transform: The transform.
         backend: ``pil``: the same bits. ``torchvision``: decode JPEG, crop and resize uint8 tensors; pixels differ by a
-            rounding. Pillow does other operations and decodes other files.
-
-    Raises:
-        ValueError: an unknown backend.
+            rounding. Pillow does the other operations and decodes the other files.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
@@ -68,8 +63,7 @@ def split_transform(
     """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do, into two with the same result.
 
     Returns:
-        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. For any other transform, the transform
-        itself and None.
+        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. Another transform is returned with None.
     """
     steps = transform.transforms if isinstance(transform, Compose) else []
     if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
@@ -82,7 +76,7 @@ class _BatchNormalize:
 
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
-        # 255 is a tensor, because a GPU would multiply by the rounded inverse of a number.
+        # 255 is a tensor, because a GPU would multiply by the rounded inverse of a Python number.
         self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -93,7 +87,7 @@ class _BatchNormalize:
 
 
 def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
-    """Do as :func:`decode_image`, with the same pixels as ``(3, H, W)`` uint8."""
+    """Decode as :func:`decode_image`, to the same pixels as ``(3, H, W)`` uint8."""
     content = data if isinstance(data, bytes) else data.read()
     if _is_plain_jpeg(content):
         with contextlib.suppress(RuntimeError):
@@ -102,34 +96,28 @@ def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
 
 
 def _is_plain_jpeg(content: bytes) -> bool:
-    """Return whether torchvision may decode a file, after Pillow has read its head and found no damage.
-
-    torchvision accepts a JPEG that was cut off, and its PNG decoder ends the process for some damaged files.
-    """
+    """Return whether torchvision may decode a file: it accepts truncated JPEGs, and crashes on some corrupt PNGs."""
     try:
         head = Image.open(io.BytesIO(content))
-    except Exception:  # decode_image says what is wrong
+    except Exception:  # decode_image reports the reason
         return False
-    fits = max(head.size) <= MAX_ASPECT * min(head.size)
-    return fits and head.format == "JPEG" and head.mode in ("RGB", "L") and content.endswith(_END_OF_JPEG)
+    is_regular = head.mode in ("RGB", "L") and max(head.size) <= MAX_ASPECT * min(head.size)
+    return is_regular and head.format == "JPEG" and content.endswith(b"\xff\xd9")
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Return the steps of a transform for tensors; Pillow's steps get Pillow images."""
+    """Return the steps of a transform for tensors; steps for Pillow images get Pillow images."""
+    from timm.data.transforms import RandomResizedCropAndInterpolation
+
     last = [steps.pop()] if steps[-1] is _to_bytes else []
-    first = [_TensorCrop(steps.pop(0))] if steps and _is_random_crop(steps[0]) else []
+    is_crop = bool(steps) and isinstance(steps[0], RandomResizedCrop | RandomResizedCropAndInterpolation)
+    first = [_TensorCrop(steps.pop(0))] if is_crop else []
     others = [step for step in steps if not compat.converts_to_rgb(step)]
     return [*first, *([_to_pil, *others] if others else []), *last]
 
 
-def _is_random_crop(step: Any) -> bool:
-    from timm.data.transforms import RandomResizedCropAndInterpolation
-
-    return isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation)
-
-
 class _TensorCrop:
-    """A random crop that draws the same numbers for a tensor as for a Pillow image."""
+    """A random crop with the same random numbers for a tensor as for a Pillow image."""
 
     def __init__(self, crop: Any) -> None:
         self.crop = crop

@@ -1,4 +1,4 @@
-"""An index for data sets that other libraries load, for losses with a state for each sample."""
+"""An index for data sets that other libraries load, for losses with per-sample state."""
 
 import functools
 import itertools
@@ -10,11 +10,7 @@ INDEX = "index"
 
 
 class IndexedDataset:
-    """A map-style data set whose samples carry their position.
-
-    Args:
-        dataset: Has ``__getitem__`` and ``__len__``. Its samples are dictionaries or tuples.
-    """
+    """A map-style data set whose samples (dictionaries or tuples) contain their position."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -24,14 +20,14 @@ class IndexedDataset:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # ends a for loop, too
+            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # also ends a for loop
         sample = self.dataset[position]
         if isinstance(sample, dict):
             _refuse_taken(sample)
             return sample | {INDEX: position}
         if isinstance(sample, tuple | list):
             return (*sample, position)
-        raise TypeError(f"a sample is a {type(sample).__name__}: expected a dictionary or a tuple, to put the index in")
+        raise TypeError(f"a sample is a {type(sample).__name__}: expected a dictionary or a tuple to add the index to")
 
 
 def with_index(
@@ -39,17 +35,17 @@ def with_index(
 ) -> Any:
     """Give every sample of a data set an index: dense from 0, unique, and the same in every epoch.
 
-    - **Map-style sets** (PyTorch's, torchvision's): dictionaries get the entry ``"index"``, tuples one more element.
+    - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, tuples one more element.
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
-      ``filter`` and ``select``. Call it before these, or the index has gaps that ``num_samples`` has to cover.
+      ``filter`` and ``select``. Call it before these, or the index has gaps that ``num_samples`` must cover.
     - **WebDataset pipelines**: samples get the entry ``"index"``, the shard's first index in a manifest plus the position
-      in the shard, whatever fields they have. Call it right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may
-      follow; as a stage of a ``DataPipeline`` it needs ``partial=True``, since the index is no bytes.
+      in the shard. Call it right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may follow; as a stage of a
+      ``DataPipeline`` it needs ``partial=True``, because the index is no bytes.
 
     Args:
         dataset: The data set.
-        shards: The shards of a WebDataset pipeline; None to take them from the pipeline.
-        manifest: Path of the manifest of a WebDataset pipeline; None to find or make one.
+        shards: The shards of a WebDataset pipeline. None (default) means the pipeline's own.
+        manifest: Path of the manifest of a WebDataset pipeline. None (default) means to find or create one.
 
     Returns:
         A data set of the same kind. Map-style ones are wrapped.
@@ -81,14 +77,11 @@ def with_index(
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:
-    """Pass on the batches of one epoch, and refuse an index that recurs: its state would be updated twice.
+    """Yield the batches of one epoch; ValueError for a repeated index, whose state would be updated twice.
 
     Args:
         batches: One pass over a loader. Batches are dictionaries or tuples.
-        key: Where the index is in a batch; None for ``"index"`` in dictionaries, the last element of tuples.
-
-    Raises:
-        ValueError: An index recurs in the pass.
+        key: Key of the index in a batch. None (default) means ``"index"`` in dictionaries, the last element of tuples.
     """
     seen: set[int] = set()
     for number, batch in enumerate(batches):
@@ -98,7 +91,7 @@ def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterat
                 raise ValueError(
                     f"batch {number}: the index {index} comes a second time in this epoch. Expected every sample at most "
                     "once: sample without replacement (no RandomSampler(replacement=True), no resampled=True), use "
-                    "drop_last=True with a DistributedSampler, which fills up its last batch, and wrap one epoch at a time"
+                    "drop_last=True with a DistributedSampler, which fills its last batch, and wrap one epoch at a time"
                 )
             seen.add(index)
         yield batch
@@ -108,49 +101,45 @@ class _WebDatasetIndex:
     """A stage of a pipeline that counts the samples of each shard as they come out of the tar."""
 
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
-        # The command line of the manifest imports this package.
+        # Here, because the command line of the manifest imports this package.
         from openclip_ext.data.manifest.find import find_or_create_manifest
         from openclip_ext.data.sources.keys import ANY_FIELD
 
         found = find_or_create_manifest(shards, manifest, ANY_FIELD, ANY_FIELD)
-        self.num_samples = found.num_samples
         self._left_out = frozenset(found.left_out.tolist())
-        self._shards = {shard.url: (shard.first_index, shard.num_samples) for shard in found.shards}
+        self._shards = {shard.url: shard for shard in found.shards}
 
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        from openclip_ext.data.storage import is_local, local_path
+
         seen: set[str] = set()
         for url, of_shard in itertools.groupby(samples, key=lambda sample: str(sample["__url__"])):
-            first, count = self._place(url)
+            shard = self._shards.get(local_path(url) if is_local(url) else url)
+            if shard is None:
+                raise ValueError(f"{url} is not in the manifest: name all shards of the pipeline with shards=")
             first_key = None
             for position, sample in enumerate(of_shard):
                 if url in seen or sample["__key__"] == first_key:
                     raise ValueError(
-                        f"the samples of {url} come a second time in this epoch, so their indices would recur. Call "
+                        f"the samples of {url} come a second time in this epoch, so their indices would be repeated. Call "
                         "with_index before shuffle(), and use no resampled=True"
                     )
-                if position >= count:
+                if position >= shard.num_samples:
                     raise ValueError(
-                        f"{url} has more than the {count} samples of the manifest: it was changed, or the count in "
-                        "sizes.json is too low. Make the manifest again: python -m openclip_ext.data.manifest SHARDS"
+                        f"{url} has more than the {shard.num_samples} samples of the manifest: it was changed, or the count "
+                        "in sizes.json is too low. Create the manifest again: openclip-ext manifest SHARDS"
                     )
                 first_key = sample["__key__"] if first_key is None else first_key
                 _refuse_taken(sample)
-                if first + position not in self._left_out:
-                    yield sample | {INDEX: first + position}
+                index = shard.first_index + position
+                if index not in self._left_out:
+                    yield sample | {INDEX: index}
             seen.add(url)
-
-    def _place(self, url: str) -> tuple[int, int]:
-        from openclip_ext.data.storage import is_local, local_path
-
-        name = local_path(url) if is_local(url) else url
-        if name not in self._shards:
-            raise ValueError(f"{url} is not in the manifest: name all shards of the pipeline with shards=")
-        return self._shards[name]
 
 
 @functools.cache
 def _with_partial_decode(pipeline: type) -> type:
-    """Return a subclass of a pipeline whose ``decode`` lets pass what is no bytes, such as the index."""
+    """Return a subclass of a pipeline whose ``decode`` skips values that are no bytes, such as the index."""
 
     class Indexed(pipeline):
         def decode(self, *handlers: Any, **options: Any) -> Any:
@@ -171,10 +160,10 @@ def _restore(pipeline: type, state: dict[str, Any]) -> Any:
 def _shards_of(pipeline: Any) -> list[str]:
     urls = getattr(pipeline.pipeline[0], "urls", None) if pipeline.pipeline else None
     if not urls:
-        raise ValueError("the pipeline does not say which shards it reads: name them with shards=")
+        raise ValueError("the shards of the pipeline are unknown: name them with shards=")
     return list(dict.fromkeys(urls))
 
 
 def _refuse_taken(names: Iterable[str]) -> None:
     if INDEX in names:
-        raise ValueError(f"the samples have a {INDEX!r} already: rename it, or use it as it is if it is dense from 0")
+        raise ValueError(f"the samples already have {INDEX!r}: rename it, or use it directly if it is dense from 0")

@@ -252,8 +252,8 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
         raise ValueError(
-            f"cannot resume: the checkpoint says that {segment.batches} batches were done on each rank, "
-            f"but that layout has {layout.batches(number)} ({layout})"
+            f"cannot resume: the checkpoint has {segment.batches} batches on each rank, but its layout only "
+            f"{layout.batches(number)} ({layout})"
         )
     begins, ends, end = [], [], 0
     for rank in range(layout.world_size):
@@ -279,7 +279,7 @@ def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int
     is_left = np.ones(limit - first + 3, dtype=np.int8)
     is_left[0] = is_left[-1] = 0
     is_left[1 + np.argsort(keys, kind="stable")[: done - first]] = 0
-    # The last of these stands for all from the limit on.
+    # The last range covers everything from `limit` on.
     changes = np.diff(is_left)
     ends = first + np.flatnonzero(changes == -1)
     ends[-1] = length

@@ -1,4 +1,4 @@
-"""What this process may use of the machine, and for how long."""
+"""CPU cores of this process, and the setup of worker processes."""
 
 import gc
 import os
@@ -13,11 +13,10 @@ def available_cores() -> int:
 
 
 def begin_worker(worker: int = 0) -> None:
-    """Prepare this process, which multiprocessing has started (a DataLoader's ``worker_init_fn``).
+    """Set up this process, which multiprocessing has started (a DataLoader's ``worker_init_fn``).
 
-    It ends when the process that asked for it has ended, also by SIGKILL. It collects its own garbage, even if that process
-    has turned this off for itself, and none of what a fork has copied: destroying the copy of a process group would wait for
-    threads that were not copied.
+    It exits when its parent has exited, also after SIGKILL. It collects its own garbage, even if the parent does not, and no
+    objects inherited from a fork: destroying the copy of a process group would wait for threads that were not copied.
     """
     gc.freeze()
     gc.enable()

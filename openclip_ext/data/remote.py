@@ -1,6 +1,6 @@
-"""Remote files: what fsspec reads, and the output of commands. Reading is repeated while it fails, and never without end.
+"""Remote files: files that fsspec reads, and the output of commands. Failed reads are retried until a timeout.
 
-All errors of reading are OSErrors.
+All read errors are OSErrors.
 """
 
 import asyncio
@@ -26,29 +26,28 @@ T = TypeVar("T")
 PIPE = "pipe:"
 BUFFER = 1 << 20
 HEADER_BUFFER = 1 << 13
-# A file is fetched in blocks, some of them ahead of the reader and at the same time.
-_BLOCK = 1 << 22
-_BLOCKS_AHEAD = 6
-# A smaller block for reading the headers of a tar without the images between them.
+# A file is fetched in blocks of this many bytes, some of them ahead of the reader and in parallel.
+_BLOCK, _BLOCKS_AHEAD = 1 << 22, 6
+# Block for reading the headers of a tar without the images between them.
 _HEADER_BLOCK = 1 << 18
-# Seconds after which a request without an answer counts as failed, and bytes that a stream has to bring in that time.
+# Seconds after which a request without an answer has failed, and bytes that a stream must bring in that time.
 _STALL, _LEAST = 60.0, 1 << 20
-# What tells a file from another one of the same name, by file system.
+# Entries that differ between a file and its replacement of the same name, by file system.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "generation", "blob_id", "last_commit"),
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime"),
 )
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
-# Where a process has read something: what fails afterwards may work again.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
+# Places from which this process has read: a failure there may be temporary.
 _reached: set[str] = set()
 
 
 class ReplacedError(OSError):
-    """A file is no longer the one that was opened or scanned."""
+    """A file was replaced after it was opened or scanned."""
 
 
 class _CommandFailed(OSError):
-    """A command ended with another status than 0."""
+    """The exit status of a command is not 0."""
 
 
 _NO_CONNECTION = (ConnectionRefusedError, socket.gaierror, _CommandFailed)
@@ -57,11 +56,7 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three 
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Repeat an action that fails, after waits that double, until the patience is over; log each failure.
-
-    Raises:
-        OSError: The last failure, or one that is final.
-    """
+    """Retry an action that fails, after waits that double, for ``patience`` seconds; OSError if that fails, or is final."""
     start, failures = time.monotonic(), 0
     while True:
         try:
@@ -72,12 +67,12 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
             if is_final(error) or time.monotonic() + wait > start + patience:
                 tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
                 raise OSError(for_people(f"{url}: {type(error).__name__}: {error}{tried}")) from error
-            logging.warning(f"Reading {url} failed ({type(error).__name__}: {error}): again in {wait:g} s.")
+            logging.warning(f"Reading {url} failed ({type(error).__name__}: {error}): retry in {wait:g} s.")
             time.sleep(wait)
         else:
             if failures:
                 seconds = time.monotonic() - start
-                logging.warning(f"Reading {url} goes on after {failures} failures in {seconds:.0f} s.")
+                logging.warning(f"Reading {url} continues after {failures} failures in {seconds:.0f} s.")
             return result
 
 
@@ -87,10 +82,10 @@ def place_of(url: str) -> str:
 
 
 def is_final(url: str, error: Exception) -> bool:
-    """Return whether trying again is useless: the file is not there, may not be read, or is another one.
+    """Return whether a retry is useless: the file does not exist, may not be read, or was replaced.
 
-    So it is if there is no connection, or are no credentials, at a place that was never reached, or if fsspec does not know
-    the protocol or lacks its package.
+    A retry is also useless without connection or credentials, if the place was never reached, and if fsspec does not know the
+    protocol or lacks its package.
     """
     if isinstance(error, ReplacedError | ImportError) or "Protocol not known" in str(error):
         return True
@@ -102,26 +97,26 @@ def is_final(url: str, error: Exception) -> bool:
         return 400 <= status < 500 and status not in (408, 425, 429)
     if any(isinstance(cause, _NO_CONNECTION) or _NO_ACCESS.search(type(cause).__name__) for cause in chain):
         return place_of(url) not in _reached
-    # fsspec says "not found", too, if an HTTP server does not answer.
+    # fsspec also reports "not found" if an HTTP server does not answer.
     no_answer = any(isinstance(cause, _TIMEOUTS) or type(cause).__module__.startswith("aiohttp") for cause in chain)
     return isinstance(error, FileNotFoundError | PermissionError) and not no_answer
 
 
 def file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it."""
-    import fsspec  # takes a tenth of a second, and only remote data need it
+    import fsspec  # slow, and only remote data need it
 
     options: dict[str, Any] = {}
     if url.startswith(("http:", "https:")):
         from aiohttp import ClientTimeout
 
-        # By default 5 minutes for a whole answer: too few for a large one.
+        # The default is 5 minutes for a full answer: too short for a large file.
         options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_STALL, sock_read=_STALL)}}
     return fsspec.core.url_to_fs(url, **options)
 
 
 def in_background(action: Callable[[], T]) -> "Future[T]":
-    """Call a function in a thread that does not keep the process from ending."""
+    """Call a function in a thread that does not delay the exit of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -135,18 +130,12 @@ def in_background(action: Callable[[], T]) -> "Future[T]":
 
 
 class RemoteFile:
-    """A remote file as its server describes it.
-
-    Args:
-        url: A URL that fsspec knows, or ``pipe:COMMAND``.
-        patience: Seconds for which a request that fails, stalls or comes too short is repeated.
+    """A remote file as its server describes it. Its methods retry for ``patience`` seconds, then raise OSError.
 
     Attributes:
+        url: A URL that fsspec knows, or ``pipe:COMMAND``.
         size: Bytes; None if unknown.
-        version: Size with ETag, date or checksum, which change when another file gets the same name; empty if there is none.
-
-    Raises:
-        OSError: There is no such file, or it cannot be reached.
+        version: Size with ETag, date or checksum, which change when the file is replaced; empty if unknown.
     """
 
     def __init__(self, url: str, patience: float) -> None:
@@ -156,38 +145,37 @@ class RemoteFile:
         self.size, self.version = (None, "") if url.startswith(PIPE) else self.persist(self._describe)
 
     def open(self, headers_only: bool = False) -> io.BufferedReader:
-        """Open the file to read bytes from its beginning: in blocks if the server has ranges, otherwise as a stream."""
+        """Open the file to read bytes: in blocks if the server has ranges, otherwise as a stream."""
         block, ahead = (_HEADER_BLOCK, 0) if headers_only else (_BLOCK, _BLOCKS_AHEAD)
         buffer = HEADER_BUFFER if headers_only else BUFFER
         first = None if self.size is None else self.fetch(0, min(block, self.size))
         return io.BufferedReader(_Stream(self) if first is None else _Blocks(self, block, ahead, first), buffer)
 
     def open_stream(self) -> Any:
-        """Open the file to read its bytes once, from front to back, without repetitions."""
+        """Open the file to read its bytes once, from front to back, without retries."""
         if self.url.startswith(PIPE):
             return _CommandOutput(self.url[len(PIPE) :])
         return self._system.open(self._path, block_size=0)
 
     def fetch(self, begin: int, end: int) -> bytes | None:
-        """Return the bytes from ``begin`` to ``end``; None if the server has no ranges, but sends the whole file."""
+        """Return the bytes from ``begin`` to ``end``; None if the server has no ranges, but sends the full file."""
         return self.persist(partial(self._fetch, begin, end))
 
     def _describe(self) -> tuple[int | None, str]:
         self._system, self._path = file_system(self.url)
         info = self._call(self._system.info, self._path)
         _reached.add(place_of(self.url))
+        size = info.get("size") if info.get("partial", True) else None
         known = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
-        version = " ".join([f"size={info.get('size')}", *known]) if known else ""
-        return info.get("size") if info.get("partial", True) else None, version
+        return size, "" if size is None or not known else " ".join([f"size={size}", *known])
 
     def _call(self, method: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call a method of the file system; raise a TimeoutError if there is no answer."""
         try:
             if self._system.async_impl:
                 return method(*args, **options, timeout=self._seconds)
             return in_background(partial(method, *args, **options)).result(self._seconds)
         except _TIMEOUTS as error:
-            raise TimeoutError(f"no whole answer within {self._seconds:g} s") from error
+            raise TimeoutError(f"no complete answer within {self._seconds:g} s") from error
 
     def _fetch(self, begin: int, end: int) -> bytes | None:
         if self.url.startswith(("http:", "https:")):
@@ -199,13 +187,13 @@ class RemoteFile:
         if data is None and begin == 0:
             return None
         if data is None or len(data) != end - begin:
-            raise OSError(f"{'all' if data is None else len(data)} bytes came instead of {end - begin:,}")
+            raise OSError(f"{'all' if data is None else len(data)} bytes received, expected {end - begin:,}")
         if begin and end == self.size and self._describe() != (self.size, self.version):
             raise ReplacedError("it was replaced by another file while it was read")
         return data
 
     async def _get_range(self, begin: int, end: int) -> bytes | None:
-        """Return a part of a file of a web server, and read no more than that; None if the server sends the whole file."""
+        """Return a part of a file of a web server, and read only this part; None if the server sends the full file."""
         options = self._system.kwargs
         wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         headers = {**options.get("headers", {}), **wanted}
@@ -216,12 +204,12 @@ class RemoteFile:
                 return None
             came = response.headers.get("Content-Range", f"bytes {begin}-")
             if not came.startswith(f"bytes {begin}-"):
-                raise OSError(f"{came} came instead of bytes {begin}-{end - 1}")
+                raise OSError(f"received {came}, expected bytes {begin}-{end - 1}")
             return await response.content.readexactly(end - begin)
 
 
 class _Blocks(io.RawIOBase):
-    """A file in blocks, of which some are fetched ahead of the reader."""
+    """A file in blocks, some of which are fetched ahead of the reader."""
 
     def __init__(self, file: RemoteFile, block: int, ahead: int, first: bytes) -> None:
         assert file.size is not None
@@ -253,7 +241,7 @@ class _Blocks(io.RawIOBase):
         last = min(number + self._ahead, (self._size - 1) // self._block)
         self._blocks = {ahead: self._blocks.get(ahead) or self._fetch(ahead) for ahead in range(number, last + 1)}
         data = self._blocks[number].result()
-        assert data is not None, "only the first block tells that there are no ranges"
+        assert data is not None  # only for the first block
         part = memoryview(data)[self._position - number * self._block :][: len(buffer)]
         buffer[: len(part)] = part
         self._position += len(part)
@@ -269,14 +257,14 @@ class _Blocks(io.RawIOBase):
 
 
 class _Stream(io.RawIOBase):
-    """A file that is read from front to back, again from its beginning if it breaks off."""
+    """A file that is read from front to back, and again from its beginning if the connection breaks."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
         self._position = 0  # of the reader
         self._stream: Any = None
-        self._done = 0  # bytes that were read of the stream
-        self._waited, self._came = 0.0, 0  # seconds and bytes since its pace was looked at
+        self._done = 0  # bytes read from the stream
+        self._waited, self._came = 0.0, 0  # seconds and bytes since the last check of the throughput
 
     def readable(self) -> bool:
         return True
@@ -288,7 +276,6 @@ class _Stream(io.RawIOBase):
         return len(data)
 
     def _read(self, count: int) -> bytes:
-        """Return at most so many bytes from the position on."""
         try:
             self._stream = self._stream or self._file.open_stream()
             while self._done < self._position and self._read_on(self._position - self._done):
@@ -326,14 +313,14 @@ class _Stream(io.RawIOBase):
 
 
 class _CommandOutput:
-    """The output of a shell command; its end raises OSError unless the status is 0."""
+    """The output of a shell command; OSError at its end unless the exit status is 0."""
 
     def __init__(self, command: str) -> None:
         self._command = command
         self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, bufsize=0)
 
     def read(self, count: int) -> bytes:
-        """Return at most so many bytes, as soon as there are some; none at the end."""
+        """Return up to ``count`` bytes, as soon as there are some; none at the end."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], _STALL)[0]:
             raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")
@@ -343,7 +330,6 @@ class _CommandOutput:
         return data
 
     def close(self) -> None:
-        """End the command."""
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.terminate()

@@ -1,6 +1,6 @@
-"""Open shards and the files beside them: local files, the output of commands, and whatever fsspec reads.
+"""Open shards and the files next to them: local files, the output of commands, and all files that fsspec reads.
 
-All errors of reading are OSErrors.
+All read errors are OSErrors.
 """
 
 import contextlib
@@ -21,12 +21,11 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.remote import BUFFER, HEADER_BUFFER, PIPE, RemoteFile, file_system, is_final, persist, place_of
 from openclip_ext.files.writing import write_atomically
 
-# Bytes of a file of counts, which may never end.
-_MAX_FILE = 1 << 26
+_MAX_FILE = 1 << 26  # bytes of a file of counts; a server may send without end
 
 
 def is_local(url: str) -> bool:
-    """Return whether a shard is a file of this machine rather than a ``pipe:`` command or a URL."""
+    """Return whether a shard is a file of this machine, and no ``pipe:`` command or URL."""
     return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
@@ -37,15 +36,14 @@ def local_path(url: str) -> str:
 
 
 def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a file to read bytes; raise OSError for a named pipe, too, which would be waited for without end."""
+    """Open a file to read bytes; OSError also for a named pipe, which would block."""
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is no regular file (a folder, named pipe or device)")
     return io.BufferedReader(io.FileIO(path), buffer)
 
 
 @contextlib.contextmanager
-def _unreadable_as_value_error() -> Iterator[None]:
-    """Raise ValueError instead of OSError, since the user named the shards."""
+def _as_value_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -53,17 +51,13 @@ def _unreadable_as_value_error() -> Iterator[None]:
 
 
 def list_remote(pattern: str) -> list[str]:
-    """Return the URLs of the files that a pattern with ``*``, ``?`` or ``[...]`` names, in order.
-
-    Raises:
-        ValueError: No file matches, or the place cannot be reached or has no list of its files.
-    """
+    """Return the URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``, in order; ValueError if none."""
 
     def find() -> list[str]:
         system, path = file_system(pattern)
         return sorted(map(system.unstrip_protocol, system.glob(path)))
 
-    with _unreadable_as_value_error():
+    with _as_value_error():
         if pattern.startswith(("http:", "https:")):
             raise OSError(
                 f"{pattern}: a web server does not list its files: name them with braces, {{00000..00099}}.tar"
@@ -76,13 +70,13 @@ def list_remote(pattern: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Storage:
-    """How files are opened that may be remote.
+    """How to open files that may be remote.
 
     Attributes:
-        patience: Seconds for which a remote file that fails is asked for again, less and less often.
-        cache_dir: Folder that keeps remote shards for all processes of the node; None: none are kept. Shards without a
-            version (ETag, date) and ``pipe:`` commands are not kept.
-        cache_size: GiB that they may take. Those that nobody has opened for longest are removed.
+        patience: Seconds for which a failing remote file is retried, with growing waits.
+        cache_dir: Folder that keeps remote shards for all processes of the node, or None. Shards without a version (ETag,
+            date) and ``pipe:`` commands are not kept.
+        cache_size: GiB of the folder. The least recently opened shards are removed.
     """
 
     patience: float = 300.0
@@ -93,22 +87,22 @@ class Storage:
         """Open a shard or another file to read bytes from its beginning.
 
         Args:
-            url: A path, ``pipe:COMMAND`` (run by the shell, as OpenCLIP does), or a URL that fsspec knows (``https://``,
+            url: A path, ``pipe:COMMAND`` (run by the shell, as in OpenCLIP), or a URL that fsspec knows (``https://``,
                 ``s3://``, ``gs://``, ``hf://``, ...). The result can seek if the storage can.
-            headers_only: Fetch little ahead and keep nothing, because most of a tar will be skipped.
+            headers_only: Prefetch little and keep nothing, because most of a tar will be skipped.
 
         Raises:
-            OSError: It cannot be opened; while reading: the connection or the command failed beyond the patience.
+            OSError: Opening, or reading later, fails for longer than the patience.
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
         file = RemoteFile(url, self.patience)
-        if self.cache_dir is not None and not headers_only and _can_be_kept(file):
+        if self.cache_dir is not None and not headers_only and file.version:
             return self._open_copy(Path(self.cache_dir), file)
         return file.open(headers_only)
 
     def read(self, url: str) -> bytes:
-        """Return the whole content of a small file, see :meth:`open`."""
+        """Return the content of a small file, see :meth:`open`."""
         with Storage(self.patience).open(url) as file:
             content = file.read(_MAX_FILE + 1)
         if len(content) > _MAX_FILE:
@@ -116,43 +110,34 @@ class Storage:
         return content
 
     def reach(self, urls: Iterable[str]) -> None:
-        """Ask each place of remote files for one; raise ValueError if it cannot be reached, or the file not be read."""
-        with _unreadable_as_value_error():
+        """Check one remote file of each place; ValueError if the place cannot be reached, or the file cannot be read."""
+        with _as_value_error():
             for url in {place_of(url): url for url in urls if not is_local(url)}.values():
                 file = RemoteFile(url, self.patience)
                 if url.startswith(PIPE):
                     with file.open(headers_only=True) as output:
                         output.peek(1)
 
-    def check_cache(self, url: str, multiple: float, in_flight: str) -> None:
-        """Check that the cache keeps copies, and has room for those in use.
+    def check_cache(self, url: str, multiple: float, in_use: str) -> None:
+        """Check that the cache keeps copies, and has room for the shards ``in_use``; ValueError if it has none.
 
-        Args:
-            url: A remote shard.
-            multiple: The size of all shards that the node reads at the same time, as a multiple of this one's.
-            in_flight: These shards, for the message.
-
-        Raises:
-            ValueError: It has no room for them, or the shard cannot be read.
+        Together, these shards are ``multiple`` times as large as ``url``.
         """
-        with _unreadable_as_value_error():
+        with _as_value_error():
             file = RemoteFile(url, self.patience)
-        if not _can_be_kept(file):
-            logging.warning(
-                f"--cache-dir keeps no copy of {url}: nothing (length, ETag, date) tells when it is replaced."
-            )
+        if not file.version:
+            logging.warning(f"--cache-dir keeps no copy of {url}: it has no version (length, ETag, date).")
         need = multiple * (file.size or 0) / 2**30
         if need > self.cache_size:
             raise ValueError(
-                f"--cache-size {self.cache_size:g} GiB is too small for the {need:.2g} GiB of {in_flight}: raise it, lower "
-                "--workers, or leave out --cache-dir"
+                f"--cache-size {self.cache_size:g} GiB is too small for the {need:.2g} GiB of {in_use}: increase it, lower "
+                "--workers, or remove --cache-dir"
             )
 
     def _open_copy(self, folder: Path, file: RemoteFile) -> io.BufferedReader:
-        """Open the copy of a remote file. The first process that asks for it makes the copy, and the others wait."""
+        """Open the copy of a remote file. The first process that opens it makes the copy; the others wait."""
         from filelock import FileLock
 
-        # A file that was replaced in the bucket is another one.
         name = without_secrets(file.url)
         version = hashlib.blake2b(f"{name}\0{file.version}".encode(), digest_size=8).hexdigest()
         path = folder / f"{version}-{re.sub(r'[^-.a-zA-Z0-9]', '_', name)[-60:]}"
@@ -163,7 +148,7 @@ class Storage:
                 if is_new:
                     with file.open() as original:
                         write_atomically(path, lambda copy: shutil.copyfileobj(original, copy, BUFFER))
-                now = time.time_ns()  # The kernel's own time of a file is too coarse to tell the order of two uses.
+                now = time.time_ns()  # finer than the kernel's time of a file
                 os.utime(path, ns=(now, now))
                 copy = open_local(path, BUFFER)
             if is_new:
@@ -177,15 +162,15 @@ class Storage:
         return copy
 
     def _remove_oldest(self, folder: Path) -> None:
-        """Remove copies, also unfinished ones of killed runs, until the others fit.
+        """Remove copies, including unfinished copies of killed runs, until the rest fits.
 
-        Those being written or opened, whose lock is held, stay; open ones can still be read.
+        Copies whose lock is held are being written or opened and stay. Open copies can still be read.
         """
         from filelock import FileLock, Timeout
 
         found = []
         for path in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # renamed by another process
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))
         excess = sum(size for _, size, _ in found) - self.cache_size * 2**30
@@ -202,8 +187,3 @@ class Storage:
 
 
 DEFAULT_STORAGE = Storage()
-
-
-def _can_be_kept(file: RemoteFile) -> bool:
-    """Return whether a copy of a file can be known to be whole, and still the file."""
-    return file.size is not None and bool(file.version)

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.loader.epoch_pass import Interrupted
-from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.loader.train_loader import Interrupted, TrainLoader
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.epoch_pass import Progress
-from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.loader.train_loader import Progress, TrainLoader
 from openclip_ext.data.sources.spec import DataSpec
 
 

@@ -46,7 +46,7 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
     assert counts == {"00000.tar": 2, "00002.tar": 2} and loader.bad.counts() == (4, 0)
     for reason in ("no caption: expected txt, found jpg, json", "the image does not decode", "utf-8", "no image"):
         assert reason in caplog.text
-    assert "Epoch 2 met 4 bad samples, which later epochs leave out" in caplog.text
+    assert "Epoch 2 met 4 bad samples, which later epochs exclude" in caplog.text
     caplog.clear()
     assert sorted(indices(list(loader.iterate(3)))) == sorted(set(range(60)) - set(BAD))
     assert loader.bad.counts() == (4, 0) and not caplog.records
@@ -120,7 +120,7 @@ def test_lost_samples_count_for_the_start(tmp_path: Path):
     with open(path, "r+b") as file:
         file.seek(starts[10])
         file.write(b"x" * (starts[20] - starts[10]))
-    with pytest.raises(BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: damaged"):
+    with pytest.raises(BadDataError, match=r"1[01] of 30 samples .* are lost or have no .*00000.tar: corrupt"):
         build(path)
     found = indices(list(build(path, max_bad_fraction=0.5).iterate(0)))
     assert len(set(found)) == len(found) == 28
@@ -153,7 +153,7 @@ def test_a_shard_that_is_away_for_a_while_costs_nothing(tmp_path: Path, caplog: 
     os.rename(paths[1], f"{paths[1]}.away")
     threading.Timer(1.0, os.rename, (f"{paths[1]}.away", paths[1])).start()
     assert_equal(list(loader.iterate(0)), expected)
-    assert "FileNotFoundError" in caplog.text and "goes on after" in caplog.text and loader.bad.counts() == (0, 0)
+    assert "FileNotFoundError" in caplog.text and "continues after" in caplog.text and loader.bad.counts() == (0, 0)
 
 
 def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -162,8 +162,8 @@ def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog
     loader = build(str(tmp_path / "*.tar"), remote_patience=1, max_bad_fraction=0.1)
     os.rename(paths[1], f"{paths[1]}.away")
     assert sorted(indices(list(loader.iterate(0)))) == list(range(36))
-    assert "4 that could not be read, which the next one tries again" in caplog.text and loader.bad.counts() == (4, 0)
-    assert len([record for record in caplog.records if "again in" in record.message]) <= 2
+    assert "4 that could not be read, which the next epoch retries" in caplog.text and loader.bad.counts() == (4, 0)
+    assert len([record for record in caplog.records if "retry in" in record.message]) <= 2
     os.rename(f"{paths[1]}.away", paths[1])
     assert sorted(indices(list(loader.iterate(1)))) == list(range(40))
     assert loader.bad.counts() == (0, 0)

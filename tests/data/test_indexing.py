@@ -29,7 +29,7 @@ def test_what_has_no_place_for_an_index_is_refused():
     for dataset, error, message in (
         (iter([1]), TypeError, "a list_iterator has no stable index"),
         (torch.arange(3), TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
-        ([{"index": 7}], ValueError, "have a 'index' already"),
+        ([{"index": 7}], ValueError, "already have 'index'"),
     ):
         with pytest.raises(error, match=message):
             with_index(dataset)[0]

@@ -47,9 +47,9 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     assert part.without([40, 3]).left_out.tolist() == sorted([3, *LEFT_OUT])
     assert part.left_out.tolist() == LEFT_OUT, "the first is as it was"
     for wrong in (-1, N):
-        with pytest.raises(ManifestError, match=f"cannot leave out sample {wrong}: the indices are 0 to 99"):
+        with pytest.raises(ManifestError, match=f"cannot exclude sample {wrong}: the indices are 0 to 99"):
             whole.without([4, wrong])
-    with pytest.raises(ManifestError, match="all 100 samples would be left out"):
+    with pytest.raises(ManifestError, match="all 100 samples would be excluded"):
         whole.without(range(N))
 
 
@@ -78,7 +78,7 @@ def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data:
     whole = list(loader.iterate(0))
     progress = json.loads(json.dumps(progress_after(loader, 7)))
     assert_equal(list(build(data, manifest=fewer).iterate(0, progress)), whole[7:])
-    with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*checkpoint of a completed epoch"):
+    with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*end-of-epoch checkpoint"):
         list(build(data).iterate(0, progress))
 
 

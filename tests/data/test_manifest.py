@@ -115,16 +115,19 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
         "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
         "json": (b'{"url": "x"}', "it is no tar but JSON"),
         "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd; decompress it"),
-        "nothing": (b"", r"it is empty \(0 bytes\)"),
-        "garbage": (b"no tar" * 1000, "damaged, or no tar.*begins with b'no tarno"),
-        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "damaged, or no tar"),
+        "nothing": (b"", r"it is empty; remove it"),
+        "garbage": (b"no tar" * 1000, "corrupt, or no tar.*begins with b'no tarno"),
+        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or no tar"),
     }
     for name, (data, _) in files.items():
         (folder / f"{name}.tar").write_bytes(data)
     pairs = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
     tars = {
         # All images before all captions.
-        "unsorted": ([pair[field] for field in (0, 1) for pair in pairs], "side by side; sort them: tar --sort=name"),
+        "unsorted": (
+            [pair[field] for field in (0, 1) for pair in pairs],
+            "next to each other; sort them: tar --sort=name",
+        ),
         "folders": ([(f"{'ab'[f]}/{pair[f][0]}", b"x") for pair in pairs for f in (0, 1)], "different folders"),
         "dots": ([(f"photo.{name}", b"x") for pair in pairs for name, _ in pair], "names have dots.*photo.000000.jpg"),
         "others": (
@@ -204,7 +207,9 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     """The state in a checkpoint belongs to its indices."""
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
-    with pytest.raises(ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, [\d,]+ when .*Make the manifest again"):
+    with pytest.raises(
+        ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, [\d,]+ when .*Create the manifest again"
+    ):
         find_or_create_manifest(shards)
     assert main(shards) == 0
     assert find_or_create_manifest(shards).num_samples == 8
@@ -216,7 +221,7 @@ def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str],
     for _ in range(2):
         caplog.clear()
         manifest = find_or_create_manifest(shards)
-        assert f"{shards[1]}: 1 samples without image, at positions [2], damaged: no readable header" in caplog.text
+        assert f"{shards[1]}: 1 samples without image, at positions [2], corrupt: no readable header" in caplog.text
         assert (manifest.num_samples, manifest.num_bad) == (10, 1)
         assert manifest.num_lost <= 1, "rounded up"
 
@@ -258,7 +263,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert str(named) in capsys.readouterr().out and find_or_create_manifest(shards[:2]).num_samples == 5
     content = Path(shards[2]).read_bytes()
     assert main([*shards, "--output", shards[2]]) == 1
-    assert "is there and no manifest: give another --output" in capsys.readouterr().err
+    assert "exists and is no manifest: give another --output" in capsys.readouterr().err
     assert Path(shards[2]).read_bytes() == content
 
 
@@ -294,8 +299,8 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
     for content, message in (
         ([], "expected a JSON object"),
         ({"shards": []}, "expected a JSON object with 'format'"),
-        (good | {"version": 99}, "it has version 99, expected 1: make it again"),
-        (good | {"num_samples": 11}, "m.json is no manifest, or a damaged one: .*checksum"),
+        (good | {"version": 99}, "it has version 99, expected 1: create it again"),
+        (good | {"num_samples": 11}, "m.json is no manifest, or corrupt: .*checksum"),
         (good | {"shards": good["shards"][1:]}, "checksum"),
         ({key: value for key, value in good.items() if key != "checksum"}, "checksum"),
     ):
@@ -354,7 +359,7 @@ def test_changed_shards_do_not_verify(shards: list[str]):
     with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00000.tar \(3 samples, were 3"):
         manifest.verify(shards)
     os.unlink(shards[2])
-    with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest are gone: .*00002.tar"):
+    with pytest.raises(ManifestError, match=r"1 of 3 shards of the manifest do not exist: .*00002.tar"):
         manifest.verify(shards)
 
 
@@ -383,8 +388,8 @@ def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: P
     for damaged in (flipped, intact[: len(intact) // 2], b""):
         path.write_bytes(damaged)
         caplog.clear()
-        with pytest.raises(ManifestError, match="a damaged one"):
+        with pytest.raises(ManifestError, match="or corrupt"):
             find_or_create_manifest(shards, manifest=path)
         assert find_or_create_manifest(shards).shards == made.shards
-        assert f"{path} is no manifest, or a damaged one" in caplog.text and path.read_bytes() == damaged
+        assert f"{path} is no manifest, or corrupt" in caplog.text and path.read_bytes() == damaged
     assert len(list(path.parent.glob("manifest-*.json"))) == 1

@@ -60,17 +60,18 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         with pytest.raises(UsageError, match=match):
             build_source(DataSpec(shards, reference=folder), str)
 
-    refused(tmp_path / "nowhere", "there is no such folder.*openclip-ext embed")
+    refused(tmp_path / "nowhere", "does not exist or is not finished: .*openclip-ext embed")
     refused(write_store(tmp_path / "other", shards, data="of others"), "other data than --train-data.*of others")
     refused(
-        write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1), f"{NUM_SAMPLES - 1} samples of other data"
+        write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1),
+        f"other data .*expected samples {NUM_SAMPLES}, found {NUM_SAMPLES - 1}",
     )
     cut = write_store(tmp_path / "cut", shards)
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
     refused(cut, "texts.npy: missing or truncated")
     wide = write_store(tmp_path / "wide", shards, width=WIDTH)
     np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
-    refused(wide, r"images.npy: \(84, 6\) float16, expected \(84, 5\)")
+    refused(wide, r"images.npy: expected \(84, 5\) float16, found \(84, 6\)")
     begun = write_store(tmp_path / "begun", shards)
     (begun / ABOUT).unlink()
-    refused(begun, "not finished; start the same command again")
+    refused(begun, "not finished: start openclip-ext embed again")

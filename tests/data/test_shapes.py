@@ -125,7 +125,7 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
     write_shards(tmp_path / "demo", ShapesConfig(4), workers=1)
-    with pytest.raises(ValueError, match=r"made from .*'seed': 0.* asked for .*'seed': 1"):
+    with pytest.raises(ValueError, match=r"set of .*'seed': 0.* expected .*'seed': 1"):
         write_shards(tmp_path / "demo", ShapesConfig(4, seed=1), workers=1)
     main(["--output", str(tmp_path / "demo"), "--num-samples", "4"])
     assert "4 samples in 1 shards, already there" in capsys.readouterr().out

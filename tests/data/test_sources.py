@@ -36,7 +36,7 @@ def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.
     assert loader.num_samples == 43
     assert max(found) == 39
     assert sum(loader.bad.counts()) >= 2
-    assert "it has 9 samples, the manifest says 12" in caplog.text
+    assert "it has 9 samples, the manifest has 12" in caplog.text
 
 
 def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -87,7 +87,7 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
     path = write_csv(tmp_path)
     whole = path.read_text()
     path.write_text(whole.replace("sample 5\n", '"sample 5\n').replace("sample 20\n", 'a "sample" 20\n'))
-    with pytest.raises(ValueError, match=r"'title' of row 5 holds 16 lines.*check the quotes.*--csv-separator"):
+    with pytest.raises(ValueError, match=r"'title' of row 5 has 16 lines.*check the quotes.*--csv-separator"):
         build(str(path))
     # Captions of several lines are in order, if they are quoted.
     path.write_text(whole.replace("sample 5\n", '"a ""dog"", 5 cm high.\nIt sits,\tsee 5 jpg"\n'))
@@ -105,7 +105,7 @@ def test_bad_rows(tmp_path: Path):
     found = indices(list(loader.iterate(0)) + list(loader.iterate(1)))
     assert {6, 7, 8, 9}.isdisjoint(found)
     assert loader.bad.by_shard() == {str(path): 4}
-    with pytest.raises(BadDataError, match=r"1 of 30 samples .*data.csv, among them rows \[9\]"):
+    with pytest.raises(BadDataError, match=r"1 of 30 samples .*data.csv, for example rows \[9\]"):
         build(str(path), max_bad_fraction=0.01)
 
 
@@ -125,7 +125,7 @@ def test_synthetic_data():
     assert len(set(indices(batches))) == 16
     assert batches[0]["image"].tolist() == [[224, 224, 0, 0, 0]] * 8
     assert batches[0]["text"].tolist() == [[len(CAPTION)] * 3] * 8
-    with pytest.raises(ValueError, match="at least 1 sample"):
+    with pytest.raises(ValueError, match="samples must be at least 1"):
         build(None, dataset_type="synthetic", num_samples=0)
 
 
@@ -138,7 +138,7 @@ def test_compressed_local_shards(tmp_path: Path):
 
 def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     path = str(write_csv(tmp_path, separator=";", columns=("image", "text")))
-    with pytest.raises(ValueError, match=r"no column .filepath. but \[.*add --csv-separator.*--csv-img-key"):
+    with pytest.raises(ValueError, match=r"no column .filepath. but \[.*set --csv-separator.*--csv-img-key"):
         build(path)
     assert build(path, csv_separator=";", csv_image_key="image", csv_caption_key="text").num_samples == 30
     with pytest.raises(ValueError, match="the data set is empty"):

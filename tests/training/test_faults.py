@@ -186,7 +186,7 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
     before = [file.read_bytes() for file in files]
     fewer = tmp_path / "fewer.json"
     Manifest.load(Path(shards).parent / "manifest.json").without({5}).save(fewer)
-    with pytest.raises(ValueError, match=r"cannot go on in mid-epoch: .* another --name"):
+    with pytest.raises(ValueError, match=r"cannot resume mid-epoch: .* new --name"):
         run([*argv, "--manifest", str(fewer)])
     assert [file.read_bytes() for file in files] == before
 

@@ -16,7 +16,7 @@ _MAX_LOGGED = 20
 
 @dataclass(frozen=True)
 class BadSample:
-    """A bad sample. One that could not be read is tried again in the next epoch."""
+    """A bad sample. The next epoch retries it if it could not be read."""
 
     index: int
     reason: str
@@ -24,12 +24,9 @@ class BadSample:
 
 
 class BadSamples:
-    """The bad samples that all ranks know, and those that this rank has met since :meth:`exchange`.
+    """The bad samples that all ranks know, and those that this rank has found since :meth:`exchange`.
 
-    Args:
-        source: The data set.
-        max_fraction: Largest fraction of the data, and of an epoch's samples, that may be bad.
-        epoch_samples: Samples of an epoch.
+    At most ``max_fraction`` of the data set, and of the ``epoch_samples`` of an epoch, may be bad.
     """
 
     def __init__(self, source: Source, max_fraction: float, epoch_samples: int) -> None:
@@ -37,14 +34,14 @@ class BadSamples:
         self._max_fraction = max_fraction
         self._epoch_samples = epoch_samples
         self._epoch = 0
-        self._found: dict[int, int] = {}  # the epoch in which each was met
-        self._unread: set[int] = set()  # of the epoch under way
+        self._found: dict[int, int] = {}  # the epoch in which each was found
+        self._unread: set[int] = set()  # of the current epoch
         self._new: dict[int, BadSample] = {}
         self._num_logged = 0
         self._has_refused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks know, as plain types for a checkpoint."""
+        """Return the bad samples that all ranks know, in plain types."""
         return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -53,24 +50,24 @@ class BadSamples:
             self._found, self._unread = dict(state["found"]), set(state["unread"])
 
     def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
-        """Begin or continue an epoch; return ``(k,)`` int64, the ascending indices that it leaves out."""
+        """Start or continue an epoch; return ``(k,)`` int64, the ascending indices that it excludes."""
         self._epoch = epoch
         if is_fresh:
             self._unread = set()
         return np.array(sorted(index for index, met in self._found.items() if met < epoch), dtype=np.int64)
 
     def add(self, sample: BadSample) -> None:
-        """Note a sample that this rank has met; a single rank raises BadDataError if there are too many."""
+        """Record a sample that this rank has found; a single rank raises BadDataError if there are too many."""
         if sample.index in self._unread or self._found.get(sample.index, self._epoch + 1) <= self._epoch:
             return
         if sample.index not in self._new and distributed.is_master():
             self._log(sample)
         self._new[sample.index] = sample
-        if distributed.world_size() == 1:  # several ranks have to end together
+        if distributed.world_size() == 1:  # several ranks have to stop together
             self._refuse_too_many()
 
     def exchange(self) -> None:
-        """Tell all ranks what each has met; all must call it, and all raise BadDataError if there are too many."""
+        """Share the new samples with all ranks; BadDataError on all if there are too many. Collective: all ranks call it."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:
                 if rank and distributed.is_master():
@@ -84,43 +81,42 @@ class BadSamples:
         self._new = {}
 
     def counts(self) -> tuple[int, int]:
-        """Return how many samples this epoch leaves out: those that all ranks know, and those that only this one knows."""
+        """Return the number of samples this epoch excludes that all ranks know, and that only this rank knows."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
     def by_shard(self) -> Counter[str]:
         """Return the number of known bad samples by shard."""
-        indices = {*self._found, *self._unread, *self._new}
-        return Counter(self._source.group_of(index)[0] for index in indices)
+        return Counter(self._source.group_of(index)[0] for index in self._known())
 
     def log_epoch(self) -> None:
-        """Log how many bad samples the epoch that ends has met."""
+        """Log how many bad samples the epoch that ends has found."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
         if (met or self._unread) and distributed.is_master():
-            shards = ", ".join(f"{name} {count}" for name, count in self.by_shard().most_common(5))
             logging.warning(
-                f"Epoch {self._epoch} met {met:,} bad samples, which later epochs leave out, and {len(self._unread):,} that "
-                f"could not be read, which the next one tries again. Known by now: {shards}"
+                f"Epoch {self._epoch} met {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
+                f"could not be read, which the next epoch retries. Known so far: {dict(self.by_shard().most_common(5))}"
             )
+
+    def _known(self) -> set[int]:
+        return {*self._found, *self._unread, *self._new}
 
     def _log(self, sample: BadSample) -> None:
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
             name = self._source.group_of(sample.index)[0]
-            logging.warning(f"Bad sample {sample.index} in {name} is left out: {sample.reason}")
+            logging.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
-        if self._has_refused:  # what follows is the run's last save
+        if self._has_refused:  # the run's last save follows
             return
-        known = {*self._found, *self._unread, *self._new}
-        met = len(known) - sum(met < self._epoch for met in self._found.values())
-        for bad, total, where in (
-            (met, self._epoch_samples, "this epoch"),
-            (len(known), self._source.num_samples, "the data set"),
-        ):
-            if bad > self._max_fraction * total:
+        known = len(self._known())
+        met = known - sum(met < self._epoch for met in self._found.values())
+        total = self._source.num_samples
+        for bad, samples, place in ((met, self._epoch_samples, "this epoch"), (known, total, "the data set")):
+            if bad > self._max_fraction * samples:
                 self._has_refused = True
                 examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
                 raise BadDataError(
-                    f"{bad:,} bad samples in {where} of {total:,}, more than the allowed {self._max_fraction:.1%} "
+                    f"{bad:,} bad samples in {place} of {samples:,}, more than the allowed {self._max_fraction:.1%} "
                     f"(--max-bad-fraction). By shard: {dict(self.by_shard().most_common(5))}. {examples}"
                 )

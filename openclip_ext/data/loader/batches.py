@@ -17,33 +17,27 @@ from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.order import EpochOrder, Layout, Segment
 from openclip_ext.data.reference import REFERENCE_KEYS
-from openclip_ext.data.sources.source import (
-    MAX_CAPTION,
-    BadSampleError,
-    DecodedImage,
-    ImageDecoder,
-    RawSample,
-    Source,
-)
+from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[str], Tensor]
+_READ_AHEAD = 4096  # samples whose shards a reader may open ahead
 
 
 class Beginning(NamedTuple):
-    """The state of the bad samples where the workers of a rank begin."""
+    """The state of the bad samples where the workers of a rank start."""
 
     left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that are not in the epoch
-    passed: tuple[int, ...]  # number of bad samples that each worker has passed over before
+    passed: tuple[int, ...]  # number of bad samples that each worker has skipped before
 
 
 class BatchRequest(NamedTuple):
-    """A request to a worker for one batch. It says everything, so that persistent workers never work on an old epoch."""
+    """A request to a worker for one batch. It is complete, so that persistent workers never work on an old epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
-    beginning: Beginning | None = None  # with a worker's first request
+    beginning: Beginning | None = None  # only in a worker's first request
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -55,17 +49,14 @@ class BatchRequests(Sampler[BatchRequest]):
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self.epoch = 0
-        self.seen: tuple[Segment, ...] = ()
-        self.batches = range(0)
-        self.beginning: Beginning | None = None
+
+    def reset(self, epoch: int, seen: tuple[Segment, ...], batches: range, beginning: Beginning) -> None:
+        self._pass = epoch, seen, batches, beginning
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for place, batch in enumerate(self.batches):
-            yield BatchRequest(self.epoch, self.seen, batch, self.beginning if place < self._workers else None)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        epoch, seen, batches, beginning = self._pass
+        for place, batch in enumerate(batches):
+            yield BatchRequest(epoch, seen, batch, beginning if place < self._workers else None)
 
 
 @dataclass(eq=False)
@@ -92,7 +83,6 @@ class BatchDataset(Dataset):
         return batch
 
     def _open_stream(self, request: BatchRequest) -> Iterator[RawSample]:
-        """Return the worker's samples from a batch on. Earlier ones are neither read nor decoded."""
         assert request.beginning is not None
         left_out, passed = request.beginning
         order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
@@ -101,13 +91,14 @@ class BatchDataset(Dataset):
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
-        """Make a batch of the next usable samples; ``is_short`` says that too few were left for one."""
+        """Make a batch of the next usable samples; ``is_short`` marks that there were too few."""
         images, texts, indices, captions = [], [], [], []
         bad: list[BadSample] = []
         num_cut = 0
         for raw in self._stream:
             try:
-                image, caption = self._decode(raw, epoch)
+                draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
+                image, caption = self._source.decode(raw, self._decoder, draw)
             except BadSampleError as error:
                 bad.append(BadSample(raw.index, str(error), raw.problem is None))
                 if len(bad) > self._max_bad:
@@ -131,25 +122,26 @@ class BatchDataset(Dataset):
         return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, Tensor, str]:
-        """Return pixels of all views, ``(views, ...)`` if there are several, and the first's token ids and caption."""
-        pixels, text, caption = self._view(image, caption, epoch, index)
+        """Return pixels, ``(views, ...)`` with several views, and the first view's token ids ``(L,)`` and caption."""
+        pixels, text, shown = self._view(image, caption, epoch, index)
         if self._config.views > 1:
-            others = [self._view(image, caption, epoch, index, view)[0] for view in range(1, self._config.views)]
+            others = [self._view(image, shown, epoch, index, view)[0] for view in range(1, self._config.views)]
             pixels = torch.stack([pixels, *others])
-        return pixels, text, caption
+        return pixels, text, shown
 
     def _view(
         self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
     ) -> tuple[Tensor, Tensor, str]:
-        """Return pixels, token ids ``(L,)`` and caption, random in (seed, epoch, index) and the number of a later view."""
-        _seed_generators(hash_int(Purpose.PIXELS, self._config.seed, epoch, index, *view))
+        bits = self._hash(Purpose.PIXELS, epoch, index, *view)
+        torch.default_generator.manual_seed(bits >> 1)  # torch.manual_seed would also seed the GPUs
+        random.seed(bits)
+        np.random.seed(bits & 0xFFFFFFFF)
         if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
         return self._transform(image), self._tokenizer(caption)[0], caption
 
-    def _decode(self, raw: RawSample, epoch: int) -> tuple[DecodedImage, str]:
-        draw = hash_int(Purpose.CAPTION, self._config.seed, epoch, raw.index) if self._config.draw_captions else 0
-        return self._source.decode(raw, self._decoder, draw)
+    def _hash(self, purpose: Purpose, *words: int) -> int:
+        return hash_int(purpose, self._config.seed, *words)
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams have open files, which belong to one process.
@@ -158,7 +150,7 @@ class BatchDataset(Dataset):
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Restore the process's random generators at the end; only the training process needs that."""
+    """Restore the random generators of the training process at the end; a worker does not need this."""
     if get_worker_info() is not None:
         yield
         return
@@ -171,13 +163,6 @@ def _generators_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def _seed_generators(bits: int) -> None:
-    # torch.manual_seed would seed the GPUs, too.
-    torch.default_generator.manual_seed(bits >> 1)
-    random.seed(bits)
-    np.random.seed(bits & 0xFFFFFFFF)
-
-
 def epoch_order(
     source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
 ) -> EpochOrder:
@@ -187,45 +172,35 @@ def epoch_order(
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """Yield the samples of one worker in order, from the ``start``-th on; hold at most as many as the shuffle's window."""
-    skipped = np.zeros(order.piece_length(rank, worker) if start else 0, dtype=bool)
+    """Yield the samples of one worker in order, from number ``start`` on; hold up to a shuffle window of them in memory."""
+    skipped = np.zeros(order.piece_length(rank, worker), dtype=bool)
     waiting: dict[int, RawSample] = {}
     ahead: Iterator[tuple[int, RawSample]] | None = None
-    for positions in _skip(order.shuffled(rank, worker), start, skipped):
-        # The first part comes when all skipped positions are marked.
-        ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
-        for position in positions.tolist():
+    for part in order.shuffled(rank, worker):
+        skipped[part[:start]] = True
+        left, start = part[start:], max(0, start - len(part))
+        for position in left.tolist():
+            # Starts when all skipped positions are marked.
+            ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
             while position not in waiting:
                 place, raw = next(ahead)
                 waiting[place] = raw
             yield waiting.pop(position)
 
 
-def _skip(parts: Iterator[np.ndarray], count: int, skipped: np.ndarray) -> Iterator[np.ndarray]:
-    """Drop the first ``count`` positions and mark them."""
-    for part in parts:
-        if count:
-            skipped[part[:count]] = True
-            part, count = part[count:], count - min(count, len(part))
-        if len(part) or not count:
-            yield part
-
-
 def _read_in_sequence(
     source: Source, order: EpochOrder, rank: int, worker: int, skipped: np.ndarray
 ) -> Iterator[tuple[int, RawSample]]:
     reader = source.reader()
-    length, step = order.piece_length(rank, worker), 4096
 
     def part(begin: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(begin, min(begin + step, length))
-        if len(skipped):
-            positions = positions[~skipped[positions]]
+        positions = np.arange(begin, min(begin + _READ_AHEAD, len(skipped)))
+        positions = positions[~skipped[positions]]
         return positions, order.piece_indices(rank, worker, positions)
 
     following = part(0)
-    for begin in range(0, length, step):
-        (positions, indices), following = following, part(begin + step)
+    for begin in range(0, len(skipped), _READ_AHEAD):
+        (positions, indices), following = following, part(begin + _READ_AHEAD)
         reader.expect(np.concatenate([indices, following[1]]))
         for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
             yield position, reader(index)

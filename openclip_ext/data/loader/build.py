@@ -28,9 +28,8 @@ from openclip_ext.data.sources.source import (
 )
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
-from openclip_ext.data.storage import Storage
 
-# So many samples without image or caption are no accident.
+# Samples at the beginning of validation shards, of which at least one must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
@@ -43,21 +42,15 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
-    """Build the training loader; every rank must call this. See :class:`TrainLoader`.
-
-    Raises:
-        ValueError: The arguments or the data are wrong; the message says what to do.
-        BadDataError: Too many samples are known to be bad.
-    """
+    """Build the training loader. See :class:`TrainLoader`, also for the errors. Collective: all ranks call it."""
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
     source = build_source(spec, preprocess)
-    if isinstance(source, ShardSource):
-        _check_cache(source, spec.storage, max(1, config.workers))
+    if isinstance(source, ShardSource) and spec.cache_dir is not None:
+        _check_cache(source, spec, max(1, config.workers))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
-        # Commands often name a round number, or the size of another download.
         logging.warning(
             f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
             "epoch is the data set"
@@ -86,15 +79,14 @@ def build_eval_loader(
 
     Raises:
         BadDataError: The first shard cannot be read, or its samples lack image or caption.
-        ValueError: The specification is wrong.
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
-        urls = expand_shards(_given(spec))
+        urls = expand_shards(spec.source or "")
         spec.storage.reach(urls)
         samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
-        _refuse_without_fields(samples, spec)
         num_samples = spec.num_samples
+        _refuse_without_fields(samples, spec)
     else:
         samples = build_source(spec, preprocess)
         num_samples = samples.num_samples
@@ -109,37 +101,35 @@ def build_eval_loader(
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """Return the samples of a data set by index; find or make the manifest of shards. ValueError if the data are wrong."""
-    source = _source_of(spec, preprocess)
-    if spec.reference is not None:
-        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
-    return source
-
-
-def _source_of(spec: DataSpec, preprocess: Transform) -> Source:
-    kind = spec.resolved_type
+    """Return the samples of a data set by index; find or create the manifest of shards. ValueError if the data are wrong."""
+    kind, given = spec.resolved_type, spec.source or ""
+    source: Source
     if kind == "synthetic":
-        # As OpenCLIP: as large as the crop that the transform begins with.
+        # As in OpenCLIP: the size of the crop that the transform starts with.
         size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
         num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
-        return SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
-    given = _given(spec)
-    if kind == "csv":
-        # pandas takes half a second to import and only CSV files need it.
+        source = SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+    elif kind == "csv":
+        # Here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
         paths = [given] if isinstance(given, str) else given
         if len(paths) != 1:
             raise ValueError(f"expected one CSV file, got {list(paths)}")
-        return CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
-    manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
-    _together(lambda: spec.storage.reach(shard.url for shard in manifest.shards))
-    weights = _shard_weights(spec, [shard.url for shard in manifest.shards])
-    return ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+        source = CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+    else:
+        manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
+        urls = [shard.url for shard in manifest.shards]
+        _on_all_ranks(lambda: spec.storage.reach(urls))
+        weights = _shard_weights(spec, urls)
+        source = ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+    if spec.reference is not None:
+        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
+    return source
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
-    """Raise BadDataError if the first samples lack image or caption: validation would find it after an epoch of training."""
+    """Raise BadDataError if the first samples lack image or caption. Validation would find it only after an epoch."""
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
@@ -148,21 +138,19 @@ def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
     raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")
 
 
-def _check_cache(source: ShardSource, storage: Storage, workers: int) -> None:
-    """Raise ValueError on all ranks if the copies that the ranks of a node read at the same time do not fit into its cache."""
+def _check_cache(source: ShardSource, spec: DataSpec, workers: int) -> None:
+    """Raise ValueError on all ranks if the copies that the ranks of a node read at the same time exceed its cache."""
     remote = sorted((shard for shard in source.manifest.shards if not shard.is_local), key=lambda s: -s.num_samples)
-    nodes = distributed.all_gather_object(platform.node())
-    if not remote or storage.cache_dir is None:
-        return
-    ranks = nodes.count(platform.node())
-    in_use = remote[: ranks * workers * SHARDS_IN_USE]
-    share = sum(shard.num_samples for shard in in_use) / max(1, remote[0].num_samples)
-    what = f"{len(in_use)} shards in use ({ranks} ranks of the node x {workers} workers x up to {SHARDS_IN_USE} shards)"
-    _together(lambda: storage.check_cache(remote[0].url, share, what))
+    ranks = distributed.all_gather_object(platform.node()).count(platform.node())
+    if remote:
+        in_use = remote[: ranks * workers * SHARDS_IN_USE]
+        share = sum(shard.num_samples for shard in in_use) / max(1, remote[0].num_samples)
+        what = f"{len(in_use)} shards in use ({ranks} ranks of the node x {workers} workers x up to {SHARDS_IN_USE} shards)"
+        _on_all_ranks(lambda: spec.storage.check_cache(remote[0].url, share, what))
 
 
-def _together(check: Callable[[], None]) -> None:
-    """Do a check on all ranks; raise ValueError on all if it fails on one, so that none waits."""
+def _on_all_ranks(check: Callable[[], None]) -> None:
+    """Run a check on all ranks; raise its ValueError on all ranks if it fails on one."""
     failure = None
     try:
         check()
@@ -170,11 +158,6 @@ def _together(check: Callable[[], None]) -> None:
         failure = str(error)
     if failures := list(filter(None, distributed.all_gather_object(failure))):
         raise ValueError(failures[0])
-
-
-def _given(spec: DataSpec) -> str | Sequence[str]:
-    assert spec.source is not None  # resolved_type has refused it
-    return spec.source
 
 
 def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
@@ -188,7 +171,7 @@ def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
         values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
     except ValueError:
         raise ValueError(f"--train-data-upsampling-factors {factors}: expected numbers such as 1::3") from None
-    components = expand_components(_given(spec))
+    components = expand_components(spec.source or "")
     if len(values) != len(components):
         raise ValueError(f"{len(values)} upsampling factors for {len(components)} data sources: give one for each")
     if not (min(values) >= 0 and 0 < sum(values) < math.inf):

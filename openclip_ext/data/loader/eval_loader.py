@@ -1,8 +1,10 @@
 """Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from openclip_ext.data.sources.source import (
     BadDataError,
     BadSampleError,
     DecodedImage,
+    ImageDecoder,
     RawSample,
     SampleKeys,
     Source,
@@ -25,16 +28,21 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 
-class ShardStreams(NamedTuple):
-    """Shards that are read to their end without a manifest. The samples have no index."""
+@dataclass(frozen=True)
+class ShardStreams:
+    """Shards that are read completely, without a manifest. The samples have no index."""
 
     urls: list[str]
     keys: SampleKeys
     storage: Storage = DEFAULT_STORAGE
 
+    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+        """Return image and caption, as :meth:`Source.decode`."""
+        return self.keys.decode(raw, decoder)
+
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
-    """Yield the samples of a shard; what is damaged is one with a problem."""
+    """Yield the samples of a shard; a corrupt part is a sample with a problem."""
     position = 0
     gaps: list[tar.Gap] = []
     try:
@@ -46,56 +54,55 @@ def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[R
     except tar.STREAM_ERRORS as error:
         yield RawSample(position, problem=f"it cannot be read to its end: {type(error).__name__}: {error}")
     for gap in gaps:
-        yield RawSample(position, problem=f"damaged: no readable header in the bytes {gap.start:,} to {gap.end:,}")
+        yield RawSample(position, problem=f"corrupt: no readable header in the bytes {gap.start:,} to {gap.end:,}")
 
 
+@dataclass(eq=False)
 class _EvalDataset(IterableDataset):
-    def __init__(
-        self,
-        samples: Source | ShardStreams,
-        transform: Callable,
-        tokenizer: Callable,
-        batch_size: int,
-        span: range | None,
-    ) -> None:
-        self._samples = samples
-        self._span = span
-        self._transform = transform
-        self._tokenizer = tokenizer
-        self._batch_size = batch_size
+    _samples: Source | ShardStreams
+    _transform: Callable
+    _tokenizer: Callable
+    _batch_size: int
+    _span: range | None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        batch = []
+        samples = self._usable()
         try:
-            for sample in self._transformed():
-                batch.append(sample)
-                if len(batch) == self._batch_size:
-                    yield default_collate(batch)
-                    batch = []
+            while batch := list(itertools.islice(samples, self._batch_size)):
+                yield default_collate(batch)
         except BadDataError as error:
             yield {"error": str(error)}
-            return
-        if batch:
-            yield default_collate(batch)
 
-    def _transformed(self) -> Iterator[dict[str, Any]]:
+    def _usable(self) -> Iterator[dict[str, Any]]:
+        """Yield the usable samples, and log the others; BadDataError if a group has no usable sample."""
+        for name, raws in self._groups():
+            usable, bad, reason = 0, 0, ""
+            for raw in raws:
+                try:
+                    image, caption = self._samples.decode(raw, decode_image)
+                except BadSampleError as error:
+                    bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
+                    continue
+                usable += 1
+                sample = {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+                yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
+            if bad and not usable and not self._span:  # a part of the data may have none
+                raise BadDataError(f"{name} has no usable sample: {reason}")
+            if bad:
+                logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
+
+    def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
+        """Yield the samples of this worker, with the name of the group that needs a usable sample."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):
-            raws = self._read_source(self._samples, worker, workers)
-            for index, image, caption in self._usable("the data set", raws, self._samples.decode):
-                yield self._transform_sample(image, caption) | {"index": index}
-            return
-        urls, keys, storage = self._samples
-        for url in urls[worker::workers]:
-            for _, image, caption in self._usable(url, read_shard(url, keys.fields, storage), keys.decode):
-                yield self._transform_sample(image, caption)
-
-    def _transform_sample(self, image: DecodedImage, caption: str) -> dict[str, Any]:
-        return {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+            yield "the data set", self._read_source(self._samples, worker, workers)
+        else:
+            for url in self._samples.urls[worker::workers]:
+                yield url, read_shard(url, self._samples.keys.fields, self._samples.storage)
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield the samples that are not left out. Workers take turns by shard, or by batch if shards are too few."""
+        """Yield the samples that are not excluded. Workers take turns by shard, or by batch if there are too few shards."""
         read, span = source.reader(), self._span or range(source.num_samples)
         first = source.group_of(span.start)[2]
         by_shard = first < len(span) if self._span else first * workers <= len(span)
@@ -111,41 +118,21 @@ class _EvalDataset(IterableDataset):
                 yield from map(read, kept)
             turn += 1
 
-    def _usable(
-        self, name: str, samples: Iterable[RawSample], decode: Callable[..., tuple[DecodedImage, str]]
-    ) -> Iterator[tuple[int, DecodedImage, str]]:
-        """Yield index, image and caption of the usable samples, and log the others; raise BadDataError if none is usable.
-
-        A part of a source may have none.
-        """
-        usable, bad, reason = 0, 0, ""
-        for raw in samples:
-            try:
-                image, caption = decode(raw, decode_image)
-            except BadSampleError as error:
-                bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
-                continue
-            usable += 1
-            yield raw.index, image, caption
-        if bad and not usable and not self._span:
-            raise BadDataError(f"{name} has no usable sample: {reason}")
-        if bad:
-            logging.warning(f"{bad} bad samples or places in {name} are left out; the first: {reason}")
-
 
 class EvalLoader:
-    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are left out and logged.
+    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are skipped and logged.
 
     Args:
         samples: A source, or shards without a manifest.
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
-        batch_size: Samples of a batch; the last one may be smaller.
-        workers: Worker processes; 0 works in this process.
-        num_samples: For display, or None; the batches end with the data.
-        span: Indices of a source to read, whole shards, also those that are left out of training; None: all that are not.
+        batch_size: Samples of a batch; the last batch may be smaller.
+        workers: Worker processes; 0 means this process.
+        num_samples: For display, or None.
+        span: Indices of a source to read: complete shards, with samples that are excluded from training. None (default)
+            means all samples that are not excluded.
 
     Raises:
-        BadDataError: While iterating, if a shard (or a whole file) has no usable sample.
+        BadDataError: While iterating, if a shard (or a file) has no usable sample.
     """
 
     def __init__(
@@ -166,8 +153,8 @@ class EvalLoader:
             batch_size=None,
             num_workers=workers,
             worker_init_fn=leave_process_group,
-            pin_memory=torch.cuda.is_initialized(),  # by the model
-            # A pass over the data takes nothing from the training process's generator.
+            pin_memory=torch.cuda.is_initialized(),
+            # Leaves the training process's generator unchanged.
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -1,41 +1,42 @@
-"""Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone.
+"""Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone."""
 
-:mod:`openclip_ext.data.order` has the order, and the sources read. :mod:`.batches` is what workers do, :mod:`.epoch_pass` one
-pass over an epoch.
-"""
-
+import enum
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
-from openclip_ext.data.loader.batches import BatchDataset, BatchRequests, Beginning, Tokenizer, Transform
+from openclip_ext.data.loader.batches import BatchDataset, BatchRequests, Beginning, Tokenizer, Transform, epoch_order
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.epoch_pass import EpochData, EpochPass, Progress
-from openclip_ext.data.loader.workers import kill_workers, leave_process_group, watched_batches
+from openclip_ext.data.loader.workers import WorkerError, kill_workers, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
 from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
 
+Progress = Sequence[Mapping[str, Any]]
+# The batches of a step, the bad samples of each worker so far, and a function that returns the worst _Found of all ranks.
+_Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
 
-class _Opener:
-    """Opens the batches of a rank's workers; it refers to no loader: a cycle would close queues before it ends the workers."""
 
-    def __init__(self, loader: DataLoader[Any], requests: BatchRequests, patience: float | None) -> None:
-        self._loader, self._requests, self._patience = loader, requests, patience
+class Interrupted(BaseException):
+    """Raised by a signal handler while the training process waits for a batch. Do not catch and retry it."""
 
-    def __call__(
-        self, epoch: int, seen: tuple[Segment, ...], numbers: range, beginning: Beginning
-    ) -> Iterator[dict[str, Any]]:
-        requests = self._requests
-        requests.epoch, requests.seen, requests.batches, requests.beginning = epoch, seen, numbers, beginning
-        return watched_batches(self._loader, self._patience)
+
+class _Found(enum.IntEnum):
+    """What a rank found when it requested the batches of a step. The largest value of all ranks applies to all."""
+
+    BATCHES = 0
+    TOO_FEW_SAMPLES = 1
+    FAILED_WORKERS = 2
+    INTERRUPTED = 3
 
 
 class TrainLoader:
@@ -43,22 +44,21 @@ class TrainLoader:
 
     On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples. Every sample comes once over all
     ranks, except for a remainder that does not fill a global batch (``batch_size * world_size * accum_freq``). Bad samples
-    are passed over; if they leave too few, the epoch has fewer batches. Later epochs leave out the bad samples of all ranks,
-    but try those again that could not be read.
+    are skipped, which may shorten the epoch. Later epochs exclude them, but retry samples that could not be read.
 
     Args:
         source: The samples.
         config: How to batch them.
-        preprocess: Makes a tensor of an RGB image. It may draw from the generators of torch, numpy and random, which are
-            seeded by (seed, epoch, index) before each call.
-        decoder: Makes what ``preprocess`` takes of the content of an image file; see :mod:`openclip_ext.data.images`.
-        tokenizer: Makes token ids ``(1, L)`` of a caption, as OpenCLIP's.
-        epoch_samples: Length of a shorter epoch, which has another part of the data each time. No index changes.
-        max_bad_fraction: The run stops when more of the samples than this are bad.
+        preprocess: Turns an RGB image into a tensor. It may use the generators of torch, numpy and random, which are seeded
+            by (seed, epoch, index) before each call.
+        decoder: Turns the content of an image file into the input of ``preprocess``, see :mod:`openclip_ext.data.images`.
+        tokenizer: Turns a caption into token ids ``(1, L)``, as OpenCLIP's tokenizers do.
+        epoch_samples: Samples of a shorter epoch, which has another part of the data each time. No index changes.
+        max_bad_fraction: The run stops when more than this fraction of the samples is bad.
 
     Raises:
         ValueError: There are too few samples for one global batch, or an argument is out of range.
-        BadDataError: More samples than ``max_bad_fraction`` are known to be bad.
+        BadDataError: More than ``max_bad_fraction`` of the samples are known to be bad.
     """
 
     def __init__(
@@ -75,8 +75,6 @@ class TrainLoader:
         self.source = source
         self.seed = config.seed
         self.rank = distributed.rank() if config.rank is None else config.rank
-        self.max_bad_fraction = max_bad_fraction
-        self._draws_captions = config.draw_captions
         self._layout = Layout(
             world_size=distributed.world_size() if config.world_size is None else config.world_size,
             workers=max(1, config.workers),
@@ -85,16 +83,16 @@ class TrainLoader:
             epoch_samples=source.num_kept if epoch_samples is None else epoch_samples,
             shuffle_window=config.shuffle_window if source.sequential else 0,
         )
-        self._check_arguments()
+        _check_arguments(source, config, self._layout, max_bad_fraction)
+        # Whether the ranks of the layout are processes that run in parallel.
+        self._is_shared = self._layout.world_size == distributed.world_size() > 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
-        self._num_cut = 0
-        self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
-        requests = BatchRequests(self._layout.workers)
+        self._requests = BatchRequests(self._layout.workers)
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
             batch_size=None,
-            sampler=requests,
+            sampler=self._requests,
             num_workers=config.workers,
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
@@ -102,29 +100,18 @@ class TrainLoader:
             # DataLoader would draw from the training process's generator at the start of every pass.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
-        opener = _Opener(self._loader, requests, config.patience)
-        self._data = EpochData(source, config.seed, self._layout, self.rank, self.bad, opener)
-        self._pass, self._is_under_way = EpochPass(self._data, 0, []), False
+        self._patience = config.patience
+        self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._failure: WorkerError | None = None
+        self._num_cut = 0  # captions
         self._loaded: Progress = ()
-
-    def _check_arguments(self) -> None:
-        layout, source = self._layout, self.source
-        if min(layout.batch_size, layout.accum_freq, layout.world_size, layout.epoch_samples) < 1:
-            raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
-        if not layout.batches(layout.epoch_samples):
-            raise ValueError(
-                f"too few samples: the epoch has {layout.epoch_samples:,}, one global batch is batch size "
-                f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
-                f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
-            )
-        if self._draws_captions and not source.several_captions:
-            raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
-        bad, where = source.known_bad()
-        if bad > self.max_bad_fraction * source.num_samples:
-            raise BadDataError(
-                f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) are lost or have no image "
-                f"or no caption, more than the allowed {self.max_bad_fraction:.1%} (--max-bad-fraction): {where}"
-            )
+        # The epoch in progress: its entries up to the last change of the layout, and the batches yielded since then.
+        self._is_in_epoch = False
+        self._entries: list[dict[str, Any]] = []
+        self._num_yielded = 0
+        # The bad samples of each worker, before the last batch that was yielded, and before the last that was received.
+        self._passed = [0] * self._layout.workers
+        self._received = list(self._passed)
 
     @property
     def num_samples(self) -> int:
@@ -133,7 +120,7 @@ class TrainLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Micro-batches of each rank in a whole epoch."""
+        """Micro-batches of each rank in a full epoch."""
         return self._layout.batches(self._layout.epoch_samples)
 
     @property
@@ -142,32 +129,54 @@ class TrainLoader:
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return the progress in the epoch after the batches that :meth:`iterate` has handed out. All ranks must call it.
+        """Return the progress in the epoch after the batches that :meth:`iterate` has yielded.
 
-        It also tells the ranks each other's bad samples.
+        Also exchanges the bad samples of the ranks. Collective: all ranks call it.
         """
         self.bad.exchange()
-        return self._pass.progress()
+        bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
+        if self._is_shared:
+            bad[:] = distributed.all_gather_object(self._passed)
+        else:
+            bad[self.rank] = self._passed
+        seen, done = self.check_progress(self._entries)
+        entry = self.layout | {"batches": done + self._num_yielded, "bad": bad.ravel().tolist()}
+        return [*self._entries[: len(seen)], entry]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resume needs, as plain types: progress in the epoch and bad samples. All ranks must call it."""
-        return {"progress": self.progress() if self._is_under_way else [], "bad": self.bad.state_dict()}
+        """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
+        return {"progress": self.progress() if self._is_in_epoch else [], "bad": self.bad.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the next :meth:`iterate` goes on there.
-
-        Raises:
-            ValueError: The state is in an epoch of another data set or seed.
-        """
+        """Restore :meth:`state_dict`; the next :meth:`iterate` continues there. Raises as :meth:`check_progress`."""
         self.bad.load_state_dict(state_dict.get("bad", {}))
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)
+
+    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
+        """Return the segments in other layouts, and how many batches of the current layout are done.
+
+        Raises:
+            ValueError: The progress belongs to another data set or seed.
+        """
+        segments = []
+        for entry in progress or ():
+            for name, what in (("seed", "seed"), ("data", "data set (or manifest)")):
+                if entry.get(name, self.layout[name]) != self.layout[name]:
+                    raise ValueError(
+                        f"cannot resume mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
+                        f"{self.layout[name]}. Use the same, or --resume an end-of-epoch checkpoint under a new --name"
+                    )
+            segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
+        if segments and segments[-1].layout == self._layout:
+            return tuple(segments[:-1]), segments[-1].batches
+        return tuple(segments), 0
 
     @contextmanager
     def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """Wait for batches inside of a context in which a signal handler may raise :class:`Interrupted`.
 
-        If the block ends with an exception, the workers are killed: the process would wait for one that hangs.
+        If the block ends with an exception, the workers are killed, because the process would wait for one that hangs.
         """
         self._interruptible = interruptible
         try:
@@ -178,45 +187,123 @@ class TrainLoader:
         finally:
             self._interruptible = nullcontext
 
-    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Return the segments in other layouts, and how many batches of the current one are done.
-
-        Raises:
-            ValueError: The progress is of another data set or seed.
-        """
-        return self._data.segments(progress or ())
-
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
-        If bad samples leave a worker with too few for its last batch, the samples that are left on all ranks are laid out
-        anew, as long as they fill a step.
+        If bad samples leave a worker too few for its last batch, the samples that are left on all ranks get a new layout, as
+        long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The part that was seen, from :meth:`progress`: entries ``loader.layout | {"batches": those of each rank,
-                "bad": ...}``. If the last layout is the current one, the same batches follow; otherwise the unseen
-                samples are laid out anew. None: what :meth:`load_state_dict` was given, or nothing.
+            progress: The part that was seen, from :meth:`progress`: entries ``loader.layout | {"batches": of each rank,
+                "bad": ...}``. If the last layout is the current one, the same batches follow. Otherwise the unseen samples
+                get the current layout. None (default) means the state that :meth:`load_state_dict` received, or nothing.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
-            and where configured ``caption_hash`` ``(batch_size,)`` int64.
+            and if configured ``caption_hash`` ``(batch_size,)`` int64.
 
         Raises:
-            ValueError: The progress is not of this data set and seed, or has more batches than the epoch.
-            BadDataError: Too many samples are bad. The ranks add up theirs now and then, so they must iterate side by side.
-            WorkerError: A worker of some rank exited or did not answer; all ranks raise it before the same step.
-            Interrupted: a signal came while some rank waited, see :meth:`interrupted_by`; all ranks raise it before the same
-                step.
+            ValueError: The progress is of another data set or seed, or has more batches than the epoch.
+            BadDataError: Too many samples are bad. The ranks add up theirs from time to time, so they must iterate together.
+            WorkerError, Interrupted: A worker of some rank exited or did not answer, or a signal came while some rank waited
+                (:meth:`interrupted_by`). All ranks raise it before the same step.
         """
         progress, self._loaded = (self._loaded if progress is None else progress), ()
-        self._pass = EpochPass(self._data, epoch, [dict(entry) for entry in progress], self._interruptible)
-        self._is_under_way = True
-        yield from self._pass
-        self._is_under_way = False
-        self._num_cut += self._pass.num_cut
+        self._entries, self._num_yielded = [dict(entry) for entry in progress], 0
+        self._passed, self._failure, self._is_in_epoch = [0] * self._layout.workers, None, True
+        left_out = self.bad.begin(epoch, is_fresh=not self._entries)
+        while True:
+            seen, start = self.check_progress(self._entries)
+            order = epoch_order(self.source, self.seed, epoch, seen, self._layout, left_out)
+            if order.batches < start:
+                raise ValueError(f"cannot resume: the checkpoint has {start} batches, the epoch only {order.batches}")
+            yield from self._until_short(epoch, seen, range(start, order.batches), left_out)
+            done = start + self._num_yielded
+            self._entries, self._num_yielded = self.progress(), 0
+            if done in (0, order.batches):
+                break
+            # The samples that are left on all ranks get a new layout.
+            self._entries.append(self.layout | {"batches": 0})
+        if not any(entry["batches"] for entry in self._entries):
+            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill one")
+        self._is_in_epoch = False
         self.bad.log_epoch()
         if self._num_cut:
             logging.warning(
                 f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
             )
+
+    def _until_short(
+        self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield batches in the current layout, until the workers of some rank have too few samples for a step.
+
+        Several ranks make the batches of a step before the previous step, so that no rank waits for this result.
+        """
+        layout = self._layout
+        known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
+        self._received = list(known[self.rank * layout.workers :][: layout.workers]) or [0] * layout.workers
+        self._num_yielded, self._passed = 0, list(self._received)
+        self._requests.reset(epoch, seen, numbers, Beginning(left_out, tuple(self._received)))
+        batches = self._without_bad(numbers, watched_batches(self._loader, self._patience))
+        firsts = numbers[:: layout.accum_freq]
+        steps: Iterator[_Step] = (self._next_step(batches) for _ in firsts)
+        if self._is_shared:
+            end: _Step = [], [], int
+            steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
+        for step, received, worst in steps:
+            found = worst()
+            if found == _Found.TOO_FEW_SAMPLES:
+                return
+            if found == _Found.INTERRUPTED:
+                raise Interrupted
+            if found == _Found.FAILED_WORKERS:
+                raise self._failure or WorkerError("the data workers of another rank failed; see its error")
+            if self._is_shared and self._num_yielded % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
+                self.bad.exchange()
+            self._num_yielded += len(step)
+            self._passed = received
+            yield from step
+
+    def _next_step(self, batches: Iterator[dict[str, Any]]) -> _Step:
+        step: list[dict[str, Any]] = []
+        try:
+            with self._interruptible():
+                step = list(itertools.islice(batches, self._layout.accum_freq))
+            found = _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in step) else _Found.BATCHES
+        except WorkerError as error:
+            self._failure, found = error, _Found.FAILED_WORKERS
+        except Interrupted:
+            found = _Found.INTERRUPTED
+        worst = distributed.any_rank_soon(int(found)) if self._is_shared else lambda: found
+        return step, list(self._received), worst
+
+    def _without_bad(self, numbers: range, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield batches, and record their bad samples."""
+        for number, batch in zip(numbers, batches, strict=True):
+            bad = batch.pop("bad", ())
+            self._received[number % self._layout.workers] += len(bad)
+            for sample in bad:
+                self.bad.add(sample)
+            self._num_cut += batch.pop("num_cut", 0)
+            yield batch
+
+
+def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:
+    if min(layout.batch_size, layout.accum_freq, layout.world_size, layout.epoch_samples) < 1:
+        raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
+    if not layout.batches(layout.epoch_samples):
+        raise ValueError(
+            f"too few samples: the epoch has {layout.epoch_samples:,}, one global batch is batch size "
+            f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
+            f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
+        )
+    if config.draw_captions and not source.several_captions:
+        raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
+    bad, where = source.known_bad()
+    if bad > max_bad_fraction * source.num_samples:
+        raise BadDataError(
+            f"{bad:,} of {source.num_samples:,} samples ({bad / source.num_samples:.1%}) are lost or have no image "
+            f"or no caption, more than the allowed {max_bad_fraction:.1%} (--max-bad-fraction): {where}"
+        )

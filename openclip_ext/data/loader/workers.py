@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 
-# Signals that torchrun, SLURM and a terminal send to the whole process group. The training process saves a checkpoint.
-_TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# The patience is waited for in so many parts.
-_PARTS = 10
-# Seconds until a worker whose sockets are closed has exited.
-_EXIT_SECONDS = 2.0
-# The patience is so many times as long for the first batches, which wait until the shuffle buffer is full.
+# Signals that torchrun, SLURM and a terminal send to the process group. The training process needs its workers until it has
+# saved a checkpoint.
+_GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+# A timeout is waited for in this many intervals. Time in which the run was stopped (SIGSTOP) counts as one interval.
+_INTERVALS = 10
+_EXIT_SECONDS = 2.0  # until a worker whose sockets are closed has exited
+# Timeout factor for first batches, which wait until the shuffle buffer is full.
 _FIRST_BATCHES_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
@@ -34,7 +34,7 @@ class WorkerError(RuntimeError):
 
 
 class _Flag:
-    """What DataLoader uses of ``multiprocessing.Event``, without its lock, which a killed worker can hold for ever."""
+    """The part of ``multiprocessing.Event`` that DataLoader uses, without its lock, which a killed worker may still hold."""
 
     def __init__(self) -> None:
         self._value = multiprocessing.RawValue("b", 0)
@@ -47,17 +47,17 @@ class _Flag:
 
 
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)`` without letting a signal to the process group kill a worker that is just starting.
+    """Return ``iter(loader)``, and protect new workers from signals to the process group.
 
-    A new worker inherits that signals are blocked until it has run :func:`leave_process_group`. Remove torch's handler for
-    the end of a worker, which raises anywhere, even within an optimizer's step. The DataLoader notices at the next batch.
+    A new worker inherits blocked signals, until it has run :func:`leave_process_group`. Also removes torch's handler of worker
+    exits, which raises anywhere, even within an optimizer step. The DataLoader detects the exit at the next batch.
     """
     if loader.num_workers:
         loader.multiprocessing_context = copy.copy(multiprocessing.get_context())
         loader.multiprocessing_context.Event = _Flag
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_GROUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     child_handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(child_handler, "__module__", "").startswith("torch."):  # of a DataLoader that was started in another way
+    if getattr(child_handler, "__module__", "").startswith("torch."):  # from another DataLoader
         child_handler = signal.SIG_DFL
     try:
         return iter(loader)
@@ -68,23 +68,18 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def leave_process_group(worker: int) -> None:
-    """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`).
-
-    The training process needs its workers until it has saved a checkpoint, and ends them itself.
-    """
+    """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`)."""
     os.setpgid(0, 0)
     begin_worker(worker)
-    while pending := signal.sigpending() & _TO_THE_GROUP:
+    while pending := signal.sigpending() & _GROUP_SIGNALS:
         signal.sigwait(pending)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_GROUP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
 def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator[Any]:
-    """Yield the batches of one pass over a DataLoader. On an error all workers are killed, as one may never exit.
+    """Yield the batches of one pass over a DataLoader. On an error all workers are killed, because one may never exit.
 
-    Args:
-        loader: The DataLoader, whose workers take turns.
-        patience: Seconds to wait for a batch, and six times as long for the first of each worker; None: for ever.
+    ``patience`` is the timeout of a batch in seconds, six times as long for the first batch of each worker.
 
     Raises:
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
@@ -94,10 +89,8 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
     try:
         batches = start_workers(loader)
         while True:
-            allowed = (
-                None if patience is None else patience * (_FIRST_BATCHES_FACTOR if received < loader.num_workers else 1)
-            )
-            with _killed_after(allowed, loader, received, stuck):
+            factor = _FIRST_BATCHES_FACTOR if received < loader.num_workers else 1
+            with _kill_unresponsive(None if patience is None else patience * factor, loader, received, stuck):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -118,23 +111,20 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
 
 
 @contextmanager
-def _killed_after(seconds: float | None, loader: DataLoader[Any], turn: int, stuck: list[str]) -> Iterator[None]:
-    """Kill the worker whose turn it is if the block takes longer: nothing else ends a wait for a process that is stopped.
-
-    The time in which the whole run was stopped (SIGSTOP) counts as one part of the patience at most.
-    """
+def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int, stuck: list[str]) -> Iterator[None]:
+    """Kill the worker whose turn it is if the block takes longer. Nothing else ends a wait for a stopped process."""
     if seconds is None or not loader.num_workers:
         yield
         return
     answered = threading.Event()
 
     def kill() -> None:
-        if not any(answered.wait(seconds / _PARTS) for _ in range(_PARTS)):
+        if not any(answered.wait(seconds / _INTERVALS) for _ in range(_INTERVALS)):
             number = turn % loader.num_workers
             worker = _workers(loader)[number]
             stuck.append(
                 f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Look at "
-                "what it reads: a file server that hangs, an image or a caption without end"
+                "what it reads: a file server that hangs, a huge image or caption"
             )
             worker.kill()
 
@@ -146,22 +136,18 @@ def _killed_after(seconds: float | None, loader: DataLoader[Any], turn: int, stu
 
 
 def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
-    """Explain an error of torch about the exit of a worker; None if all are alive.
-
-    Args:
-        largest: Bytes of the largest batch so far.
-    """
+    """Explain torch's error about a worker exit; None if all workers are alive. ``largest``: bytes of the largest batch."""
     ready = wait([worker.sentinel for worker in workers], timeout=_EXIT_SECONDS)
     for worker in workers:
-        if worker.sentinel in ready:  # The kernel closes it some moments before the process has exited.
+        if worker.sentinel in ready:  # closed shortly before the process has exited
             worker.join(timeout=_EXIT_SECONDS)
     exited = [worker for worker in workers if not worker.is_alive()]
     if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in exited):
         free = shutil.disk_usage("/dev/shm").free / 2**20
         return (
             f"the shared memory /dev/shm is too small: {free:,.0f} MiB are free, a batch takes {largest / 2**20:,.0f} MiB, "
-            "and each worker holds two. Give it more (docker: --shm-size), or lower --workers or --batch-size; "
-            "--workers 0 needs none"
+            "and each worker holds two. Increase it (docker: --shm-size), or lower --workers or --batch-size; --workers 0 "
+            "needs none"
         )
     if not exited:
         return None
@@ -170,16 +156,16 @@ def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
     return (
         f"data worker (process {', '.join(str(worker.pid) for worker in exited)}) "
         + ("was killed, as the kernel does when memory runs out" if killed else "exited")
-        + f". The largest process that exited had {memory:.1f} GiB; fewer --workers take less"
+        + f". The largest exited process had {memory:.1f} GiB; fewer --workers need less"
     )
 
 
 def kill_workers(loader: DataLoader[Any]) -> None:
-    """Kill the persistent workers of a DataLoader: Python waits for them at its exit, and a stopped one ignores SIGTERM."""
+    """Kill the persistent workers of a DataLoader. Python waits for them at exit, and a stopped one ignores SIGTERM."""
     for worker in _workers(loader):
         worker.kill()
 
 
 def _workers(loader: DataLoader[Any]) -> list[Any]:
-    """Return the worker processes of a DataLoader with persistent workers, for which torch has no public name."""
+    # torch has no public name for them.
     return getattr(getattr(loader, "_iterator", None), "_workers", [])

@@ -1,7 +1,4 @@
-"""``openclip-ext manifest``: count the samples of shards, and so fix the index of every sample.
-
-Without torch, it starts in a fraction of a second, also on a machine that only has the data.
-"""
+"""``openclip-ext manifest``: count the samples of shards, which defines the index of every sample. Needs no torch."""
 
 import argparse
 import json
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openclip_ext.cli.messages import say
-from openclip_ext.data.manifest.find import load_if_of, places
+from openclip_ext.data.manifest.find import cache_folder, candidates
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.shards.shardlist import expand_shards
@@ -22,36 +19,32 @@ from openclip_ext.files.writing import output_path
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="openclip-ext manifest", description="Count the samples of shards, and so fix the index of every sample."
+        prog="openclip-ext manifest",
+        description="Count the samples of shards, which defines the index of every sample.",
     )
-    parser.add_argument(
-        "shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::")
+    add(
         "--output",
         type=output_path,
-        help="where to write (default: manifest.json in the shards' common folder, manifest-HASH.json if that name is "
-        "taken by one of other shards)",
+        help="where to write (default: manifest.json in the shards' common folder, or manifest-HASH.json if manifest.json "
+        "belongs to other shards)",
     )
-    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
-    parser.add_argument(
-        "--image-key", default=DEFAULT_IMAGE_KEY, help="fields that hold the image (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--workers", type=int, help="processes (default: one per core)")
+    add("--image-key", default=DEFAULT_IMAGE_KEY, help="fields that contain the image (default: %(default)s)")
+    add(
         "--caption-key",
         default=DEFAULT_CAPTION_KEY,
-        help="fields that hold the caption, or json:ENTRY (default: %(default)s)",
+        help="fields that contain the caption, or json:ENTRY (default: %(default)s)",
     )
-    parser.add_argument("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
-    parser.add_argument(
+    add("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    add(
         "--remote-patience",
         type=float,
         default=Storage.patience,
-        help="seconds for which a remote file that fails is asked for again (default: %(default)g)",
+        help="seconds for which a failing remote file is retried (default: %(default)g)",
     )
-    parser.add_argument(
-        "--uids", metavar="FILE.npy", help="leave out samples whose uid is not in this list of DataComp's"
-    )
+    add("--uids", metavar="FILE.npy", help="exclude samples whose uid is not in this list of DataComp's")
     return parser.parse_args(argv)
 
 
@@ -61,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sizes = read_as(dict[str, int], json.loads(Path(args.sizes).read_bytes()), args.sizes) if args.sizes else None
         urls = expand_shards(args.shards)
-        output = Path(args.output) if args.output else _place_beside(urls, args.image_key, args.caption_key)
+        output = Path(args.output) if args.output else _place_next_to(urls, args.image_key, args.caption_key)
         _refuse_other_file(output)
         journal, storage = output.with_name(f".{output.name}.journal"), Storage(args.remote_patience)
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
@@ -77,33 +70,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     n, bad, lost = manifest.num_samples, manifest.num_bad, ""
     if manifest.num_lost:
         ends_too_soon = any("error" in shard.problems for shard in manifest.shards)
-        lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in damaged shards"
+        lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in corrupt shards"
     if len(manifest.left_out):
         say(f"{n - len(manifest.left_out):,} samples are trained on, the others are not in {args.uids}")
     say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
     return 0
 
 
-def _place_beside(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
-    """Return the path of a new manifest beside its shards, where training finds it; raise ValueError if there is none."""
-    for path in places(urls, image_key, caption_key)[:-1]:
-        try:
-            if load_if_of(path, urls, image_key, caption_key) is not None:
-                return path
-        except FileNotFoundError:
+def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Path:
+    """Return the path of a new manifest next to its shards, where training finds it."""
+    for path, _ in candidates(urls, image_key, caption_key):
+        if path.parent != cache_folder():
             return path
-    raise ValueError("the shards are remote, or both names beside them are taken: say with --output where to write")
+    raise ValueError("the shards are remote, or both names next to them are in use: give --output")
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Raise ValueError rather than overwrite a file that is no manifest, such as a shard."""
-    if not path.exists():
-        return
-    if path.is_file():
+    """Raise ValueError if there is a file that is no manifest, such as a shard. A corrupt manifest may be replaced."""
+    if path.exists():
         with path.open("rb") as file:
-            if FORMAT.encode() in file.read(4096):  # a damaged one may be replaced
-                return
-    raise ValueError(f"{path} is there and no manifest: give another --output")
+            if FORMAT.encode() not in file.read(4096):
+                raise ValueError(f"{path} exists and is no manifest: give another --output")
 
 
 if __name__ == "__main__":

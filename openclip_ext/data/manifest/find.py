@@ -1,9 +1,9 @@
-"""Find the manifest of a training run, or make one."""
+"""Find the manifest of a training run, or create one."""
 
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openclip_ext.cli.messages import without_secrets
@@ -11,6 +11,8 @@ from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.keys import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
+
+_MAX_LINES = 20
 
 
 def find_or_create_manifest(
@@ -22,14 +24,13 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    With several processes rank 0 looks and scans, and the others get the result. A new one is written to the first of
-    :func:`places` that is free. One that no longer fits its shards is an error, because after a new scan the indices in a
-    checkpoint could mean other samples. For the arguments, see :meth:`Manifest.scan`.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that no longer matches its shards is an error, because with a new
+    scan the indices in a checkpoint could mean other samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
         ManifestError: On every rank, with the reason.
     """
-    # The manifest's own command line does without torch.
+    # Here, because the command line of the manifest works without torch.
     from openclip_ext import distributed
 
     found: Manifest | None = None
@@ -55,51 +56,51 @@ def find_or_create_manifest(
 
 def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, storage: Storage) -> Manifest:
     free = []
-    for path in places(urls, image_key, caption_key):
-        try:
-            manifest = load_if_of(path, urls, image_key, caption_key)
-        except FileNotFoundError:
+    for path, manifest in candidates(urls, image_key, caption_key):
+        if manifest is None:
             free.append(path)
             continue
-        if manifest is not None:
-            if manifest.verify(urls):
-                _save_somewhere(manifest, [path])
-            logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
-            return manifest
+        if manifest.verify(urls):
+            _save_first_writable(manifest, [path])
+        logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
+        return manifest
     logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
     manifest = Manifest.scan(urls, image_key, caption_key, storage=storage)
-    _save_somewhere(manifest, free)
+    _save_first_writable(manifest, free)
     return manifest
 
 
-def places(urls: Sequence[str], image_key: str, caption_key: str) -> list[Path]:
-    """Return the paths that a manifest of these shards may have, in order of preference; the last is in the user's cache."""
+def cache_folder() -> Path:
+    """Return the folder of manifests that cannot be written next to their shards."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext"
+
+
+def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterator[tuple[Path, Manifest | None]]:
+    """Yield the places of a manifest of these shards and keys in order of preference, with the manifest there, or None.
+
+    Places with a file of other shards or keys are skipped. :data:`ANY_FIELD` accepts a manifest with any keys, because the
+    indices are the same. The last place is in the user's cache.
+    """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext" / named
-    if not all(map(is_local, urls)):
-        return [cache]
-    folder = Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
-    return [folder / "manifest.json", folder / named, cache]
+    paths = [cache_folder() / named]
+    if all(map(is_local, urls)):
+        folder = Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
+        paths = [folder / "manifest.json", folder / named, *paths]
+    for path in paths:
+        try:
+            manifest = Manifest.load(path)
+        except FileNotFoundError:
+            yield path, None
+        except (OSError, ManifestError) as error:
+            logging.warning(f"{error}. It is not changed.")
+        else:
+            has_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
+            if manifest.is_of(urls) and (has_keys or image_key == ANY_FIELD):
+                yield path, manifest
 
 
-def load_if_of(path: Path, urls: Sequence[str], image_key: str, caption_key: str) -> Manifest | None:
-    """Return the manifest at ``path`` if it has exactly these shards and keys, else None; raise FileNotFoundError.
-
-    If any field will do, it is that of any keys: the indices are the same.
-    """
-    try:
-        manifest = Manifest.load(path)
-    except FileNotFoundError:
-        raise
-    except (OSError, ManifestError) as error:
-        logging.warning(f"{error}. It stays as it is.")
-        return None
-    same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
-    return manifest if manifest.is_of(urls) and (same_keys or image_key == ANY_FIELD) else None
-
-
-def _save_somewhere(manifest: Manifest, paths: Sequence[Path]) -> None:
+def _save_first_writable(manifest: Manifest, paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,11 +115,11 @@ def _save_somewhere(manifest: Manifest, paths: Sequence[Path]) -> None:
 
 def _log_report(manifest: Manifest) -> None:
     report = list(manifest.report())
-    for line in report[:20]:
+    for line in report[:_MAX_LINES]:
         logging.warning(line)
-    if report[20:]:
-        logging.warning(f"... and {len(report) - 20} more shards with problems")
+    if report[_MAX_LINES:]:
+        logging.warning(f"... and {len(report) - _MAX_LINES} more shards with problems")
     if len(manifest.left_out):
         logging.info(
-            f"The manifest leaves out {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
+            f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
         )

@@ -1,7 +1,7 @@
-"""The manifest: the number of samples in each shard, and so the index of every sample.
+"""The manifest: the number of samples in each shard, which defines the index of every sample.
 
-The index of a sample is the first index of its shard plus its position in the tar. It is dense, unique, stable, and
-known before training starts, independent of the keys in the tar.
+The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, stable, known
+before training starts, and independent of the keys in the tar.
 """
 
 import copy
@@ -29,7 +29,7 @@ _SHOWN = 5
 
 
 class ManifestError(ValueError):
-    """The shards, or a manifest of them, would train wrongly."""
+    """The shards, or a manifest of them, cannot be trained on."""
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
@@ -41,7 +41,7 @@ class Manifest:
     Args:
         shards: The shards in the order of their indices.
         image_key, caption_key: The fields that the samples were checked for.
-        left_out: ``(k,)`` int64, ascending indices of samples that are not trained on. No index changes.
+        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. No index changes.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Manifest:
 
     @property
     def num_lost(self) -> int:
-        """Estimate of the samples that damaged shards have lost, at least if a shard ends too soon. They have no index."""
+        """Estimate of the samples that corrupt shards have lost; a lower bound if a shard is cut off. They have no index."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Hash of what is trained on: shard names, counts, members and left-out samples, but not where the shards lie."""
+        """Hash of shard names, counts, members and excluded samples, but not of the location of the shards."""
         return self._hash(_format_ranges(self.left_out))
 
     @property
     def index_digest(self) -> str | None:
-        """As :attr:`digest`, without the left-out samples; None if a shard is remote, since its members are unknown."""
+        """As :attr:`digest`, without the excluded samples; None if a shard is remote, because its members are unknown."""
         return self._hash("") if all(shard.digest for shard in self.shards) else None
 
     def _hash(self, left_out: str) -> str:
@@ -103,16 +103,15 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: As :func:`~openclip_ext.data.shards.shardlist.expand_shards` takes them.
+            shards: As for :func:`~openclip_ext.data.shards.shardlist.expand_components`.
             image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
             sizes: Counts of remote shards by file name, instead of the files next to them.
-            workers: Processes for local shards; None for one per core.
-            storage: How remote files are read.
-            journal: File that keeps the progress of scanning remote shards without a count; None: such shards are refused.
+            workers: Processes for local shards. None (default) means one per core.
+            storage: How to read remote files.
+            journal: File for the progress of scanning remote shards without a count. None (default) rejects such shards.
 
         Raises:
-            ManifestError: A shard cannot be read, has no sample with image and caption, or no shard has any sample; or a
-                remote shard has no count.
+            ManifestError: The count of a shard is unknown, or a shard or the data set has no usable sample.
             ValueError: The specification is wrong.
         """
         urls = expand_shards(shards)
@@ -122,42 +121,42 @@ class Manifest:
         if remote:
             found |= scan.count_remote(remote, sizes, storage)
         unknown = [url for url in remote if url not in found]
-        if unknown and journal is None:
-            storage.reach(unknown[:1])  # a wrong address has no counts, either
-            raise ManifestError(
-                f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, among them {unknown[0]!r}: "
-                "neither sizes.json nor the shard's *_stats.json (img2dataset writes them) lies next to it. Count them "
-                "once with: openclip-ext manifest SHARDS --output manifest.json (it reads the headers of the tars, or "
-                "takes the counts of a file that --sizes names), then train with --manifest manifest.json"
-            )
         if unknown and journal is not None:
             found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
+        elif unknown:
+            storage.reach(unknown[:1])  # a wrong address has no counts either
+            raise ManifestError(
+                f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
+                "sizes.json or *_stats.json (written by img2dataset) is next to it. Count them once with: openclip-ext "
+                "manifest SHARDS --output manifest.json (reads the headers of the tars, or the counts in --sizes), then "
+                "train with --manifest manifest.json"
+            )
         scanned = [found[url] for url in urls]
         _refuse_unusable(scanned, image_key, caption_key, storage)
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that leaves more samples out of training. No index changes.
-
-        Args:
-            indices: The indices of the samples, in any order.
-
-        Raises:
-            ManifestError: An index is out of range, or no sample would be left.
-        """
+        """Return a manifest that excludes more samples from training; ManifestError if none is left, or for a wrong index."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
-            raise ManifestError(f"cannot leave out sample {found}: the indices are 0 to {self.num_samples - 1:,}")
+            raise ManifestError(f"cannot exclude sample {found}: the indices are 0 to {self.num_samples - 1:,}")
         if len(left_out) == self.num_samples:
-            raise ManifestError(f"all {self.num_samples:,} samples would be left out: none is left to train on")
+            raise ManifestError(f"all {self.num_samples:,} samples would be excluded: none is left to train on")
         changed = copy.copy(self)
         changed.left_out = left_out
         return changed
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the manifest as JSON, atomically; raise OSError if the folder cannot be written to."""
+        """Write the manifest as JSON, atomically; OSError if the folder is not writable."""
         path = Path(path).absolute()
+        folder, entries = str(path.parent), []
+        for shard in self.shards:
+            name = without_secrets(shard.url)
+            if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
+                name = Path(os.path.relpath(shard.url, folder)).as_posix()
+            entry = {"name": name, **vars(shard)}
+            entries.append({key: value for key, value in entry.items() if key != "url" and value not in (None, {})})
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -165,45 +164,40 @@ class Manifest:
             "caption_key": self.caption_key,
             "num_samples": self.num_samples,
             "left_out": _format_ranges(self.left_out),
-            "shards": [_shard_to_json(shard, str(path.parent)) for shard in self.shards],
+            "shards": entries,
         }
         content["checksum"] = _checksum(content)
         write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
-        """Read a manifest.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ManifestError: The file is no manifest, one of another version, or not as it was written.
-        """
+        """Read a manifest; ManifestError if it is corrupt, another file or another version."""
         path = Path(path).absolute()
         try:
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError(f"expected a JSON object with 'format': '{FORMAT}'")
             if content.get("version") != VERSION:
-                raise ValueError(f"it has version {content.get('version')}, expected {VERSION}: make it again")
+                raise ValueError(f"it has version {content.get('version')}, expected {VERSION}: create it again")
             if content.pop("checksum", None) != _checksum(content):
                 raise ValueError("its content does not match its checksum")
-            shards = [_shard_from_json(entry, str(path.parent)) for entry in content["shards"]]
+            shards = []
+            for entry in content["shards"]:
+                name = entry.pop("name")
+                shards.append(Shard(os.path.normpath(path.parent / name) if is_local(name) else name, **entry))
             left_out = _parse_ranges(content["left_out"], content["num_samples"])
             return cls(shards, content["image_key"], content["caption_key"], left_out)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ManifestError(f"{path} is no manifest, or a damaged one: {error}") from error
+            raise ManifestError(f"{path} is no manifest, or corrupt: {error}") from error
 
     def verify(self, urls: Sequence[str]) -> bool:
-        """Check that the manifest still describes the training data. Shards that moved are found by their file names.
+        """Check that the manifest still matches the training data. Shards that moved are found by their file names.
 
-        A local shard of the same size with another modification time is scanned again, and accepted if its members are the
-        same.
-
-        Returns:
-            Whether paths or times were updated, so that saving the manifest again would save time.
+        A touched local shard of the same size is scanned again, and accepted if its members are unchanged. Returns whether
+        paths or times were updated, so that saving the manifest would save time.
 
         Raises:
-            ManifestError: Shards are missing on either side, gone, or changed.
+            ManifestError: Shards are missing on either side, do not exist, or were changed.
         """
         moved = self._match(urls)
         gone, changed, touched = [], [], []
@@ -216,25 +210,25 @@ class Manifest:
             except OSError:
                 gone.append(shard.url)
         if gone:
-            raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest are gone: {_some(gone)}")
+            raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest do not exist: {_some(gone)}")
         if touched and not changed:
             changed = self._rescan(touched)
         if changed:
             raise ManifestError(
                 f"{len(changed)} of {len(self.shards)} shards were changed after the manifest was made: "
-                f"{_some(changed)}. The indices of the samples are no longer right. Make the manifest again: "
-                "python -m openclip_ext.data.manifest SHARDS (and start the training afresh)"
+                f"{_some(changed)}. The indices of the samples are wrong now. Create the manifest again (openclip-ext "
+                "manifest SHARDS), and start the training from scratch"
             )
         return bool(moved or touched)
 
     def check_unchanged(self, shard_number: int) -> None:
-        """Check a local shard as :meth:`verify` does, before it is read; raise ReplacedError, or OSError if it is gone."""
+        """Check a local shard as :meth:`verify` does; ReplacedError if it changed, OSError if it does not exist."""
         shard = self.shards[shard_number]
         if _is_touched(shard) and self._rescan([shard]):
             raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
 
     def _rescan(self, shards: Sequence[Shard]) -> list[str]:
-        """Scan shards again; return those whose members differ."""
+        """Scan shards again; return descriptions of the shards whose members differ."""
         scans = scan.scan_local([shard.url for shard in shards], self.image_key, self.caption_key)
         changed = []
         for shard, scanned in zip(shards, scans, strict=True):
@@ -245,33 +239,30 @@ class Manifest:
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
-        """Find the manifest's shards among ``urls``; returns whether some were found under another path."""
-        if self.is_of(urls):
-            given_as = {without_secrets(url): url for url in urls}  # a manifest does not keep secrets
-            for shard in self.shards:
-                shard.url = given_as[without_secrets(shard.url)]
-            return False
-        given, known = set(urls), {shard.url for shard in self.shards}
-        by_name = {shard_name(url): url for url in urls}
-        names = [shard_name(shard.url) for shard in self.shards]
-        if len(by_name) == len(urls) and len(set(names)) == len(names) and set(names) == set(by_name):
+        """Take over the URLs of the shards; return whether some have moved, which the file names decide."""
+        has_moved = not self.is_of(urls)
+        name_of = shard_name if has_moved else without_secrets  # a manifest keeps no secrets
+        by_name = {name_of(url): url for url in urls}
+        names = [name_of(shard.url) for shard in self.shards]
+        if len(by_name) == len(urls) and sorted(names) == sorted(by_name):
             for shard, name in zip(self.shards, names, strict=True):
                 shard.url = by_name[name]
-            return True
+            return has_moved
+        given, known = set(urls), {shard.url for shard in self.shards}
         extra, missing = sorted(given - known), sorted(known - given)
         raise ManifestError(
             f"the manifest does not match the training data: it has {len(known)} shards, {len(given)} were given"
             + (f"; not in the manifest: {_some(extra)}" if extra else "")
             + (f"; only in the manifest: {_some(missing)}" if missing else "")
-            + ". Make one for these shards: python -m openclip_ext.data.manifest SHARDS"
+            + ". Create one for these shards: openclip-ext manifest SHARDS"
         )
 
     def is_of(self, urls: Iterable[str]) -> bool:
-        """Return whether these are its shards, whatever secrets (passwords, tokens) their URLs have."""
+        """Return whether these are its shards. Secrets (passwords, tokens) in the URLs are not compared."""
         return {*map(without_secrets, urls)} == {without_secrets(shard.url) for shard in self.shards}
 
     def report(self) -> Iterator[str]:
-        """One line for each shard with problems."""
+        """Yield one line for each shard with problems."""
         for shard in self.shards:
             if shard.problems:
                 yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
@@ -279,21 +270,8 @@ class Manifest:
                 yield f"{shard.url}: empty"
 
 
-def _shard_to_json(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return the entry of a shard in a manifest in ``folder``; local shards below the folder have relative names."""
-    entry = {"name": without_secrets(shard.url), **vars(shard)}
-    if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
-        entry["name"] = Path(os.path.relpath(shard.url, folder)).as_posix()
-    return {name: value for name, value in entry.items() if name != "url" and value not in (None, {})}
-
-
-def _shard_from_json(entry: dict[str, Any], folder: str) -> Shard:
-    name = entry.pop("name")
-    return Shard(os.path.normpath(os.path.join(folder, name)) if is_local(name) else name, **entry)
-
-
 def _is_touched(shard: Shard) -> bool:
-    """Return whether a local shard's modification time has changed since its scan; raise ReplacedError for its size."""
+    """Return whether a local shard's modification time changed since its scan; ReplacedError if its size did."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
         raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
@@ -301,62 +279,60 @@ def _is_touched(shard: Shard) -> bool:
 
 
 def _describe(problems: Problems) -> Iterator[str]:
-    if "without_image" in problems:
-        yield f"{problems['without_image']:,} samples without image"
-    if "without_caption" in problems:
-        yield f"{problems['without_caption']:,} samples without caption"
-    if "duplicate_keys" in problems:
-        yield f"{problems['duplicate_keys']:,} keys that occur again"
+    counts: dict[str, Any] = {**problems}
+    for name, text in (
+        ("without_image", "samples without image"),
+        ("without_caption", "samples without caption"),
+        ("duplicate_keys", "keys that occur again"),
+    ):
+        if name in counts:
+            yield f"{counts[name]:,} {text}"
     if "bad_positions" in problems:
         yield f"at positions {problems['bad_positions']}"
     if "gaps" in problems:
-        yield "damaged: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
+        yield "corrupt: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
     if "lost" in problems:
-        # What was behind the end is unknown.
+        # The part after the end of the file is unknown.
         yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
     if "error" in problems:
-        yield f"corrupt or truncated, how much is missing is unknown: {problems['error']}"
+        yield f"corrupt or truncated, by an unknown amount: {problems['error']}"
 
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
-    """Raise ManifestError if a shard that is not empty has no sample with image and caption, or all shards are empty."""
+    """Raise ManifestError if a shard with samples has none with image and caption, or all shards are empty."""
     unusable = [
         shard
         for shard in shards
         if shard.problems.get("bad", 0) == shard.num_samples and (shard.num_samples or "error" in shard.problems)
     ]
     if unusable:
-        rest = len(unusable) - _SHOWN
+        reasons = (
+            f"{shard.url}: {explain(shard.url, image_key, caption_key, storage, shard.problems.get('error', ''))}"
+            for shard in unusable[:_SHOWN]
+        )
         raise ManifestError(
             f"{len(unusable)} of {len(shards)} shards have no sample with both an image ({image_key}) and a caption "
-            f"({caption_key}). "
-            + " ".join(
-                f"{shard.url}: {explain(shard.url, image_key, caption_key, storage, shard.problems.get('error', ''))}."
-                for shard in unusable[:_SHOWN]
-            )
-            + (f" And {rest} more." if rest > 0 else "")
+            f"({caption_key}). " + ". ".join(reasons)
         )
     if not any(shard.num_samples for shard in shards):
         names = _some([shard.url for shard in shards])
-        raise ManifestError(f"the data set is empty: {len(shards)} shards without a single sample, {names}")
+        raise ManifestError(f"the data set is empty: {len(shards)} shards without a sample, {names}")
 
 
 def _some(items: Sequence[str]) -> str:
-    rest = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(items[:_SHOWN]) + (" ..." if len(items) > _SHOWN else "")
 
 
 def _format_ranges(indices: np.ndarray) -> str:
-    """Ascending indices as text: ``3,17,40-52``."""
+    """Return ascending indices as text: ``3,17,40-52``."""
     runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1) if len(indices) else []
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
-    """Do the inverse of :func:`_format_ranges`, ``int64``."""
     runs = [run.partition("-") for run in text.split(",") if text]
     if wrong := [run for run in runs if int(run[2] or run[0]) >= num_samples]:  # it could fill the memory
-        raise ValueError(f"it leaves out {''.join(wrong[0])[:80]} of {num_samples:,} samples")
+        raise ValueError(f"it excludes {''.join(wrong[0])[:80]} of {num_samples:,} samples")
     return np.concatenate([np.empty(0, np.int64), *(np.arange(int(a), int(b or a) + 1) for a, _, b in runs)])
 
 

@@ -1,4 +1,4 @@
-"""Count the samples of shards: local tars by their headers, remote ones by the counts of img2dataset next to them."""
+"""Count the samples of shards: local tars by their headers, remote tars by the counts of img2dataset next to them."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.data.processes import available_cores, begin_worker
-from openclip_ext.data.remote import RemoteFile
+from openclip_ext.data.remote import PIPE, RemoteFile
 from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import shard_name, sibling
 from openclip_ext.data.sources.keys import (
@@ -36,24 +36,23 @@ from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 
 T = TypeVar("T")
 
-# Positions of bad samples are written down only when they are few: a manifest stays small.
-_MAX_POSITIONS = 20
-_MAX_GAPS = 5
-# Remote files that are asked for at a time.
-_REQUESTS = 32
+# Longer lists are cut, to keep a manifest small.
+_MAX_POSITIONS, _MAX_GAPS = 20, 5
+_MAX_PROCESSES = 32
+_REQUESTS = 32  # remote files that are read in parallel
 
 
 class Problems(TypedDict, total=False):
-    """The problems of a shard; a good one has none."""
+    """The problems of a shard; a good shard has none."""
 
     without_image: int  # number of samples
     without_caption: int
     bad: int  # number of samples without image or without caption
-    bad_positions: list[int]  # positions of these, if they are few
+    bad_positions: list[int]  # positions of these, if there are few
     duplicate_keys: int  # samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
     lost: int  # samples in the gaps, estimated by their size
-    error: str  # why the shard could not be read to its end
+    error: str  # why the shard could not be read completely
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Shard:
     """One shard of a data set."""
 
     url: str  # absolute path, URL or ``pipe:`` command
-    num_samples: int  # bad ones included: each has an index
+    num_samples: int  # including bad samples: each has an index
     first_index: int = 0
     size: int | None = None  # of the local file when it was scanned; None if remote
     mtime_ns: int | None = None
@@ -80,7 +79,7 @@ def scan_shard(
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
-    """Scan one tar by its headers, going on behind damage; read it all if it is compressed, or cannot seek."""
+    """Scan one tar by its headers, also after corrupt parts. Reads all bytes if it is compressed or cannot seek."""
     image_keys = () if image_key == ANY_FIELD else parse_keys(image_key, allow_json=False)
     caption_keys = () if caption_key == ANY_FIELD else parse_keys(caption_key, allow_json=True)
     try:
@@ -93,9 +92,9 @@ def scan_shard(
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
         # The count that img2dataset left next to the shard is better than an estimate.
-        written = _written_count(url, partial(_read_json, storage))
-        if written is not None and written > shard.num_samples:
-            shard.problems["lost"] = max(shard.problems.get("lost", 0), written - shard.num_samples)
+        lost = (_written_count(url, partial(_read_json, storage)) or 0) - shard.num_samples
+        if lost > 0:
+            shard.problems["lost"] = max(shard.problems.get("lost", 0), lost)
     return shard
 
 
@@ -118,7 +117,7 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
         for member in sample.members:
             num_bytes += member.end - member.start
             digest.update(f"{member.name}\0{member.size}\0".encode())
-        lacks_image, lacks_caption = _lacks(sample, image_keys), _lacks_caption(sample, caption_keys)
+        lacks_image, lacks_caption = _lacks(sample, image_keys), _lacks(sample, caption_keys)
         counts.update(duplicate_keys=sample.key in keys, without_image=lacks_image, without_caption=lacks_caption)
         if lacks_image or lacks_caption:
             bad.append(count - 1)
@@ -134,31 +133,26 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
 
 
 def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
-    """Return whether a sample has none of the fields, or nothing in the first that it has: as a null caption is written."""
-    first = next((sample.found.index(key.field) for key in keys if key.field in sample.found), None)
-    return bool(keys) and (first is None or sample.members[first].size == 0)
+    """Return whether a sample lacks its image or caption. As in training, the first key whose field it has decides.
 
-
-def _lacks_caption(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
-    """Return whether a sample lacks a caption. The first key whose field it has decides, as in training."""
-    if _lacks(sample, keys):
-        return True
+    An empty field counts as missing: img2dataset writes it for a null caption.
+    """
     key = next((key for key in keys if key.field in sample.found), None)
-    if key is None or key.entry is None:
-        return False
+    if key is None or sample.members[sample.found.index(key.field)].size == 0:
+        return bool(keys)
     try:
-        return not captions_of(sample.fields[key.field], key)[0].strip()
+        return key.entry is not None and not captions_of(sample.fields[key.field], key)[0].strip()
     except BadSampleError:
         return True
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
-    """Scan local shards in parallel processes, one per CPU core and at most 32 by default, with a bar on a terminal."""
+    """Scan local shards in parallel processes, by default one per CPU core up to 32, with a bar on a terminal."""
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
-    workers = min(workers or min(available_cores(), 32), len(paths))
+    workers = min(workers or min(available_cores(), _MAX_PROCESSES), len(paths))
     if workers <= 1:
         return list(with_bar(map(scan, paths), len(paths)))
-    # fork, as PyTorch's DataLoader does: spawn would import the training script (and torch) again in each process.
+    # fork, as in PyTorch's DataLoader: spawn would import the training script (and torch) again in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
         return list(with_bar(pool.map(scan, paths), len(paths)))
@@ -166,16 +160,12 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
 
 def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
     """Yield the items, with a bar on a terminal."""
-    # disable=None: no bar where stderr is a file.
     return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Take sample counts of remote shards from ``sizes``, or from ``sizes.json`` or ``*_stats.json`` next to them.
-
-    A shard without a count is missing in the result.
-    """
-    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard asks for its folder's sizes.json
+    """Take the counts of remote shards from ``sizes``, or from the files next to them. Some may have no count."""
+    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard needs its folder's sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         counts = list(with_bar(pool.map(count, urls), len(urls), "looking up counts"))
@@ -187,24 +177,23 @@ def scan_remote(
 ) -> dict[str, Shard]:
     """Scan remote shards by their headers, 32 at a time.
 
-    Those in the journal of a scan that was killed are taken from it if they were not replaced since; shards without a
-    version are scanned again.
+    The journal of an interrupted scan supplies the shards that were not replaced. Shards without a version are scanned again.
     """
     written: dict[tuple[str, ...], Any] = {}
     for line in journal.read_text().splitlines() if journal.exists() else []:
-        with contextlib.suppress(ValueError, TypeError):  # cut off by the kill
+        with contextlib.suppress(ValueError, TypeError):  # an incomplete line
             *identity, entry = json.loads(line)
             written[tuple(identity)] = entry
 
-    def scan(url: str) -> tuple[list[str], Shard]:
+    def scan(url: str) -> tuple[tuple[str, ...], Shard]:
         version = ""
-        with contextlib.suppress(OSError):  # the scan says why
+        with contextlib.suppress(OSError):  # the scan reports the reason
             version = RemoteFile(url, storage.patience).version
-        identity = [image_key, caption_key, without_secrets(url), version]
-        if version and tuple(identity) in written:
-            return [], Shard(**written[tuple(identity)] | {"url": url})
+        identity = (image_key, caption_key, without_secrets(url), version)
+        if version and identity in written:
+            return (), Shard(**written[identity] | {"url": url})
         shard = scan_shard(url, image_key=image_key, caption_key=caption_key, storage=storage)
-        return identity if version and "error" not in shard.problems else [], shard
+        return identity if version and "error" not in shard.problems else (), shard
 
     done: dict[str, Shard] = {}
     with journal.open("a") as file, ThreadPoolExecutor(_REQUESTS) as pool:
@@ -219,7 +208,7 @@ def scan_remote(
 
 
 def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> int | None:
-    """Return the count of a shard in the files next to it; None if there is none."""
+    """Return the count of a shard in the files next to it, or None."""
     name = shard_name(url)
     table = read(sibling(url, "sizes.json"))
     stats = re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"
@@ -230,8 +219,8 @@ def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> in
 def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
     if url is None:
         return {}
-    # A command cannot say that a file is not there; that it fails is no reason for patience.
-    storage = Storage(patience=0) if url.startswith("pipe:") else storage
+    # A command cannot report that a file does not exist, so its failure is not retried.
+    storage = Storage(patience=0) if url.startswith(PIPE) else storage
     try:
         content = json.loads(storage.read(url))
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,9 @@
-"""Leave out the samples that a list of uids does not name. DataComp publishes its subsets as such lists.
+"""Exclude the samples whose uid is not in a list. DataComp publishes its subsets as such lists.
 
-The list is DataComp's ``.npy``: two 64-bit numbers a uid. A sample's uid is the 32 hexadecimal digits of ``uid`` in its json.
+The list is DataComp's ``.npy``: two 64-bit numbers per uid. A sample's uid is the 32 hex digits of ``uid`` in its json.
 """
 
+import contextlib
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -18,11 +19,11 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.storage import Storage
 
 UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
-_wanted: np.ndarray  # of this process; a list may have a billion uids
+_wanted: np.ndarray  # of this process; may have a billion uids
 
 
 def read_uids(path: str | os.PathLike) -> np.ndarray:
-    """Return the uids of a list ``(k,)``, ascending; raise ValueError for another or an empty file."""
+    """Return the uids of a list ``(k,)``, ascending; ValueError if the file has another format or is empty."""
     values = np.load(path, allow_pickle=False)
     if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
         values = np.ascontiguousarray(values).view(UID)[:, 0]
@@ -32,11 +33,7 @@ def read_uids(path: str | os.PathLike) -> np.ndarray:
 
 
 def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
-    """Return a manifest that leaves out the samples whose uid is not listed. No index changes.
-
-    Raises:
-        ValueError: no sample is listed.
-    """
+    """Return a manifest that excludes the samples whose uid is not listed; ValueError if no sample is. No index changes."""
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
         found = pool.map(_unlisted, manifest.shards, repeat(storage))
@@ -54,24 +51,14 @@ def _begin(uids: np.ndarray) -> None:
 
 
 def _unlisted(shard: Shard, storage: Storage) -> np.ndarray:
-    """Return the indices of a shard's samples that are not listed, or have no uid."""
-    uids = []
-    try:
-        with storage.open(shard.url) as file:
-            for sample in tar.TarArchive(file).samples(frozenset({"json"})):
-                uids.append(_uid_of(sample.fields.get("json", b"")))
-    except tar.STREAM_ERRORS:
-        pass  # what follows the damage has no index, or no uid
-    uids = (uids + [None] * shard.num_samples)[: shard.num_samples]
-    known = np.array([uid or (0, 0) for uid in uids], dtype=UID)
-    places = np.minimum(np.searchsorted(_wanted, known), len(_wanted) - 1)
-    listed = (_wanted[places] == known) & np.array([uid is not None for uid in uids])
-    return shard.first_index + np.flatnonzero(~listed)
-
-
-def _uid_of(content: bytes) -> tuple[int, int] | None:
-    try:
-        uid = json.loads(content)["uid"]
-        return int(uid[:16], 16), int(uid[16:32], 16)
-    except (ValueError, KeyError, TypeError):
-        return None
+    uids = np.zeros(shard.num_samples, dtype=UID)
+    has_uid = np.zeros(shard.num_samples, dtype=bool)
+    # The samples after a corrupt part have no index, or no uid.
+    with contextlib.suppress(*tar.STREAM_ERRORS), storage.open(shard.url) as file:
+        samples = tar.TarArchive(file).samples(frozenset({"json"}))
+        for place, sample in zip(range(shard.num_samples), samples, strict=False):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                uid = json.loads(sample.fields["json"])["uid"]
+                uids[place], has_uid[place] = (int(uid[:16], 16), int(uid[16:32], 16)), True
+    places = np.minimum(np.searchsorted(_wanted, uids), len(_wanted) - 1)
+    return shard.first_index + np.flatnonzero(~(has_uid & (_wanted[places] == uids)))

@@ -12,7 +12,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.data.shapes",
         description="Draw images of colored shapes with captions and write them as WebDataset shards. "
-        "A run that was stopped is continued, a complete set is left alone.",
+        "Continues an interrupted run; does not change a complete set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -23,7 +23,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--split", choices=SPLITS, default="train", help="16 of the 80 shape-color pairs occur in test only"
     )
     parser.add_argument("--samples-per-shard", type=int, default=1000, help="the last shard may be smaller")
-    parser.add_argument("--workers", type=int, default=None, help="processes that draw; all cores if not given")
+    parser.add_argument("--workers", type=int, default=None, help="processes; one per core if not given")
     return parser.parse_args(argv)
 
 

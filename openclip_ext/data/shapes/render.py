@@ -1,7 +1,7 @@
-"""Draw a scene with numpy: an outline is a test of points, on a grid three times as fine as the image.
+"""Draw a scene with numpy: an outline is a function of points, on a grid three times as fine as the image.
 
-Coordinates of an item run from -1 to 1 along ``u`` (right) and ``v`` (down) after moving, scaling and turning, so that a
-shape is one line of geometry. The share of the fine points in a pixel that lie inside (its coverage) gives clean edges.
+Coordinates of an item run from -1 to 1 along ``u`` (right) and ``v`` (down) after moving, scaling and rotating. The fraction
+of the fine points of a pixel inside the outline (its coverage) makes smooth edges.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _RGB = {
     "black": (24, 24, 26),
     "white": (248, 248, 246),
 }
-# The second color of a pattern has to show on every item: lighter on dark colors, darker on light ones.
+# The second color of a pattern must be visible on every item: lighter on dark colors, darker on light ones.
 _DARK_COLORS = frozenset({"red", "green", "blue", "purple", "brown", "black"})
 _PATTERN_CONTRAST = 0.55
 _RADIUS = {"small": (4.7, 5.3), "medium": (6.2, 6.8), "large": (7.7, 8.3)}  # pixels
@@ -41,15 +41,7 @@ _PIXEL_NOISE = 4.0
 
 
 def render(scene: Scene, generator: np.random.Generator) -> Array:
-    """Draw a scene.
-
-    Args:
-        scene: what to draw.
-        generator: decides position, exact size, angle, tints and noise.
-
-    Returns:
-        ``(32, 32, 3)`` uint8, RGB.
-    """
+    """Draw a scene as ``(32, 32, 3)`` uint8, RGB. The generator decides position, exact size, angle, tints and noise."""
     canvas = _BACKGROUNDS[scene.background](generator)
     for item, center in zip(scene.items, _centers(scene, generator), strict=True):
         _draw_item(canvas, item, center, generator)
@@ -59,7 +51,7 @@ def render(scene: Scene, generator: np.random.Generator) -> Array:
 
 
 def _centers(scene: Scene, generator: np.random.Generator) -> list[Array]:
-    """Position ``(x, y)`` of each item in pixels, far enough apart that items do not overlap."""
+    """Return the position ``(x, y)`` of each item in pixels; items do not overlap."""
     middle = IMAGE_SIZE / 2
     if scene.relation is None:
         return [middle + generator.uniform(-6.0, 6.0, 2)]
@@ -80,7 +72,10 @@ def _draw_item(canvas: Array, item: Item, center: Array, generator: np.random.Ge
     )
     contour = 235.0 if item.color == "black" else 20.0
 
-    rows, columns = _window(center, 1.5 * radius)
+    # The pixels that the item can touch.
+    low = np.clip(np.floor(center - 1.5 * radius), 0, IMAGE_SIZE).astype(int)
+    high = np.clip(np.ceil(center + 1.5 * radius), 0, IMAGE_SIZE).astype(int)
+    columns, rows = slice(low[0], high[0]), slice(low[1], high[1])
     y, x = _fine(rows)[:, None] - center[1], _fine(columns)[None, :] - center[0]
     u, v = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
     outline = _OUTLINES[item.shape]
@@ -96,20 +91,13 @@ def _draw_item(canvas: Array, item: Item, center: Array, generator: np.random.Ge
     patch += (body - pattern) * first + pattern * second
 
 
-def _window(center: Array, reach: float) -> tuple[slice, slice]:
-    """Rows and columns of the pixels that an item can touch."""
-    low = np.clip(np.floor(center - reach), 0, IMAGE_SIZE).astype(int)
-    high = np.clip(np.ceil(center + reach), 0, IMAGE_SIZE).astype(int)
-    return slice(low[1], high[1]), slice(low[0], high[0])
-
-
 def _fine(pixels: slice) -> Array:
-    """Coordinates of the fine grid's points within a range of pixels."""
+    """Return the coordinates of the fine grid's points within a range of pixels."""
     return (np.arange(pixels.start * _SUPERSAMPLING, pixels.stop * _SUPERSAMPLING) + 0.5) / _SUPERSAMPLING
 
 
 def _coverage(mask: Array) -> Array:
-    """Share of each pixel that a mask on the fine grid covers, ``(height, width, 1)``."""
+    """Return the fraction of each pixel that a mask on the fine grid covers, ``(height, width, 1)``."""
     height, width = mask.shape[0] // _SUPERSAMPLING, mask.shape[1] // _SUPERSAMPLING
     return mask.reshape(height, _SUPERSAMPLING, width, _SUPERSAMPLING).mean(axis=(1, 3))[..., None]
 
@@ -143,7 +131,7 @@ _OUTLINES: dict[str, Callable[[Array, Array], Array]] = {
     "moon": lambda u, v: (u**2 + v**2 <= 1.0) & ((u - 0.5) ** 2 + v**2 > 0.72**2),
 }
 
-# Where the second color goes; in pixels, so that a pattern is as fine on a large item as on a small one.
+# The points with the second color; in pixels, so that a pattern is equally fine on large and small items.
 _PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "plain": lambda u, v: np.zeros(u.shape, dtype=bool),
     "striped": lambda u, v: np.sin(2 * np.pi * (u + v) / 4.2) > 0,

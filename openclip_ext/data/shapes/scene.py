@@ -1,11 +1,11 @@
-"""What a demo image shows and how its caption says it.
+"""The scenes of the demo images, and their captions.
 
 A scene has one or two items on a background. Every word of the vocabulary is one token of OpenCLIP's tokenizer, and the
-longest caption takes 18 of the 20 tokens that the demo models read.
+longest caption has 18 of the 20 tokens that the demo models read.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,7 @@ _RELATION_PHRASES = {
 _INVERSE_RELATION = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
 PAIRS = tuple((shape, color) for shape in SHAPES for color in COLORS)
-# Two colors a shape and one or two shapes a color: every shape and every color is seen in training, these 16 combinations
-# of them are not.
+# Two colors per shape and one or two shapes per color: training contains every shape and color, but not these 16 pairs.
 HELD_OUT_PAIRS = frozenset(
     (shape, COLORS[(row + shift) % len(COLORS)]) for row, shape in enumerate(SHAPES) for shift in (0, 5)
 )
@@ -58,33 +57,21 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two items on a background; ``relation`` says where the first item is, seen from the second."""
+    """One or two items on a background; ``relation`` is the place of the first item, seen from the second."""
 
     items: tuple[Item, ...]
     background: str
     relation: str | None = None
 
-    def attributes(self) -> dict[str, Any]:
-        """The scene as plain types, for the ``json`` member of a sample."""
-        return {**asdict(self), "items": [asdict(item) for item in self.items]}
-
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> "Scene":
-        """The inverse of :meth:`attributes`; entries that are not of the scene are ignored."""
+        """Return the scene of the ``json`` member of a sample."""
         items = tuple(Item(**item) for item in attributes["items"])
         return cls(items, attributes["background"], attributes["relation"])
 
 
 def generator_of(stream: str, seed: int, split: str, index: int) -> np.random.Generator:
-    """Return the random numbers of a sample for its "scene", its "pixels" or its "caption".
-
-    Each has its own stream: a change in one leaves the others as they were.
-
-    Raises:
-        ValueError: Unknown split.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    """Return the independent random numbers of a sample for its "scene", "pixels" or "caption"."""
     return np.random.default_rng([seed, SPLITS.index(split), index, _STREAMS.index(stream)])
 
 
@@ -93,7 +80,7 @@ def sample_scene(seed: int, split: str, index: int) -> Scene:
     generator = generator_of("scene", seed, split, index)
     pairs = _SEEN_PAIRS if split == "train" else PAIRS
     count = 2 if generator.random() < _TWO_ITEMS else 1
-    # Without replacement: two items that look alike could not be told apart by any caption.
+    # Without replacement: no caption could distinguish two equal items.
     chosen = generator.choice(len(pairs), size=count, replace=False)
     items = tuple(
         Item(shape, color, _pick(generator, SIZES), _pick(generator, TEXTURES))
@@ -105,18 +92,17 @@ def sample_scene(seed: int, split: str, index: int) -> Scene:
 
 
 def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool = False) -> str:
-    """Put a scene into words.
+    """Return a caption of a scene.
 
     Args:
-        scene: what to describe.
-        generator: decides which item comes first, which synonym is taken and which words are left out.
-        complete: leave no word out. Otherwise size, color, texture and background are each said with probability 1/2,
-            the relation with 3/4 (else "and"), and the noun with 9/10 (else "shape"), so that most captions say less
-            than the image shows, as captions from the web do.
+        scene: The scene.
+        generator: Decides the order of the items, the synonyms and the words that are omitted.
+        complete: Omit no word. Otherwise size, color, texture and background occur with probability 1/2 each, the relation
+            with 3/4 (else "and"), and the noun with 9/10 (else "shape"): like captions from the web, most are incomplete.
     """
 
     def keep(probability: float) -> bool:
-        # Drawn in any case, so that complete and sampled captions take the same order and synonyms.
+        # Always drawn, so that complete and sampled captions have the same order and synonyms.
         return generator.random() < probability or complete
 
     items, relation = scene.items, scene.relation
@@ -132,7 +118,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
 
 def describe(scene: Scene, relation: str | None) -> str:
-    """The complete caption in fixed order and first wording, with ``relation`` in place of the scene's own."""
+    """Return the complete caption in fixed order and wording, with ``relation`` instead of the scene's own."""
     parts = [_noun_phrase(scene.items[0])]
     if relation is not None:
         parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]

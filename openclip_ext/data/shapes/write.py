@@ -1,4 +1,4 @@
-"""Write the demo set as WebDataset shards, in parallel, shard by shard into place."""
+"""Write the demo set as WebDataset shards, in parallel, each shard atomically."""
 
 import io
 import json
@@ -18,16 +18,16 @@ from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
 from openclip_ext.files.writing import write_atomically
 
-# Counts up when a sample of the same (seed, split, index) would look or read differently.
+# Changes when a sample of the same (seed, split, index) would look or read differently.
 GENERATOR_VERSION = 1
-# What the shards were made from; written before the first shard.
+# The configuration of the shards; written before the first shard.
 RECIPE_FILE = "shapes.json"
-# OpenCLIP's file of samples per shard; written after the last shard, so that it marks a complete set.
+# OpenCLIP's file of samples per shard; written after the last shard, so it marks a complete set.
 SIZES_FILE = "sizes.json"
 
 
 class Sample(NamedTuple):
-    """The members of a sample as they stand in the tar."""
+    """The members of a sample in the tar."""
 
     png: bytes
     txt: bytes
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class ShapesConfig:
-    """What determines the bytes of a set of shards."""
+    """The configuration that determines the bytes of a set of shards."""
 
     num_samples: int
     seed: int = 0
@@ -44,11 +44,8 @@ class ShapesConfig:
     samples_per_shard: int = 1000
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1 or self.samples_per_shard < 1:
-            raise ValueError(
-                "num_samples and samples_per_shard must be at least 1, "
-                f"got {self.num_samples} and {self.samples_per_shard}"
-            )
+        if min(self.num_samples, self.samples_per_shard) < 1:
+            raise ValueError(f"num_samples and samples_per_shard must be at least 1, got {self}")
 
     def shards(self) -> dict[str, range]:
         """Return the indices of the samples of each shard, by its name."""
@@ -58,44 +55,29 @@ class ShapesConfig:
 
 
 def make_sample(seed: int, split: str, index: int) -> Sample:
-    """Return sample ``index`` of a split, encoded: nothing but the three arguments decides its bytes.
+    """Return sample ``index`` of a split, encoded. Its bytes depend only on the arguments.
 
-    The ``json`` member holds the scene (see :class:`~openclip_ext.data.shapes.scene.Scene`), the caption with no word left
-    out as ``complete_caption``, and where the sample comes from.
+    The ``json`` member contains the scene, the caption with all words as ``complete_caption``, and the arguments.
     """
     scene = sample_scene(seed, split, index)
     buffer = io.BytesIO()
     Image.fromarray(render(scene, generator_of("pixels", seed, split, index))).save(buffer, format="PNG")
     attributes = {
-        **scene.attributes(),
+        **asdict(scene),
         "complete_caption": sample_caption(scene, generator_of("caption", seed, split, index), complete=True),
         "seed": seed,
         "split": split,
         "index": index,
     }
-    return Sample(
-        png=buffer.getvalue(),
-        txt=sample_caption(scene, generator_of("caption", seed, split, index)).encode(),
-        json=json.dumps(attributes).encode(),
-    )
+    caption = sample_caption(scene, generator_of("caption", seed, split, index))
+    return Sample(buffer.getvalue(), caption.encode(), json.dumps(attributes).encode())
 
 
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
-    """Write all shards that are missing, then ``sizes.json``.
+    """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
 
-    A shard appears under its name only when it is complete, so a run that was killed is continued by running it again.
-    One process at a time may write a folder.
-
-    Args:
-        output: folder, made if needed.
-        config: which samples, and how they are cut into shards.
-        workers: processes that draw; as many as there are cores by default.
-
-    Returns:
-        Whether there was anything to do.
-
-    Raises:
-        ValueError: the folder holds shards that were made with other arguments, or shards of another origin.
+    Run it again to continue an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
+    means one process per core. ValueError if the folder contains shards of another configuration or origin.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,28 +95,27 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
 
 
 def _claim(folder: Path, config: ShapesConfig) -> None:
-    """Note in the folder what it is going to hold, or check that it is the same as what it holds."""
+    """Record the configuration in the folder, or check that it is the one recorded there."""
     wanted = {**asdict(config), "generator_version": GENERATOR_VERSION}
     recipe = folder / RECIPE_FILE
     if recipe.exists():
         found = json.loads(recipe.read_text())
         if found != wanted:
-            raise ValueError(f"{folder} holds a set made from {found}, asked for {wanted}: choose another folder")
+            raise ValueError(f"{folder} contains a set of {found}, expected {wanted}: choose another folder")
     elif any(folder.glob("*.tar")):
-        raise ValueError(f"{folder} holds shards, but no {RECIPE_FILE}: not a demo set; choose another folder")
+        raise ValueError(f"{folder} contains shards, but no {RECIPE_FILE}: no demo set; choose another folder")
     else:
         _write_json(recipe, wanted)
 
 
 def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
-    """Write the shards and yield the number of samples of each as it is finished."""
+    """Write the shards, and yield the number of samples of each finished shard."""
     write = partial(_write_shard, config)
     if workers == 1 or len(shards) < 2:
         yield from map(write, shards)
         return
-    # Not forked: the progress bar has a thread, and the caller may have more.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(workers, len(shards))) as pool:
+    # No fork: the progress bar has a thread, and the caller may have more.
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(shards))) as pool:
         yield from pool.imap_unordered(write, shards)
 
 

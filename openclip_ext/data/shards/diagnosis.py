@@ -1,4 +1,4 @@
-"""Explain why a shard has no usable sample, and what to do about it."""
+"""Explain why a shard has no usable sample, and how to fix it."""
 
 import contextlib
 import json
@@ -11,32 +11,28 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.storage import Storage, is_local
 
-_MEMBERS = 10_000  # enough to see what a shard holds
+_MAX_MEMBERS = 10_000
 _SHOWN = 8
 _AGAIN = "download it again"
-_CONVERT = "make a tar of it, with one sample's files side by side"
-# What files begin with that are no tars: what they are, and what to do.
+_CONVERT = "make a tar of it, with the files of a sample next to each other"
+_DECOMPRESS = "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"
+# First bytes of files that are no tar: what they are, and the fix.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer", "run git lfs pull"),
-    (b"<", "a page of HTML or XML", f"{_AGAIN}, signed in if the server asks for it"),
+    (b"<", "a page of HTML or XML", f"{_AGAIN}, signed in if the server requires it"),
     (b"PK\x03\x04", "a zip archive", _CONVERT),
     (b"PAR1", "a parquet file", "make shards of it with img2dataset --input_format parquet"),
     (b"{", "JSON", "give the shards that it describes"),
     (b"[", "JSON", "give the shards that it describes"),
-    (b"\x5d\x00\x00", "compressed with LZMA (.lzma)", "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"),
+    (b"\x5d\x00\x00", "compressed with LZMA (.lzma)", _DECOMPRESS),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", _DECOMPRESS),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _CONVERT),
     (b"Rar!", "a rar archive", _CONVERT),
 )
 
 
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
-    """Say in one sentence why a shard has no sample with image and caption, with the fix.
-
-    Args:
-        url, image_key, caption_key, storage: As for :func:`~openclip_ext.data.manifest.scan.scan_shard`.
-        error: What its scan has found.
-    """
+    """Return why a shard has no sample with image and caption, with the fix. ``error`` is the error of its scan."""
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
     if error.startswith("cannot be read"):
@@ -49,28 +45,26 @@ def explain(url: str, image_key: str, caption_key: str, storage: Storage, error:
     try:
         with storage.open(url, headers_only=True) as file:
             start = file.peek(tar.BLOCK)[: tar.BLOCK]
-            if not start:
-                return f"it is empty (0 bytes); {_AGAIN}"
             archive = tar.TarArchive(file)
             try:
-                for member in islice(archive.members(), _MEMBERS):
+                for member in islice(archive.members(), _MAX_MEMBERS):
                     if member.is_file:
                         names.append(tar.split_name(member.name) or (member.name, ""))
                         if names[-1][1] in wanted.values():
-                            entries.update(_entries_with_texts(names[-1][1], archive.read_at(member.data, member.size)))
+                            entries.update(_text_entries(names[-1][1], archive.read_at(member.data, member.size)))
             except tar.STREAM_ERRORS as broken:
                 problem = str(broken) or type(broken).__name__
     except OSError as unreadable:
         return f"it cannot be read: {unreadable.strerror or unreadable}"
     if not names:
-        return _not_a_tar(start, problem)
+        return _explain_no_tar(start, problem)
     if {field for _, field in names}.intersection(wanted.values()) and not entries.keys() & wanted.keys():
         found = _listed(Counter(field for _, field in names) + entries)
         return f"its samples have the fields {found}; name the entry of the captions with --caption-key json:ENTRY"
-    return _unpaired(names, {key.field for key in images}, {key.field for key in captions})
+    return _explain_unpaired(names, {key.field for key in images}, {key.field for key in captions})
 
 
-def _entries_with_texts(field: str, data: bytes) -> Iterator[str]:
+def _text_entries(field: str, data: bytes) -> Iterator[str]:
     """Yield ``json:ENTRY`` for each entry of a JSON object that may be a caption: a text that is not blank, or a list."""
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         for name, entry in json.loads(data).items():
@@ -82,28 +76,23 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{field or '(no ending)'} ({number:,})" for field, number in counts.most_common(_SHOWN))
 
 
-def _not_a_tar(start: bytes, problem: str) -> str:
+def _explain_no_tar(start: bytes, problem: str) -> str:
     for signature, what, fix in _SIGNATURES:
         if start.lstrip().startswith(signature):
             return f"it is no tar but {what}; {fix}"
     if not any(start):
-        return f"it has no files; leave it out, or {_AGAIN}"
-    return f"it is damaged, or no tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"
+        return f"it is empty; remove it, or {_AGAIN}"
+    return f"it is corrupt, or no tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"
 
 
-def _unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
-    """Say why no sample of a tar has both an image and a caption.
-
-    Args:
-        names: Key and field of each member.
-        images, captions: The wanted fields.
-    """
+def _explain_unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
+    """Return why no sample of a tar has both fields. ``names``: key and field of each member."""
     fields = Counter(field for _, field in names)
     with_image, with_caption = ({key for key, field in names if field in wanted} for wanted in (images, captions))
     if with_image & with_caption:
-        return "the files of a sample do not lie side by side; sort them: tar --sort=name -cf NEW.tar FOLDER"
+        return "the files of a sample are not next to each other; sort them: tar --sort=name -cf NEW.tar FOLDER"
     if {key.rpartition("/")[2] for key in with_image} & {key.rpartition("/")[2] for key in with_caption}:
-        return "images and captions are in different folders; put the files of a sample into one folder, side by side"
+        return "images and captions are in different folders; put the files of a sample into one folder, next to each other"
     last = {field.rpartition(".")[2] for field in fields}
     if any("." in field for field in fields) and last & images and last & captions:
         return (

@@ -16,7 +16,7 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
-# Remote shards that are opened before their turn, and with them that of a reader's turn.
+# Remote shards that are opened ahead; the shard that a reader reads is also in use.
 _SHARDS_AHEAD = 3
 SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 
@@ -24,7 +24,7 @@ SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 class ShardSource(Source):
     """The samples of a verified manifest.
 
-    With ``resampled``, shards are drawn with replacement by their ``weights`` instead of taken once an epoch.
+    ``resampled`` draws shards with replacement by their ``weights``, instead of taking each once an epoch.
     """
 
     sequential = True
@@ -44,7 +44,7 @@ class ShardSource(Source):
         self.index_digest = manifest.index_digest
         self.manifest = manifest
         self.keys = SampleKeys(image_key, caption_key)
-        self._manifest_knows_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
+        self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = weights
         self._storage = storage
@@ -61,10 +61,8 @@ class ShardSource(Source):
         bounds = np.append(self._first_indices, self.num_samples)
         counts = np.diff(bounds - np.searchsorted(left_out, bounds))
         if self._resampled:
-            kept = resampled_shards(counts, num_slots, seed, epoch, self._weights)
-        else:
-            kept = shuffled_shards(counts, seed, epoch)
-        return kept_samples(kept, left_out), None if self._resampled else int(counts.sum())
+            return kept_samples(resampled_shards(counts, num_slots, seed, epoch, self._weights), left_out), None
+        return kept_samples(shuffled_shards(counts, seed, epoch), left_out), int(counts.sum())
 
     def reader(self) -> Reader:
         return _ShardReader(self)
@@ -75,35 +73,34 @@ class ShardSource(Source):
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return raw.key, self.keys.caption(raw)
 
-    def shard_number(self, index: int) -> int:
-        """Return the number of the shard that holds a sample."""
-        return int(self.shard_numbers(np.array(index)))
-
     def shard_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return :meth:`shard_number` of each index."""
+        """Return the number of the shard of each index."""
         return np.searchsorted(self._first_indices, indices, side="right") - 1
+
+    def shard_number(self, index: int) -> int:
+        """Return the number of the shard of a sample."""
+        return int(self.shard_numbers(np.array(index)))
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         shard = self.manifest.shards[self.shard_number(index)]
         return shard.url, shard.first_index, shard.num_samples
 
     def known_bad(self) -> tuple[int, str]:
-        if not self._manifest_knows_keys:
+        if not self._has_same_keys:
             return 0, ""
         lines = list(self.manifest.report())
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
         return self.manifest.num_bad + self.manifest.num_lost, where
 
-    def open_shard(self, number: int, fetch: bool = False) -> io.BufferedReader:
-        """Open one shard, and with ``fetch`` read its beginning; raise OSError if it is gone or has changed since its scan.
+    def open_shard(self, number: int) -> io.BufferedReader:
+        """Open one shard, and fetch the start of a remote one; OSError if it does not exist or changed since its scan.
 
-        A local one may be on a file server that does not answer: wait for it, unless the shard before did not come either.
+        A local shard may be on a file server that does not answer: wait for it, unless the previous shard failed, too.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
             file = self._storage.open(shard.url)
-            if fetch:
-                file.peek()
+            file.peek()
             return file
 
         def open_local() -> io.BufferedReader:
@@ -118,7 +115,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """Reads shards from front to back, and opens the next remote ones ahead; going back opens a shard again."""
+    """Reads shards from front to back, and opens the next remote shards ahead. Going back opens a shard again."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -141,7 +138,7 @@ class _ShardReader(Reader):
             shard = self._source.manifest.shards[number]
             if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
                 # A stream of unknown length may have been cut off.
-                logging.warning(f"{shard.url} is read again from its beginning: {error}")
+                logging.warning(f"{shard.url} is read again from its start: {error}")
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
@@ -158,13 +155,16 @@ class _ShardReader(Reader):
     def _open_ahead(self) -> None:
         place = self._expected.index(self._shard) + 1 if self._shard in self._expected else 0
         self._ahead = {
-            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number, True))
+            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number))
             for number in self._expected[place : place + _SHARDS_AHEAD]
             if not self._source.manifest.shards[number].is_local
         }
 
     def _open(self, number: int) -> None:
-        self._close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a command that is not read completely may fail
+                self._file.close()
+        self._file = None
         shard = self._source.manifest.shards[number]
         self._shard, self._next, self._end = number, shard.first_index, shard.first_index + shard.num_samples
         self._failure = None
@@ -174,7 +174,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample; raise one of STREAM_ERRORS, also for all that follow, if the shard cannot be read that far."""
+        """Return a sample; raise one of STREAM_ERRORS, also for all later samples, if the shard cannot be read that far."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:
@@ -184,21 +184,14 @@ class _ShardReader(Reader):
                     self._warn_of_more()
                 return sample
         count = self._source.manifest.shards[self._shard].num_samples
-        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest says {count}")
+        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest has {count}")
 
     def _warn_of_more(self) -> None:
-        """Warn if the shard has more samples than the manifest says, which have no index."""
         with contextlib.suppress(*tar.STREAM_ERRORS):
             if next(self._samples, None) is not None:
                 shard = self._source.manifest.shards[self._shard]
                 logging.warning(
-                    f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest: the others are never "
-                    "trained on. The sizes.json or *_stats.json next to it, or the file named with --sizes, is too low: "
-                    "correct it and make the manifest again"
+                    f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest, and the rest is never "
+                    "trained on. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
+                    "manifest again"
                 )
-
-    def _close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a command that is not read to its end may complain
-                self._file.close()
-        self._file = None

@@ -11,21 +11,17 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.storage import is_local, list_remote, local_path
 
 _GLOB = re.compile(r"[*?\[]")
-# Of a web server ``?`` and ``[...]`` may be part of a name; a shell expands what is in a command.
+# ``?`` and ``[...]`` may be part of a name on a web server, and a shell expands commands.
 _REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
 
 def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
-    """Expand each data source of a specification to its shards.
+    """Return one list of shards for each ``::`` component; local shards as absolute paths.
 
     Args:
         shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or
-            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths, buckets and other places with a
-            list of their files.
-
-    Returns:
-        One list of shards for each ``::`` component; local ones as absolute paths.
+            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths and in places that list their files.
 
     Raises:
         ValueError: Nothing is given, or a pattern matches no file.
@@ -45,35 +41,29 @@ def _expand(component: str) -> list[str]:
             urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
             continue
         path = local_path(os.path.expandvars(url))
-        if _GLOB.search(path) and not os.path.exists(path):
-            matches = sorted(glob.glob(path))
-            if not matches:
-                raise ValueError(f"no file matches {url!r}")
-            urls.extend(matches)
-        else:
-            urls.append(path)
+        is_pattern = _GLOB.search(path) and not os.path.exists(path)
+        matches = sorted(glob.glob(path)) if is_pattern else [path]
+        if not matches:
+            raise ValueError(f"no file matches {url!r}")
+        urls.extend(matches)
     return urls
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Do as :func:`expand_components`, in one list; raise ValueError, too, if a shard occurs twice."""
+    """Return the shards of :func:`expand_components` in one list; ValueError also if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
     seen: dict[object, str] = {}
     for url in urls:
         identity = _identity(url)
         if identity in seen:
             other = "" if seen[identity] == url else f" (also as {seen[identity]})"
-            raise ValueError(
-                for_people(
-                    f"the shard {url} is given twice{other}: its samples would be trained on twice; name it once"
-                )
-            )
+            raise ValueError(for_people(f"the shard {url} is given twice{other}: name it once"))
         seen[identity] = url
     return urls
 
 
 def _identity(url: str) -> object:
-    """Return what two names of one file have in common, links of either kind included."""
+    """Return a value that is equal for two names of one file, including links."""
     if not is_local(url):
         return without_secrets(url)
     try:
@@ -84,7 +74,7 @@ def _identity(url: str) -> object:
 
 
 def shard_name(url: str) -> str:
-    """Return the file name of the tar in a path, URL or ``pipe:`` command; the whole text if there is none."""
+    """Return the file name of the tar in a path, URL or ``pipe:`` command; the full text if there is none."""
     found = None if is_local(url) else _TAR_NAME.search(url)
     return found.group(0) if found else os.path.basename(without_secrets(url)) or without_secrets(url)
 

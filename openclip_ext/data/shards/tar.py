@@ -1,8 +1,8 @@
 """Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
 
-A sample is a run of consecutive regular members that share everything before the first dot of the file name. The rest is
-the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` takes ten times as long to parse a header, and takes a
-file that ends too soon for a complete archive.
+A sample is a run of consecutive regular members that share the name up to the first dot of the file name. The rest of the name
+is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` is ten times slower, and accepts a truncated file as a
+complete archive.
 """
 
 import bz2
@@ -13,21 +13,23 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
+from openclip_ext.data.remote import BUFFER
+
 BLOCK = 512
-# Two blocks of zeros end an archive, and tar fills up its last record of 20 blocks. More zeros are lost data.
+# Two blocks of zeros end an archive, and tar fills its last record of 20 blocks. More zeros are lost data.
 _END_OF_ARCHIVE, _RECORD = 2 * BLOCK, 20 * BLOCK
 _MAX_PADDING = _RECORD + BLOCK
-# Names and pax records are short; a damaged header may announce gigabytes.
+# Limits in bytes, because a corrupt header may announce any size: names and pax records, ...
 _MAX_EXTENSION = 1 << 20
-_STREAM_BUFFER = 1 << 20
-# Bytes that are searched for the next header of a file that may have no end.
-_MAX_SEARCH = 1 << 28
-# A read allocates what it asks for, and a damaged header may ask for anything.
-_MAX_READ = 1 << 26
-# A larger image or caption is damaged, or meant to fill the memory.
+# ... images and captions, ...
 _MAX_FIELD = 1 << 28
+# ... the search for the next header of a file of unknown size, ...
+_MAX_SEARCH = 1 << 28
+# ... and a single read, which allocates what it requests.
+_MAX_READ = 1 << 26
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _METADATA = re.compile(r"__[^/]*__($|/)")
@@ -37,11 +39,11 @@ _DATALESS_TYPES = frozenset(b"123456")
 
 
 class TarError(ValueError):
-    """A tar file ends or breaks where a header or data should be."""
+    """A tar file ends or is corrupt."""
 
 
-class _DamageError(TarError):
-    """A header is not readable; the search for the next one begins at the byte ``resume``."""
+class _CorruptHeaderError(TarError):
+    """A header is not readable; the search for the next header starts at the byte ``resume``."""
 
     def __init__(self, message: str, resume: int) -> None:
         super().__init__(message)
@@ -56,22 +58,22 @@ class _EndOfFileError(TarError):
         self.end = end
 
 
-# Errors of reading a broken stream, those of the decompressors included.
+# Errors of reading a broken stream, including the errors of the decompressors.
 STREAM_ERRORS = (TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 class Member(NamedTuple):
-    """One member of a tar, with offsets in bytes from the beginning of the file."""
+    """One member of a tar, with offsets in bytes from the start of the file."""
 
     name: str
-    start: int  # first byte of the member's headers, long names and pax records included
+    start: int  # first byte of the member's headers, including long names and pax records
     data: int
     size: int
     is_file: bool
 
     @property
     def end(self) -> int:
-        """First byte after the data, padding included."""
+        """First byte after the data and its padding."""
         return self.data + _padded(self.size)
 
 
@@ -91,7 +93,7 @@ class TarSample(NamedTuple):
     fields: dict[str, bytes]  # the content of the wanted fields
 
 
-# Takes an offset and a length, and returns at most so many bytes. Offsets ascend.
+# Receives an offset and a length, and returns up to this many bytes. Offsets ascend.
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -100,19 +102,17 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return a number of a tar header: octal text, or base 256 behind 0x80 (GNU, from 8 GiB on)."""
+    """Return a number of a tar header: octal text, or base 256 after 0x80 (GNU, from 8 GiB on)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.partition(b"\0")[0].strip()
-    if not text:
-        return 0
-    if not text.isdigit():  # int() would take signs and underscores
+    if text and not text.isdigit():  # int() would accept signs and underscores
         raise ValueError(f"no octal number: {field!r}")
-    return int(text, 8)
+    return int(text or b"0", 8)
 
 
 def _text(field: bytes) -> str:
-    # Names appear in messages and logs: what a terminal obeys is written as Python writes it.
+    # Names appear in messages and logs, so control characters are escaped.
     text = field.partition(b"\0")[0].decode("utf-8", "backslashreplace")
     return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
@@ -144,21 +144,9 @@ def _pax_records(data: bytes) -> dict[str, str]:
 
 
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
-    """Yield the complete members of an uncompressed tar, in order, without touching their data.
-
-    After a damaged header go on at the next valid one, as GNU tar does. Archives that were joined (``cat a.tar b.tar``) are
-    read as one.
-
-    Args:
-        read_at: Reads the file.
-        end: Size of the file in bytes; ``sys.maxsize`` if unknown.
-        gaps: Receives each gap before the member that follows it is yielded.
-
-    Raises:
-        TarError: The file ends without the end-of-archive mark; the last gap then reaches to its end.
-    """
-    position = good_end = archive = 0  # archive: where the current one of joined archives begins
-    zeros: int | None = None  # where the blocks of zeros before `position` begin
+    """Yield the members, see :meth:`TarArchive.members`; ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
+    position = good_end = archive = 0  # archive: start of the current one of joined archives
+    zeros: int | None = None  # start of the blocks of zeros before `position`
     damage: TarError | None = None  # the first since the last good member
     while True:
         if end == sys.maxsize and position - good_end > _MAX_SEARCH:
@@ -166,7 +154,7 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
             raise damage or TarError(f"no tar header in the {_MAX_SEARCH:,} bytes after byte {good_end:,}")
         try:
             member = _read_member(read_at, position, end, after_gap=position > good_end)
-        except _DamageError as error:
+        except _CorruptHeaderError as error:
             damage = damage or error
             position, zeros = error.resume, None
             continue
@@ -177,7 +165,10 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
             zeros = position if zeros is None else zeros
             position += BLOCK
             continue
-        if zeros == good_end and damage is None and _ends_archive(position - zeros, position - archive):
+        padding = 0 if zeros is None else position - zeros
+        is_filled = _END_OF_ARCHIVE < padding <= _MAX_PADDING and (position - archive) % _RECORD == 0
+        # Another number of zeros replaces lost data.
+        if zeros == good_end and damage is None and (padding == _END_OF_ARCHIVE or is_filled):
             archive = position
         elif position > good_end:
             gaps.append(Gap(good_end, position))
@@ -193,18 +184,10 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
         gaps.append(Gap(zeros, file_end))
 
 
-def _ends_archive(padding: int, length: int) -> bool:
-    """Return whether so many zeros end an archive, which is ``length`` bytes long with them, rather than replace lost data."""
-    return padding == _END_OF_ARCHIVE or (_END_OF_ARCHIVE < padding <= _MAX_PADDING and length % _RECORD == 0)
-
-
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, or None at a block of zeros.
+    """Return the member whose first header is at ``start``, or None at a block of zeros; TarError if it is not readable.
 
-    After a gap, a name that fills its field counts as damage: the header with its rest may be in the gap.
-
-    Raises:
-        TarError: The header is damaged, the member is cut off, or the file ends.
+    After a gap, a name that fills its field counts as corrupt: the header with the rest of the name may be in the gap.
     """
     position, name, size = start, None, None
     while True:
@@ -215,27 +198,28 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
         if position == start and not header[0] and not any(header):
             return None
         if not _has_checksum(header):
-            raise _DamageError(f"no tar header at byte {position}", data)
+            raise _CorruptHeaderError(f"no tar header at byte {position}", data)
         kind = header[156]
         try:
             length = 0 if kind in _DATALESS_TYPES else _number(header[124:136])
         except ValueError:
-            raise _DamageError(f"the header at byte {position} has no valid size", data) from None
+            raise _CorruptHeaderError(f"the header at byte {position} has no valid size", data) from None
         is_extension = kind in b"xL"
         if size is not None and kind not in b"xLgK":
             length = size
         if length > (min(end - data, _MAX_EXTENSION) if is_extension else end - data):
-            raise _DamageError(f"{_member_name(header)} is cut off: it ends at byte {end}", data)
+            raise _CorruptHeaderError(f"{_member_name(header)} is cut off: it ends at byte {end}", data)
+        following = data + _padded(length)
         if is_extension:
             try:
                 name, size = _extended(kind, read_at(data, length), name, size)
             except ValueError:
-                raise _DamageError(f"broken extended header at byte {position}", data + _padded(length)) from None
+                raise _CorruptHeaderError(f"broken extended header at byte {position}", following) from None
         elif kind not in b"gK":
             if after_gap and name is None and header[99]:
-                raise _DamageError(f"the name of the member at byte {position} is lost", data + _padded(length))
+                raise _CorruptHeaderError(f"the name of the member at byte {position} is lost", following)
             return Member(_member_name(header) if name is None else name, start, data, length, kind in _REGULAR_TYPES)
-        position = data + _padded(length)
+        position = following
 
 
 def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
@@ -264,16 +248,13 @@ def split_name(name: str) -> tuple[str, str] | None:
     return folder + slash + base, field.lower()
 
 
-def group_samples(
-    members: Iterable[Member], wanted: frozenset[str] | None = frozenset(), read_at: ReadAt | None = None
-) -> Iterator[TarSample]:
-    """Group members into samples. A field that occurs again begins a new sample, also under the same key.
+def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
+    """Group members into samples. A repeated field starts a new sample, also under the same key.
 
-    Read the content of the wanted fields (None: of all) with ``read_at``, but of none that is too large. Raise TarError if
-    the file ends in one.
+    Reads the content of the wanted fields (None means all), except too large ones. TarError if the file ends in one.
     """
     sample: TarSample | None = None
-    found: set[str] = set()  # its fields, of which a wrongly named shard may have a million
+    found: set[str] = set()  # its fields; a wrongly named shard may have a million
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:
@@ -287,7 +268,6 @@ def group_samples(
         sample.found.append(field)
         found.add(field)
         if wanted is None or field in wanted:
-            assert read_at is not None
             if member.size > _MAX_FIELD:
                 sample.found[-1] = f"{field} of {member.size:,} bytes (at most {_MAX_FIELD:,})"
                 continue
@@ -299,14 +279,14 @@ def group_samples(
 
 
 class TarArchive:
-    """A tar that is read once, from front to back, and decompressed if need be (gzip, bzip2, xz).
+    """A tar that is read once, from front to back, and decompressed if necessary (gzip, bzip2, xz).
 
     Args:
         file: Open for reading bytes. If it can seek, unwanted content is not read.
 
     Attributes:
-        gaps: What had to be skipped so far, with offsets in the decompressed tar; grows while iterating.
-        read_at: Reads the content of the member that :meth:`members` has yielded last; it may be cut off.
+        gaps: The corrupt parts so far, with offsets in the decompressed tar; grows while iterating.
+        read_at: Reads the content of the last member from :meth:`members`; it may be cut off.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -314,49 +294,53 @@ class TarArchive:
         file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
         magic = file.peek(8)
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
-        # If the size is unknown, reading its data or the next header shows that a member is cut off.
+        # If the size is unknown, reading the data or the next header shows that a member is cut off.
         self._end = sys.maxsize
         self.read_at: ReadAt
         if decompress is not None:
             self.read_at = _forward(decompress(file))
         elif file.seekable():
             self._end = file.seek(0, io.SEEK_END)
-            self.read_at = _seeking(file)
+            self.read_at = partial(_seek_and_read, file)
         else:
             self.read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
-        """Yield the complete members; raise one of :data:`STREAM_ERRORS` if the file is broken or ends too soon."""
+        """Yield the complete members in order, without reading their data; each gap is recorded before the next member.
+
+        After a corrupt header, continues at the next valid header, as GNU tar does. Joined archives (``cat a.tar b.tar``) are
+        read as one. Raises one of :data:`STREAM_ERRORS` if the file is broken or ends without the end-of-archive mark; the
+        last gap then extends to its end.
+        """
         return iter_members(self.read_at, self._end, self.gaps)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
-        """Yield the samples with the content of the wanted fields (None: of all), and raise as :meth:`members`."""
+        """Yield the samples with the content of the wanted fields (None means all). Raises the errors of :meth:`members`."""
         return group_samples(self.members(), wanted, self.read_at)
 
 
-def _seeking(file: BinaryIO) -> ReadAt:
-    def read_at(offset: int, length: int) -> bytes:
-        file.seek(offset)
-        return file.read(length)
-
-    return read_at
+def _seek_and_read(file: BinaryIO, offset: int, length: int) -> bytes:
+    file.seek(offset)
+    return file.read(length)
 
 
 def _forward(stream: BinaryIO) -> ReadAt:
     """Return ``read_at`` for a stream that cannot seek."""
     position = 0
 
-    def read_at(offset: int, length: int) -> bytes:
+    def read(count: int) -> bytes:
         nonlocal position
-        while position < offset:
-            skipped = len(stream.read(min(offset - position, _STREAM_BUFFER)))
-            if not skipped:
-                return b""
-            position += skipped
-        data = stream.read(min(length, _MAX_READ))
-        while len(data) < length and (more := stream.read(min(length - len(data), _MAX_READ))):
-            data += more
+        data = stream.read(min(count, _MAX_READ))
         position += len(data)
+        return data
+
+    def read_at(offset: int, length: int) -> bytes:
+        while position < offset:
+            if not read(min(offset - position, BUFFER)):
+                return b""
+        data = read(length)
+        while len(data) < length and (more := read(length - len(data))):
+            data += more
         return data
 
     return read_at

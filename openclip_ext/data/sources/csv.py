@@ -13,7 +13,7 @@ from openclip_ext.data.storage import open_local
 
 
 class _Texts:
-    """Strings in one block of bytes: millions of Python strings would be copied into every worker, page by page."""
+    """Strings in one block of bytes. Millions of Python strings would be copied into every worker, page by page."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         encoded = [text.encode("utf-8") for text in texts]
@@ -26,35 +26,34 @@ class _Texts:
 
 
 class CsvSource(Source):
-    """Rows of a CSV file; paths of images are as seen from the working directory, a blank caption is a missing one.
+    """Rows of a CSV file. Image paths are relative to the working directory; a blank caption is missing.
 
     Raises:
-        FileNotFoundError: The file is not there.
-        ValueError: A column is not there, there are no rows, or an unbalanced quote hides some.
+        FileNotFoundError, ValueError: The file, a column or rows are missing, or an unbalanced quote hides rows.
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
-        separator = "\t" if separator == r"\t" else separator  # as most shells pass '\t' on
-        if len(separator) != 1:  # pandas would take a longer one for a regular expression
+        separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' like this
+        if len(separator) != 1:  # pandas would use a longer one as a regular expression
             raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
         # Without keep_default_na the captions "None" and "NA" would be missing values.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
         except FileNotFoundError:
-            raise FileNotFoundError(f"the CSV file {path} is not there") from None
+            raise FileNotFoundError(f"CSV file {path} not found") from None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, with iconv for example") from error
+            raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, for example with iconv") from error
         except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             raise ValueError(f"{path} cannot be read as CSV ({error}): check its quotes and --csv-separator") from error
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
-                    f"{path} has no column {column!r} but {list(table.columns)}; {_other_separator(table)}name the "
-                    f"columns with --csv-img-key and --csv-caption-key (--csv-separator is {separator!r})"
+                    f"{path} has no column {column!r} but {list(table.columns)}; set --csv-separator (now {separator!r}), or "
+                    "name the columns with --csv-img-key and --csv-caption-key"
                 )
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
-        _refuse_swallowed_rows(path, table, image_column, separator)
+        _refuse_hidden_rows(path, table, image_column, separator)
         self._path = os.path.abspath(path)
         self._images = _Texts(table[image_column].tolist())
         self._captions = _Texts(table[caption_column].tolist())
@@ -81,7 +80,7 @@ class CsvSource(Source):
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
     def files(self) -> list[str]:
-        """The CSV file and the images that it names."""
+        """Return the CSV file and the images that it names."""
         return [self._path, *(self._images[row] for row in range(self.num_samples))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
@@ -92,21 +91,13 @@ class CsvSource(Source):
 
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
-        return len(self._missing), f"{self._path}, among them rows {rows}" if rows else ""
+        return len(self._missing), f"{self._path}, for example rows {rows}" if rows else ""
 
 
-def _other_separator(table: pd.DataFrame) -> str:
-    """Return the advice to give another separator, if the only column's name holds one."""
-    name = table.columns[0]
-    found = [separator for separator in (",", ";", "|", "\t") if separator in name]
-    typed = "\\t" if found == ["\t"] else "".join(found[:1])
-    return f"add --csv-separator '{typed}', or " if found and len(table.columns) == 1 else ""
+def _refuse_hidden_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
+    """Raise ValueError if a field contains other rows: a quote without its partner joins all rows up to the next quote.
 
-
-def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
-    """Raise ValueError where a field holds other rows: a quote without its partner joins all up to the next quote.
-
-    A caption of several lines is in order, unless one of its parts ends as the names of the images do.
+    A caption may have several lines, unless one of its parts ends like the names of the images.
     """
     endings = {os.path.splitext(name)[1] for name in table[image_column].str.strip()} - {""}
     image = f"(?:{'|'.join(map(re.escape, endings))})\\s*(?:{re.escape(separator)}|\n|$)"
@@ -116,7 +107,6 @@ def _refuse_swallowed_rows(path: str, table: pd.DataFrame, image_column: str, se
             fields = fields[fields.str.contains(image) & fields.str.contains(separator, regex=False)]
         for row, field in fields.items():
             raise ValueError(
-                f"{path}: the field {column!r} of row {row} holds {field.count(chr(10)) + 1} lines, which look like rows "
-                f'of their own, {field[:40]!r} ...: check the quotes there (a " that begins a field must also end it) '
-                "and --csv-separator"
+                f"{path}: the field {column!r} of row {row} has {field.count(chr(10)) + 1} lines, which look like rows, "
+                f'{field[:40]!r} ...: check the quotes (a " that begins a field must also end it) and --csv-separator'
             )

@@ -1,4 +1,4 @@
-"""Where the image and the captions are in a sample of a shard. Imports no torch, for the command line of the manifest."""
+"""The place of the image and the captions in a sample of a shard. Imports no torch, for the command line of the manifest."""
 
 import json
 import re
@@ -8,12 +8,12 @@ DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
 # The keys of a manifest that is only for indices.
 ANY_FIELD = "*"
-# JSON can write half of a surrogate pair, on which tokenizers fail.
+# JSON can contain half of a surrogate pair, on which tokenizers fail.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadSampleError(ValueError):
-    """One sample lacks its image or caption or does not decode. It is passed over and counted."""
+    """One sample lacks its image or caption or does not decode. It is skipped and counted."""
 
 
 class Key(NamedTuple):
@@ -26,7 +26,7 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". Raise ValueError otherwise.
+    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". ValueError for other texts.
     """
     keys = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -44,19 +44,17 @@ def captions_of(data: bytes, key: Key) -> list[str]:
     """Return the captions of a field, at least one: json may have a list of them."""
     try:
         text = data.decode("utf-8")
-        if key.entry is None:
-            return [text]
-        content = json.loads(text)
+        content = {} if key.entry is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
+    if key.entry is None:
+        return [text]
     entry = content.get(key.entry) if isinstance(content, dict) else None
     captions: list[Any] = entry if isinstance(entry, list) else [entry]
     if not captions or not all(isinstance(caption, str) for caption in captions):
-        wanted = f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}"
-        if isinstance(content, dict) and key.entry in content:
-            raise BadSampleError(f"{wanted}, found {json.dumps(entry)[:40]}")
-        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise BadSampleError(f"{wanted}, which has {found or 'nothing'}")
+        raise BadSampleError(
+            f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}, found {text[:80]}"
+        )
     if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
         raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
     return captions

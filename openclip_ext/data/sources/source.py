@@ -1,4 +1,4 @@
-"""Sources: loaders read samples from them by index, and decode them later, because a shuffle holds raw bytes."""
+"""Sources: loaders read samples from them by index. Samples are decoded later, because a shuffle keeps undecoded bytes."""
 
 import io
 from abc import ABC, abstractmethod
@@ -19,16 +19,16 @@ from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, par
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
-# The time of a tokenizer grows at least with the square of a word's length; models see fewer than a hundred tokens.
+# A tokenizer's time grows at least with the square of a word's length; models read fewer than a hundred tokens.
 MAX_CAPTION = 4000
 # Long side over short side: resizing the short side of a longer image could take gigabytes.
 MAX_ASPECT = 500
-# Bits of a gray value that files of 8, 16 and 32 bits have in use.
+# Bits that gray values in files of 8, 16 and 32 bits may use.
 _GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
 
 
 class BadDataError(RuntimeError):
-    """There are too many bad samples to go on."""
+    """There are too many bad samples to continue."""
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
@@ -36,24 +36,24 @@ class BadDataError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RawSample:
-    """A sample as read, with its global index."""
+    """An undecoded sample with its global index."""
 
     index: int
-    fields: dict[str, bytes] = field(default_factory=dict)  # content, where decoding needs it
+    fields: dict[str, bytes] = field(default_factory=dict)  # the content that decoding needs
     found: Sequence[str] = ()  # names of all fields of the sample, for messages
     key: str = ""  # its name in its shard
-    problem: str | None = None  # why the sample could not be read; None if it could
+    problem: str | None = None  # why the sample could not be read, or None
 
 
 class Reader:
     """Reads samples one after the other, fast if their indices ascend. It belongs to one process."""
 
     def __call__(self, index: int) -> RawSample:
-        """Read a sample; a bad one has a ``problem``, and raises nothing."""
+        """Read a sample; a bad sample has a ``problem``, and raises nothing."""
         return RawSample(index)
 
     def expect(self, indices: np.ndarray) -> None:
-        """Learn which samples come next, in order, so that their shards can be fetched before."""
+        """Announce the next samples, in order, so that their shards can be prefetched."""
 
 
 class Source(ABC):
@@ -62,11 +62,11 @@ class Source(ABC):
     Attributes:
         num_samples: Size of the index space.
         num_kept: Samples that are trained on; the others keep their index.
-        digest: Hash of the data set; a run resumes in mid-epoch only on the same one.
-        index_digest: Hash of the samples with their indices, wherever they are and whichever are left out; None: unknown.
-        sequential: Whether samples should be read in ascending order and shuffled in memory (tars), not at random.
+        digest: Hash of the data set; a run resumes mid-epoch only with the same digest.
+        index_digest: Hash of the samples with their indices, without their location and exclusions; None if unknown.
+        sequential: Whether samples should be read in ascending order and shuffled in memory (tars).
         several_captions: Whether its samples may have several captions.
-        reference: A reference model's embeddings of its samples, which batches then have; None: there are none.
+        reference: A reference model's embeddings of its samples for the batches, or None.
     """
 
     sequential = False
@@ -79,16 +79,13 @@ class Source(ABC):
         self.index_digest: str | None = digest
 
     def is_left_out(self, index: int) -> bool:
-        """Return whether a sample is not trained on."""
+        """Return whether a sample is excluded from training."""
         return False
 
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
-        """Return the sequence of an epoch's samples, and how many there are; None: as many as are asked for.
+        """Return the sequence of an epoch's samples and its length. Length None means as long as requested.
 
-        Args:
-            seed, epoch: Seeds of the order.
-            num_slots: At most so many are used.
-            bad: ``(k,)`` int64, ascending indices of samples to leave out.
+        At most ``num_slots`` samples are used; ``bad`` ``(k,)`` int64 are the ascending indices of samples to exclude.
         """
         kept = self.num_samples - len(bad)
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
@@ -99,17 +96,14 @@ class Source(ABC):
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image (RGB) and caption; raise BadSampleError if one is missing or does not decode.
+        """Return image (RGB) and caption; BadSampleError if one is missing or does not decode.
 
-        Args:
-            raw: The sample.
-            decoder: Decodes an image file, which it gets as bytes or open.
-            draw: Number of the caption, modulo the number of captions.
+        ``decoder`` receives an image file as bytes or open; ``draw`` is the caption's number, modulo the number of captions.
         """
 
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
-        """Return name, first index and number of samples of the shard (or file) that holds a sample."""
+        """Return name, first index and number of samples of the shard (or file) of a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         """Return a sample's name in its shard (or file) and its caption, for people; empty if there is none."""
@@ -121,7 +115,7 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB as webdataset's "pilrgb", but scale gray images of more than 8 bits to 8; raise BadSampleError.
+    """Decode to RGB as webdataset's "pilrgb", but scale gray images of more than 8 bits to 8; BadSampleError on failure.
 
     As in OpenCLIP, the EXIF orientation is not applied.
     """
@@ -141,12 +135,12 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
 def _to_8_bits(values: np.ndarray) -> np.ndarray:
     """Return gray values as uint8. Pillow's ``convert`` would clip at 255, and turn most images white.
 
-    Cameras and microscopes store 10 or 12 bits in files of 16 or 32. The depth of a file is taken to be the smallest of the
-    usual depths that holds its largest value; of floats, one that reaches 1 or 255.
+    Cameras and microscopes store 10 or 12 bits in files of 16 or 32. The assumed depth is the smallest usual depth that
+    contains the largest value; for floats, a range up to 1 or 255.
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
-        raise ValueError(f"gray values up to {largest}, expected finite ones from 0")
+        raise ValueError(f"gray values up to {largest}, expected finite values from 0")
     if values.dtype.kind == "f":
         return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
     depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)
@@ -162,11 +156,11 @@ class SampleKeys:
         self.fields = frozenset(key.field for key in (*self._images, *self._captions))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Do as :meth:`Source.decode`; a ``draw`` other than 0 chooses among the captions of all fields."""
+        """Decode as :meth:`Source.decode`; a ``draw`` other than 0 selects among the captions of all fields."""
         if raw.problem is not None:
             raise BadSampleError(raw.problem)
-        image_key = _choose(raw, self._images, "image")
-        caption_key = _choose(raw, self._captions, "caption")
+        image_key = _first_key(raw, self._images, "image")
+        caption_key = _first_key(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
         caption = captions[draw % len(captions)]
@@ -175,12 +169,12 @@ class SampleKeys:
         return decoder(raw.fields[image_key.field]), caption
 
     def caption(self, raw: RawSample) -> str:
-        """Return the first caption of a sample; raise BadSampleError if it has none, or it does not decode."""
-        key = _choose(raw, self._captions, "caption")
+        """Return the first caption of a sample; BadSampleError if there is none, or it does not decode."""
+        key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
 
 
-def _choose(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
+def _first_key(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
     for key in keys:
         if key.field in raw.fields:
             return key

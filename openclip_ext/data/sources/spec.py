@@ -1,4 +1,4 @@
-"""The description of a data set, for training, validation and the tools that inspect a run."""
+"""The specification of a data set, for training, validation and the tools that inspect a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class DataSpec:
     # Shards (see shardlist.expand_components) or a CSV file; None if synthetic (--train-data, --val-data).
     source: str | Sequence[str] | None = flag(None, dest="train_data")
     dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic", or "auto": by the ending of the path
-    # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); of a synthetic data set the size, or 100.
+    # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); the size of a synthetic data set, None: 100.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
@@ -28,7 +28,7 @@ class DataSpec:
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
     csv_caption_key: str = flag("title")
     manifest: str | os.PathLike[str] | None = flag(
-        None, "manifest of the training shards; it may leave samples out (default: found next to them, or made)"
+        None, "manifest of the training shards; it may exclude samples (default: found next to them, or created)"
     )
     resampled: bool = flag(False, dest="dataset_resampled")  # draw shards with replacement
     # How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a list.
@@ -37,22 +37,25 @@ class DataSpec:
     )
     # For the loss (``--steer``, ``--distill``).
     reference: str | os.PathLike[str] | None = flag(
-        None, "folder with a reference model's embeddings of the training data, which openclip-ext embed wrote"
+        None, "folder with a reference model's embeddings of the training data, from openclip-ext embed"
     )
     max_bad_fraction: float = flag(
-        0.05, "stop when more than this part of the data set is unusable", minimum=0.0, maximum=1.0
+        0.05, "stop when more than this fraction of the data set is unusable", minimum=0.0, maximum=1.0
     )
     remote_patience: float = flag(
-        300.0, "seconds for which a shard that cannot be read is asked for again, before it counts as bad", minimum=0.0
+        300.0, "seconds for which an unreadable shard is retried before it counts as bad", minimum=0.0
     )
-    cache_dir: str | None = flag(None, "folder of this node where remote shards are kept, for all its processes")
+    cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
     cache_size: float = flag(
-        100.0, "GiB of --cache-dir; shards unused for longest are removed", needs="cache_dir", exclusive_minimum=0.0
+        100.0,
+        "GiB of --cache-dir; the least recently used shards are removed",
+        needs="cache_dir",
+        exclusive_minimum=0.0,
     )
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """Return the validation data of a command line; ``from_flags(DataSpec, flags)`` are its training data."""
+        """Return the validation data of a command line. ``from_flags(DataSpec, flags)`` returns its training data."""
         return from_flags(
             cls,
             flags,
@@ -67,7 +70,7 @@ class DataSpec:
 
     @property
     def storage(self) -> Storage:
-        """How the data are opened."""
+        """How to open the data."""
         return Storage(self.remote_patience, self.cache_dir, self.cache_size)
 
     @property
@@ -87,24 +90,8 @@ class DataSpec:
             return "csv"
         if text.endswith(_SHARD_ENDINGS) or ".tar" in text:
             return "webdataset"
-        raise ValueError(_not_data(text, ending))
-
-
-# What turns other data sets into shards.
-_CONVERSIONS = {
-    "parquet": "make shards of it with img2dataset --input_format parquet",
-    "json": "make shards of it with webdataset's ShardWriter",
-    "jsonl": "make shards of it with webdataset's ShardWriter, or with img2dataset --input_format jsonl if it has URLs",
-    "zip": "unpack it, and make shards of it with webdataset's ShardWriter",
-    "txt": "if it is a CSV file, add --dataset-type csv and --csv-separator",
-}
-
-
-def _not_data(path: str, ending: str) -> str:
-    if os.path.isdir(path):
-        if any(name.endswith(_SHARD_ENDINGS) for name in os.listdir(path)):
-            return f"{path} is a folder: give its shards, '{os.path.join(path, '*.tar')}'"
-        fix = "make shards of its files with webdataset's ShardWriter, or a CSV file that names them"
-        return f"{path} is a folder without shards: expected tars or a CSV file; {fix}"
-    fix = _CONVERSIONS.get(ending, "if its ending is unusual, add --dataset-type webdataset or csv")
-    return f"{path}: expected tars or a CSV file, found the ending {ending!r}; {fix}"
+        found = f"{text} is a folder" if os.path.isdir(text) else f"{text}: found the ending {ending!r}"
+        raise ValueError(
+            f"{found}; if it is a CSV file, add --dataset-type csv. Otherwise name its shards, such as 'FOLDER/*.tar', or "
+            "make some with webdataset's ShardWriter or img2dataset --input_format parquet (or jsonl)"
+        )

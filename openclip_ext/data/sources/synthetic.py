@@ -11,8 +11,6 @@ class SyntheticSource(Source):
     """The same sample ``num_samples`` times; ``image_size`` is width and height in pixels."""
 
     def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
-        if num_samples < 1:
-            raise ValueError(f"a synthetic data set needs at least 1 sample, got {num_samples}")
         super().__init__(num_samples, f"synthetic-{num_samples}-{image_size[0]}x{image_size[1]}")
         self._image = Image.new("RGB", image_size)
 

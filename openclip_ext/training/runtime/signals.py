@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from openclip_ext import distributed
-from openclip_ext.data.loader.epoch_pass import Interrupted
+from openclip_ext.data.loader.train_loader import Interrupted
 
 
 class Request(enum.IntEnum):
