@@ -3,36 +3,28 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 
 
-class Average(NamedTuple):
-    """Holds the mean of the main metrics of a group, which is None if results of some tasks are ``missing``."""
-
-    value: float | None
-    missing: tuple[str, ...]
-
-
 def _names(keys: Sequence[str], most: int = 5) -> str:
-    """Name the first few tasks, and say how many more there are."""
     names = ", ".join(TASKS[key].name for key in keys[:most])
     return f"{names} and {len(keys) - most} more" if len(keys) > most else names
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the main metrics by key, for the lines of a result file that have one, which may be NaN in DataComp's own."""
+    """Return the finite main metrics of the lines of a result file by key; DataComp's own files may contain NaN."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
     return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
 
-def averages(scores: Mapping[str, float]) -> dict[str, Average]:
-    """Average main metrics by key over every group of tasks; the result is by the group's title."""
+def averages(scores: Mapping[str, float]) -> dict[str, tuple[float | None, tuple[str, ...]]]:
+    """Return by a group's title the average of the main metrics, None if some are missing, and the missing keys."""
     found = {}
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
-        found[title] = Average(None if missing else sum(scores[key] for key in keys) / len(keys), missing)
+        found[title] = None if missing else sum(scores[key] for key in keys) / len(keys), missing
     return found
 
 
@@ -71,13 +63,13 @@ def summary_text(
         total = len(GROUPS[title])
         partial = f"partial, {total - len(lacking)}/{total}; missing: {_names(lacking)}"
         text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
-    other = [line["key"] for line in lines if has_other_size(line)]
-    if other:
-        size = "other sizes), so not DataComp's numbers"
-        text.append(f"\nNot DataComp's data ({size}: {len(other)} tasks, {_names(other)}")
+    if other := [line["key"] for line in lines if has_other_size(line)]:
+        text.append(
+            f"\nOther sizes than DataComp's data, so not DataComp's numbers: {len(other)} tasks, {_names(other)}"
+        )
     for line in lines:
         if skipped := line.get("skipped"):
-            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are left out:")
+            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are excluded:")
             text += [f"  {entry}" for entry in skipped[:10]]
     if failed:
         text.append("\nNot evaluated:")
@@ -85,5 +77,5 @@ def summary_text(
     if missing:
         command = f"openclip-ext download --data-dir {data_dir}"
         tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
-        text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}; fetch with `{command}{tasks}`.")
+        text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}. Download with `{command}{tasks}`.")
     return "\n".join(text)
