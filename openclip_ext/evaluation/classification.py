@@ -81,15 +81,10 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
 
 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
-    """Answer each question about each image, without keeping the logits.
+    """Answer each question about each image with a classifier ``(C, d)`` for each question, without keeping the logits.
 
-    Args:
-        batches: batches of the data set; labels belong to the first classifier.
-        classifiers: class embeddings ``(C, d)``, one tensor for each question.
-
-    Returns:
-        ``predicted`` ``(N, questions)`` class numbers, with labels also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number
-        of classes before the right one, and with metadata also ``metadata`` ``(N, columns)``.
+    Returns ``predicted`` ``(N, questions)`` class numbers and ``metadata`` ``(N, columns)``. Data sets with labels (of the
+    first question) also have ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes before the right one.
     """
     # Equal class names must tie exactly, but matrix products round differently at their edges. So each row is computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]

@@ -44,7 +44,7 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=count, default=256, help="number of images or texts in a batch")
     # The processes of torchrun on one machine share its cores.
     cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    help_text = "number of images decoded in parallel (default: one per core, at most 16)"
+    help_text = "number of images decoded in parallel (default: one per core, up to 16)"
     parser.add_argument("--workers", type=int, default=max(1, min(16, cores)), help=help_text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     help_text = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
@@ -98,7 +98,7 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
-            raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
+            raise ValueError("a run folder determines model and checkpoint: leave out --model and --checkpoint")
         args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")

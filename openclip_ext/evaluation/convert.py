@@ -85,7 +85,13 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
         # The fixed time makes equal data give equal bytes.
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
-        images = _image_members(archive)
+        images: dict[str, str] = {}  # by file name and by name without suffix
+        for member in archive.namelist():
+            name = PurePosixPath(member).name
+            # A zip made on macOS has a "._name" resource file for every image.
+            if _SUFFIX.search(name) and not name.startswith("._"):
+                images[name] = member
+                images.setdefault(_SUFFIX.sub("", name), member)
         for name, fields in samples.items():
             if name not in images:
                 raise ValueError(f"{zips[0]} has no image {name!r}, which is in the table")
@@ -94,15 +100,3 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
     (unfinished / "nshards.txt").write_text(f"{len(list(unfinished.glob('*.tar')))}\n")
     shutil.rmtree(finished, ignore_errors=True)
     unfinished.rename(finished)
-
-
-def _image_members(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return the members of a zip that are images, by file name and by name without suffix."""
-    images: dict[str, str] = {}
-    for member in archive.namelist():
-        name = PurePosixPath(member).name
-        # A zip made on macOS has a "._name" resource file for every image.
-        if _SUFFIX.search(name) and not name.startswith("._"):
-            images[name] = member
-            images.setdefault(_SUFFIX.sub("", name), member)
-    return images

@@ -71,19 +71,15 @@ class StoredSample(NamedTuple):
 class Samples:
     """Samples in their order on disk: a batch, or the values computed for a data set.
 
-    Attributes:
-        values: ``(N, ...)`` by name. A batch has ``image`` ``(B, 3, H, W)``, and int64 ``label`` ``(B,)`` and ``metadata``
-            ``(B, columns)`` if the task has them.
-        captions: captions of each sample.
-        skipped: messages about images that do not decode, by key.
-        error: why the batch must not be scored; empty if it may be.
+    ``values`` are ``(N, ...)`` by name. A batch has ``image`` ``(B, 3, H, W)``, and int64 ``label`` ``(B,)`` and ``metadata``
+    ``(B, columns)`` if the task has them.
     """
 
     keys: list[str] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     captions: list[list[str]] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    error: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)  # messages about images that do not decode, by key
+    error: str = ""  # why the batch must not be scored
 
     def pin_memory(self) -> "Samples":
         """Pin the tensors; ``DataLoader`` calls this with ``pin_memory=True``."""
@@ -139,16 +135,13 @@ def read_instances(folder: Path) -> list[Instance]:
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
         try:
             content = json.loads(line)
-            cue, candidates = content["cue"], tuple(content["candidates"])
-            instance = Instance(cue, candidates, frozenset(content["associations"]))
+            candidates, associations = tuple(content["candidates"]), frozenset(content["associations"])
+            if not content["cue"] or not associations or not associations <= set(candidates):
+                raise ValueError("no cue, or no associations among the candidates")
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: expected an object with cue, candidates and associations, "
-                f"found {line[:80]} ({error!r})."
-            ) from None
-        if not cue or not instance.associations or not instance.associations <= set(candidates):
-            raise DataError(f"{path}, line {number}: expected a cue, and associations among the candidates.")
-        instances.append(instance)
+            wanted = "an object with cue, candidates and associations"
+            raise DataError(f"{path}, line {number}: expected {wanted}, found {line[:80]} ({error!r}).") from None
+        instances.append(Instance(content["cue"], candidates, associations))
     return instances
 
 
@@ -161,7 +154,7 @@ def find_shards(folder: Path) -> list[Path]:
     shards = [folder / "test" / f"{number}.tar" for number in range(int(text))]
     if wrong := {*shards}.symmetric_difference(folder.glob("test/*.tar")):
         names = ", ".join(sorted(path.name for path in wrong)[:5])
-        raise DataError(f"{count_file} says {text} shards (0.tar, ...); missing or extra: {names}.")
+        raise DataError(f"{count_file}: expected {text} shards from 0.tar; missing or extra: {names}.")
     return shards
 
 
@@ -179,11 +172,7 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
 
 
 def find_samples(folder: Path) -> list[StoredSample]:
-    """Return the samples of the test split in their order on disk, from the headers of its shards.
-
-    Raises:
-        DataError: a shard is missing or corrupt, or a key occurs twice, because a copied shard would count twice.
-    """
+    """Return the samples of the test split in their order on disk; DataError if a shard is missing, corrupt or copied."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
         for sample in read_shard(shard, frozenset()):
@@ -232,10 +221,9 @@ def read_batch(
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """Return the image file of a sample, and those of ``label``, ``metadata`` and ``captions`` that ``spec`` asks for.
+    """Return the image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
 
-    Raises:
-        DataError: a field is missing or wrong; the message starts with ``where``.
+    Raise DataError, whose message starts with ``where``, if a field is missing or wrong.
     """
 
     def content_of(*extensions: str) -> bytes:
@@ -252,21 +240,18 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
             raise DataError(f"{where}: expected a label (.cls) below {spec.num_classes}, found {label[:20]!r}.")
         sample["label"] = int(label)
     if spec.metadata_columns:
-        sample["metadata"] = _parse_metadata(content_of("npy"), spec.metadata_columns, where)
+        content, columns = content_of("npy"), spec.metadata_columns
+        try:
+            values = np.load(io.BytesIO(content), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise DataError(f"{where}: the metadata (.npy) cannot be read ({error}).") from None
+        if values.shape != (columns,) or not np.issubdtype(values.dtype, np.integer) or values.min() < 0:
+            found = f"{values.dtype} {str(values.tolist())[:80]}"
+            raise DataError(f"{where}: expected {columns} non-negative integers of metadata (.npy), found {found}.")
+        sample["metadata"] = values.astype(np.int64)
     if spec.captions:
         lines = content_of("txt").decode("utf-8", errors="replace").splitlines()
         sample["captions"] = [line.strip() for line in lines if line.strip()]
         if not sample["captions"]:
             raise DataError(f"{where}: no caption in its .txt, expected one per line.")
     return image, sample
-
-
-def _parse_metadata(content: bytes, columns: int, where: str) -> np.ndarray:
-    try:
-        values = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{where}: the metadata (.npy) cannot be read ({error}).") from None
-    if values.shape != (columns,) or not np.issubdtype(values.dtype, np.integer) or values.min() < 0:
-        found = f"{values.dtype} {str(values.tolist())[:80]}"
-        raise DataError(f"{where}: expected {columns} non-negative integers of metadata (.npy), found {found}.")
-    return values.astype(np.int64)

@@ -21,9 +21,8 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel
-from openclip_ext.evaluation.results import ResultFile, run_identity
+from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
 from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.summary import summary, summary_text
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
 
@@ -79,7 +78,11 @@ def evaluate(args: argparse.Namespace) -> int:
     run = run_identity(loaded, encoder.precision, args.allow_size_mismatch)
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
-    todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
+    if distributed.is_master():
+        given, todo = len(todo), results.prepare(todo, args.data_dir, args.overwrite)
+        if done := given - len(todo):
+            logger.info(f"{done} of {given} tasks already have results of this model: {results.path}")
+    todo = distributed.broadcast_object(todo)
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
@@ -140,17 +143,6 @@ def default_output_dir(loaded: LoadedModel) -> Path:
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
     return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
-
-
-def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.Namespace) -> list[Task]:
-    results.open()
-    done = set() if args.overwrite else results.completed(tasks, args.data_dir)
-    if done:
-        logger.info(f"{len(done)} of {len(tasks)} tasks already have results of this model: {results.path}")
-    todo = [task for task in tasks if task.key not in done]
-    # If an evaluation fails, no older number may replace its result.
-    results.discard(task.key for task in todo)
-    return todo
 
 
 if __name__ == "__main__":

@@ -57,10 +57,8 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
 def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Download one data set completely, convert it if needed, and write its checksums.
 
-    Complete files stay for the next call after an exception, also of huggingface_hub.
-
-    Raises:
-        ValueError: the checksum of a file stays wrong, or the set to convert is not as expected.
+    After an exception, complete files stay for the next call. ValueError if a checksum stays wrong, or the set to convert
+    is not as expected.
     """
     folder = data_dir / task.folder
     api, wanted = HfApi(endpoint=endpoint), _snapshot_arguments(task, folder)
@@ -170,12 +168,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Download or check the chosen sets.
+    """Download or check the chosen sets, and exit: with status 0 if every chosen set is complete, otherwise 1.
 
-    Raises:
-        SystemExit: always; the exit status is 0 if every chosen set is complete, otherwise 1.
-        ValueError: there is no such task.
-        ConnectionError: the hub does not answer.
+    ValueError for an unknown task, ConnectionError if the hub does not answer.
     """
     args = build_parser().parse_args(argv)
     raise SystemExit(_verify(args) if args.verify else _download(args))

@@ -27,7 +27,7 @@ from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_mod
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
 
-# Samples between two updates of the progress file, if there are no shards.
+# Samples of a block, if there are no shards.
 _BLOCK = 2**16
 
 
@@ -44,11 +44,7 @@ class _Towers(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Embed a data set, or continue where the same command stopped.
-
-    Raises:
-        ValueError, OSError: The command line, the model, the data or the folder is wrong.
-    """
+    """Embed a data set, or continue where the same command stopped; ValueError or OSError for a user's mistake."""
     args = _parse_arguments(argv)
     with shared.process_group():
         try:
@@ -73,49 +69,35 @@ def _embed(args: argparse.Namespace) -> None:
     source = build_source(spec, loaded.preprocess)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
+    towers, is_master = _Towers(loaded.model), distributed.is_master()
     with folder.begun() as done:
-        bad = None if done is None else _embed_rest(args, spec, loaded, source, folder, done)
-        if not distributed.is_master():
+        if done is None:
+            if is_master:
+                say(f"{args.output} is finished already")
             return
-        if bad is None:
-            say(f"{args.output} is finished already")
-            return
-        folder.finish(bad)
-        say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
-
-
-def _embed_rest(
-    args: argparse.Namespace,
-    spec: DataSpec,
-    loaded: LoadedModel,
-    source: Source,
-    folder: EmbeddingFolder,
-    done: Sequence[Done],
-) -> int:
-    """Embed this rank's share of the remaining samples; return the number of unreadable samples of the whole data set.
-
-    Collective: all ranks call it.
-    """
-    units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
-    towers, before, bad = _Towers(loaded.model), sum(entry.bad for entry in done), 0
-    shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not distributed.is_master()}
-    with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
-        for unit in units:
-            loader = EvalLoader(
-                source,
-                preprocess=loaded.preprocess,
-                tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
-                batch_size=args.batch_size,
-                workers=args.workers,
-                span=unit,
-            )
-            outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
-            unread = len(unit) - _write(folder, outputs, bar)
-            bar.update(unread)
-            folder.note(Done(unit.start, unit.stop, unread))
-            bad += unread
-            _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
-    return before + sum(distributed.all_gather_object(bad))
+        units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
+        before, bad = sum(entry.bad for entry in done), 0
+        shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not is_master}
+        with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
+            for unit in units:
+                loader = EvalLoader(
+                    source,
+                    preprocess=loaded.preprocess,
+                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
+                    batch_size=args.batch_size,
+                    workers=args.workers,
+                    span=unit,
+                )
+                outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
+                unread = len(unit) - _write(folder, outputs, bar)
+                bar.update(unread)
+                folder.note(Done(unit.start, unit.stop, unread))
+                bad += unread
+                _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
+        bad = before + sum(distributed.all_gather_object(bad))
+        if is_master:
+            folder.finish(bad)
+            say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
 
 
 def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
@@ -134,11 +116,16 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
-    """Return the remaining ranges, each of up to as many consecutive shards as there are workers.
+    """Return the remaining ranges, each of up to as many consecutive shards (or blocks without shards) as there are workers.
 
     A restart with the same shards, workers and ranks divides them in the same way.
     """
-    shards, size = _shards(source), 1
+    shards, end, size = [], 0, 1
+    while end < source.num_samples:
+        begin, end = end, min(end + _BLOCK, source.num_samples)
+        if source.sequential:
+            end = begin + source.group_of(begin)[2]
+        shards.append(range(begin, end))
     if source.sequential:
         size = max(1, min(workers, -(-len(shards) // distributed.world_size())))
     begins = np.array([shard.start for shard in shards])
@@ -151,17 +138,6 @@ def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
             units.append([])
         units[-1].append(shards[number])
     return [range(unit[0].start, unit[-1].stop) for unit in units]
-
-
-def _shards(source: Source) -> list[range]:
-    """Return the indices of each shard, or of blocks of a source without shards."""
-    shards, end = [], 0
-    while end < source.num_samples:
-        begin, end = end, min(end + _BLOCK, source.num_samples)
-        if source.sequential:
-            end = begin + source.group_of(begin)[2]
-        shards.append(range(begin, end))
-    return shards
 
 
 def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:

@@ -68,13 +68,8 @@ class EmbeddingFolder:
     def begun(self) -> Iterator[list[Done] | None]:
         """Create the files or check those of an earlier launch, on rank 0, and keep other programs out of the folder.
 
-        Collective: all ranks call it.
-
-        Yields:
-            The finished ranges. None means that everything is finished.
-
-        Raises:
-            UsageError: The folder is in use or has other content, a file is corrupt, or the disk has too little space.
+        Yield the finished ranges; None means that everything is finished. UsageError if the folder is in use or has other
+        content, a file is corrupt, or the disk has too little space. Collective: all ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
@@ -82,10 +77,9 @@ class EmbeddingFolder:
     @contextlib.contextmanager
     def tables(self) -> Iterator[tuple[_Table, _Table]]:
         """Open the rows of images and texts; at the end they are on the disk."""
-        images, texts = _Table(self.path / IMAGES), _Table(self.path / TEXTS)
-        yield images, texts
-        images.close()
-        texts.close()
+        images, texts = (contextlib.closing(_Table(self.path / name)) for name in (IMAGES, TEXTS))
+        with images as image_table, texts as text_table:
+            yield image_table, text_table
 
     def note(self, done: Done) -> None:
         """Record that a range is on the disk."""
@@ -120,13 +114,19 @@ class EmbeddingFolder:
             self._refuse_other(json.loads((self.path / BEGUN).read_text(encoding="utf-8")))
         elif taken := [path for path in files if path.exists()]:
             raise UsageError(f"{taken[0]} exists and belongs to another program: give another --output")
-        self._refuse_small_disk(sum(path.stat().st_blocks * 512 for path in files if path.exists()))
+        samples, width = self.about["samples"], self.about["width"]
+        written = sum(path.stat().st_blocks * 512 for path in files if path.exists())
+        missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
+        if missing > free:
+            raise UsageError(
+                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, and "
+                f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
+            )
         write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
         done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]
         for path in files:
             if not done:
-                shape = (self.about["samples"], self.about["width"])
-                np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape).flush()
+                np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(samples, width)).flush()
             try:
                 np.load(path, mmap_mode="r")
             except (OSError, ValueError):
@@ -141,15 +141,6 @@ class EmbeddingFolder:
                     f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
                     "Give the command that started it, or another --output"
                 )
-
-    def _refuse_small_disk(self, written: int) -> None:
-        samples, width = self.about["samples"], self.about["width"]
-        missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
-        if missing > free:
-            raise UsageError(
-                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, and "
-                f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
-            )
 
     def _progress(self) -> list[Path]:
         return sorted(self.path.glob(PROGRESS.format("*")))

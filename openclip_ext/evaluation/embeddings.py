@@ -14,18 +14,12 @@ from openclip_ext import compat
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Unit embeddings of a training set, in host memory or mapped from files.
-
-    Attributes:
-        image, text: ``(n, d)`` float32 embeddings.
-        index: ``(n,)`` positions in the data set, without bad and excluded samples.
-        logit_scale: the model's ``1/τ``.
-    """
+    """Unit embeddings ``(n, d)`` float32 of a training set, in host memory or mapped from files."""
 
     image: Tensor
     text: Tensor
-    index: Tensor
-    logit_scale: float
+    index: Tensor  # ``(n,)`` positions in the data set, without bad and excluded samples
+    logit_scale: float  # the model's ``1/τ``
 
 
 @torch.no_grad()

@@ -62,11 +62,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
-        """Read samples in batches. Reading starts at once, to overlap with the encoding of texts.
-
-        Raises:
-            DataError: while iterating, if the data must not be scored.
-        """
+        """Read samples in batches. Reading starts at once, to overlap with the encoding of texts."""
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence is a data set
             self.batch_size,
@@ -77,18 +73,21 @@ class Encoder:
             # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
             generator=torch.Generator(),
         )
-        return map(_raise_error, iter(loader))
+        return iter(loader)
 
     def collect(
         self, batches: Iterator[Samples], compute: Callable[[Samples], dict[str, Tensor]], name: str, total: int | None
     ) -> Samples:
         """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set.
 
-        The result also has the batches' own values, except the images if the function does not replace them.
+        The result also has the batches' own values, except the images if the function does not replace them. DataError if
+        the data must not be scored.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:
             for batch in batches:
+                if batch.error:
+                    raise DataError(batch.error)
                 found.skipped |= batch.skipped
                 if not batch.keys:
                     continue
@@ -104,21 +103,24 @@ class Encoder:
         return replace(found, values={key: torch.cat(part) for key, part in parts.items()})
 
     def embed_images(
-        self, samples: Sequence[StoredSample], spec: SampleFormat, name: str, total: int | None, autocast: bool = False
+        self, samples: Sequence[StoredSample], spec: SampleFormat, name: str, autocast: bool = False
     ) -> Samples:
         """Read and encode images; the result has their embeddings ``image`` ``(N, d)``."""
 
         def compute(batch: Samples) -> dict[str, Tensor]:
             return {"image": self.encode_images(batch.values["image"], autocast)}
 
-        return self.collect(self.batches(samples, spec), compute, name, total)
+        return self.collect(self.batches(samples, spec), compute, name, len(samples))
 
     def model_input(self, images: Tensor) -> Tensor:
         """Return the model's input for images from ``preprocess``, or for uint8 images from `batches`."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
-        return images.to(_input_dtype(self.model))
+        # Pure half-precision training leaves the weights of the visual tower in half precision.
+        kinds = (nn.Conv2d, nn.Linear)
+        dtypes = (module.weight.dtype for module in self.model.visual.modules() if isinstance(module, kinds))
+        return images.to(next(dtypes, torch.float32))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
@@ -174,18 +176,6 @@ class Encoder:
     def _autocast(self, wanted: bool) -> AbstractContextManager:
         is_on = wanted and self.precision != "fp32"
         return torch.autocast(self.device.type) if is_on else contextlib.nullcontext()
-
-
-def _raise_error(batch: Samples) -> Samples:
-    if batch.error:
-        raise DataError(batch.error)
-    return batch
-
-
-def _input_dtype(model: ImageTextModel) -> torch.dtype:
-    """Return the dtype of the visual tower's weights, which pure half-precision training leaves in half precision."""
-    kinds = (nn.Conv2d, nn.Linear)
-    return next((module.weight.dtype for module in model.visual.modules() if isinstance(module, kinds)), torch.float32)
 
 
 def _unit(features: Tensor, what: str) -> Tensor:

@@ -38,19 +38,15 @@ def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
 def group_metrics(
     name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
 ) -> Metrics:
-    """Compute the accuracy overall, in every group and in the worst group, under WILDS' names.
+    """Return ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, and ``{name}_wg``, as WILDS does.
 
-    As in WILDS, groups are all combinations of the values from 0 to the largest that occurs. An empty group has the count 0
-    and no accuracy, and cannot be the worst.
+    Groups are all combinations of the values from 0 to the largest that occurs. An empty group has the count 0 and no
+    accuracy, and cannot be the worst.
 
     Args:
-        name: prefix of the metrics, for example ``acc``.
-        correct: ``(N,)`` bool.
+        correct: ``(N,)`` bool, whose mean is the accuracy.
         metadata: ``(N, len(columns))`` integers from 0.
         groups: names of the columns to group by.
-
-    Returns:
-        ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, ``{name}_wg``.
     """
     values = metadata[:, [columns.index(group) for group in groups]]
     # In WILDS the first column varies fastest.

@@ -2,19 +2,19 @@
 
 import ast
 import copy
-import difflib
 import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import open_clip
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
@@ -29,39 +29,22 @@ class ModelError(ValueError):
     """A model or checkpoint cannot be loaded."""
 
 
-class ImageTextModel(nn.Module):
-    """The interface of the models to evaluate, which OpenCLIP's models have without inheriting it."""
-
-    visual: nn.Module
-
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Encode images ``(B, 3, H, W)`` to ``(B, d)``."""
-        raise NotImplementedError
-
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Encode tokens ``(B, context_length)`` int64 to ``(B, d)``."""
-        raise NotImplementedError
+# A module with ``visual``, ``encode_image`` (images ``(B, 3, H, W)`` to ``(B, d)``) and ``encode_text`` (tokens
+# ``(B, context_length)`` int64 to ``(B, d)``), as OpenCLIP's models.
+ImageTextModel = Any
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, with its transform and tokenizer.
-
-    Attributes:
-        preprocess: PIL image -> ``(3, H, W)``.
-        tokenizer: list of texts -> ``(B, context_length)`` int64.
-        checkpoint: path or pretrained tag of the weights.
-        config: architecture and preprocessing, on which the numbers depend in addition to the weights.
-        weights_sha256: digest of all parameters and buffers.
-    """
+    """A model in evaluation mode, with its transform and tokenizer."""
 
     model: ImageTextModel
-    preprocess: Callable[[Any], Tensor]
-    tokenizer: Callable[[list[str]], Tensor]
+    preprocess: Callable[[Any], Tensor]  # PIL image -> ``(3, H, W)``
+    tokenizer: Callable[[list[str]], Tensor]  # texts -> ``(B, context_length)`` int64
     name: str
-    checkpoint: str
-    config: dict[str, Any]
-    weights_sha256: str
+    checkpoint: str  # path or pretrained tag of the weights
+    config: dict[str, Any]  # architecture and preprocessing, on which the numbers depend, too
+    weights_sha256: str  # digest of all parameters and buffers
 
     @property
     def origin(self) -> dict[str, str]:
@@ -85,9 +68,8 @@ def load_model(
         **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). They replace those in
             the ``params.txt`` of the checkpoint's run, except if None.
 
-    Raises:
-        ModelError: unknown model or checkpoint, or the file is unreadable or belongs to another model.
-        HeadsError: unknown kind of projection heads.
+    ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. HeadsError for an
+    unknown kind of projection heads.
     """
     add_model_configs()
     if model_config is not None:
@@ -98,7 +80,13 @@ def load_model(
     is_file = source is not None and Path(source).is_file()
     run_options = _options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
-    config = _config(name, options)
+    # Configuration and options of the architecture, which differ between models of the same name.
+    config: dict[str, Any] = {"options": options}
+    if not _is_folder(name):
+        config["model"] = open_clip.get_model_config(name.replace("/", "-"))
+        if config["model"] is None:
+            hint = nearest(name, open_clip.list_models())
+            raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
     state_dict, heads = _peek(Path(source)) if source is not None and is_file else ({}, None)
     trained = _run_parameters(source).get("model", name)
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
@@ -116,30 +104,19 @@ def load_model(
             open_clip.load_checkpoint(model, source)
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
-        raise ModelError(_why_not(name, source, trained, error)) from error
+        what = f"{name} with {source or 'its own weights'}"
+        hint = f"its run was trained with --model {trained}" if trained != name else "is it of another --model?"
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
         model = with_heads(model, build_heads(heads, str(source)))
-    model.eval()
     digest = weights_digest(model)
-    model = cast(ImageTextModel, model.to(device))
-    return LoadedModel(model, preprocess, tokenizer, name, str(source or name), config, digest)
+    return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
 
 
 def _is_folder(name: str) -> bool:
     return name.startswith(("hf-hub:", "local-dir:"))
-
-
-def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return configuration and options of the architecture, which differ between models of the same name."""
-    if _is_folder(name):
-        return {"options": options}
-    config = open_clip.get_model_config(name.replace("/", "-"))
-    if config is None:
-        close = difflib.get_close_matches(name, open_clip.list_models(), n=3, cutoff=0.4)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise ModelError(f"There is no OpenCLIP model {name!r}.{hint} --model-config FILE adds one.")
-    return {"model": config, "options": options}
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
@@ -148,9 +125,7 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
         return str(checkpoint)
     if _is_folder(name):
         if checkpoint is not None:
-            raise ModelError(
-                f"{name} has its own weights, and --checkpoint {checkpoint} is not a file. Remove --checkpoint."
-            )
+            raise ModelError(f"{name} has its own weights: remove --checkpoint {checkpoint}, which is not a file.")
         return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"
@@ -172,18 +147,6 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         except Exception:  # it may be an old or scripted file; OpenCLIP loads it or reports the error
             pass
     return {}, None
-
-
-def _why_not(name: str, source: str | None, trained: str, error: Exception) -> str:
-    """Return a short message for an exception that creating the model raised."""
-    reason = " ".join(str(error).split())
-    reason = reason if len(reason) <= 400 else reason[:400] + " ..."
-    if "state_dict" not in reason and not isinstance(error, KeyError | AssertionError | AttributeError):
-        return f"{name} with {source or 'its own weights'} cannot be loaded ({type(error).__name__}: {reason})"
-    hint = f"it is not a checkpoint of {name}. Was it trained with another --model?"
-    if trained != name:
-        hint = f"its run was trained with --model {trained}, not {name}."
-    return f"{source} does not match {name}: {hint} ({reason})"
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:

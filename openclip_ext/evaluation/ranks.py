@@ -20,8 +20,7 @@ def ranks_of_best_match(
         ties_by_index: whether items that tie with the match rank by index, as under ``argmax``. False (default) means that
             half of them rank before it, so that constant embeddings score chance.
 
-    Returns:
-        ``(Q,)`` float64, 0 if the match ranks first.
+    Returns ``(Q,)`` float64, 0 if the match ranks first.
     """
     index = torch.arange(len(items), device=items.device)
     rows = max(1, _CHUNK_ELEMENTS // max(1, len(items)))

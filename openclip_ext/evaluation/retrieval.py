@@ -20,13 +20,9 @@ from openclip_ext.evaluation.tasks import Task
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the recall at 1, 5 and 10 of images for captions, and of captions for images.
-
-    Raises:
-        DataError: the data must not be scored.
-    """
+    """Compute the recall of images for captions and of captions for images; DataError if the data must not be scored."""
     spec = SampleFormat(captions=True, convert_first=False)
-    found = encoder.embed_images(find_samples(folder), spec, task.folder, task.size, autocast=True)
+    found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     texts = encoder.encode_texts([caption for own in found.captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
     return TaskResult.of_samples(retrieval_metrics(found.values["image"], texts, owners), found)
@@ -56,7 +52,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
     """
     instances = read_instances(folder)
     spec = SampleFormat(convert_first=False)
-    found = encoder.embed_images(find_samples(folder), spec, task.folder, total=None, autocast=True)
+    found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
     usable = []
     for number, instance in enumerate(instances, start=1):

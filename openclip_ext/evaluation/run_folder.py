@@ -20,7 +20,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             read_as(dict[str, Any], config.get(name), name)
         return config
     except FileNotFoundError:
-        raise UsageError(f"{path} not found: expected a run folder LOGS/NAME") from None
+        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error
 

@@ -25,9 +25,7 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Score one task, including its ``main_metric``; with ``any_size`` also data whose size is not DataComp's.
 
-    Raises:
-        DataError: the data is missing, corrupt, or not DataComp's.
-        ValueError: the model's embeddings are not finite.
+    DataError if the data is missing, corrupt, or not DataComp's; ValueError if the model's embeddings are not finite.
     """
     evaluate = EVALUATORS.get(task.kind, evaluate_classification)
     result = evaluate(task, Path(data_dir) / task.folder, encoder, any_size)

@@ -52,7 +52,7 @@ class ShapesSample(NamedTuple):
 def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]:
     """Return the accuracies between 0 and 1 of all tasks."""
     stored = [sample.image for sample in samples]
-    images = encoder.embed_images(stored, SampleFormat(), "demo", len(stored)).values["image"]
+    images = encoder.embed_images(stored, SampleFormat(), "demo").values["image"]
     single = [sample.scene for sample in samples if sample.scene.relation is None]
     double = [sample.scene for sample in samples if sample.scene.relation is not None]
     is_single = torch.tensor([sample.scene.relation is None for sample in samples], device=images.device)

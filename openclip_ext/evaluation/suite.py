@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from openclip_ext.evaluation.features import Encoder, resolve_precision
+from openclip_ext.evaluation.results import averages
 from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.summary import averages
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 
@@ -47,23 +47,16 @@ class DataCompSuite:
 
 
 def build_suite(
-    suite: str,
-    data_dir: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    any_size: bool = False,
-    **encoding: Any,
+    suite: str, data_dir: str | Path, *, device: str | torch.device = "cpu", any_size: bool = False, **encoding: Any
 ) -> list[DataCompSuite]:
     """Build the evaluators of a training, each with ``name`` and ``run(model) -> dict[str, float]``.
 
     Args:
-        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of `SUITES`.
-        data_dir: folder with the ``wds_*_test`` folders. The log reports missing tasks of the suite.
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of `SUITES`;
+            ValueError if it is unknown or has no data in ``data_dir``. The log reports missing tasks.
+        data_dir: folder with the ``wds_*_test`` folders.
         any_size: whether to score data whose size is not DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.
-
-    Raises:
-        ValueError: unknown suite, or none of its data.
     """
     if suite not in SUITES:
         raise ValueError(f"--eval-suite: expected one of {', '.join(SUITES)}, found {suite!r}.")

@@ -3,30 +3,23 @@
 The average is over the 38 tasks that have a main metric.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from openclip_ext.cli.options import nearest
 
 
 @dataclass(frozen=True)
 class Task:
-    """An evaluation task.
-
-    Attributes:
-        size: number of scored items: images, or instances for WinoGAViL.
-        classes: number of entries in ``classnames.txt``. None means that DataComp does not state it.
-        main_metric: name of the metric that enters the average. None means no main metric.
-        kind: what the evaluation depends on, see ``openclip_ext/evaluation/runner.py``.
-        metadata: columns of the samples' ``.npy``.
-    """
+    """An evaluation task."""
 
     key: str
     name: str
-    size: int
-    classes: int | None = None
-    main_metric: str | None = "acc1"
-    kind: str = "classification"
-    metadata: tuple[str, ...] = ()
+    size: int  # number of scored items: images, or instances for WinoGAViL
+    classes: int | None = None  # number of entries in ``classnames.txt``, if DataComp states it
+    main_metric: str | None = "acc1"  # what enters the average
+    kind: str = "classification"  # how it is evaluated, see ``openclip_ext/evaluation/runner.py``
+    metadata: tuple[str, ...] = ()  # columns of the samples' ``.npy``
 
     @property
     def folder(self) -> str:
@@ -127,10 +120,7 @@ def select_tasks(names: Sequence[str] | None) -> list[Task]:
     wanted = set() if names else set(TASKS)
     for name in names or ():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            hint = f" Did you mean {', '.join(close)}?" if close else ""
-            raise ValueError(
-                f"There is no task {name!r}.{hint} --tasks takes keys such as imagenet1k or vtab/pets, or {', '.join(SUITES)}."
-            )
+            hint = f"keys such as imagenet1k or vtab/pets, or {', '.join(SUITES)}"
+            raise ValueError(f"There is no task {name!r} (--tasks takes {hint}){nearest(name, known)}")
         wanted.update(known[name])
     return [task for key, task in TASKS.items() if key in wanted]

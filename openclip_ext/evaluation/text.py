@@ -80,8 +80,7 @@ class TextEncoder(nn.Module):
 def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Find the module whose texts are causal and pooled at the end-of-text token, so that later positions have no effect.
 
-    Returns:
-        The prefix of its parameters' names in the model, and the module. None means a tower of another kind.
+    Returns the prefix of its parameters' names in the model, and the module. None means a tower of another kind.
     """
     for name, module in model.named_modules():
         pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
@@ -106,11 +105,8 @@ def shrink(tower: Any, vocabulary: Tensor, length: int) -> None:
 
     It stays the same function of these texts and learns the same, in a fifth to a quarter less time.
 
-    Args:
-        tower: as :func:`find_causal_tower` finds it.
-        vocabulary: ``(V,)`` the tokens that occur, ascending. Give texts as positions in it, so that the end-of-text token
-            stays the largest number.
-        length: tokens of the longest text.
+    ``vocabulary`` ``(V,)`` are the tokens that occur, ascending, ``length`` those of the longest text. Give texts as positions
+    in the vocabulary, so that the end-of-text token stays the largest number.
     """
     weight = tower.token_embedding.weight
     tower.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)

@@ -47,8 +47,8 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
         ("test/nshards.txt", None, "nshards.txt not found"),
         ("test/nshards.txt", "three", "expected the number of shards, found 'three'"),
         ("test/nshards.txt", "1000000000", "expected the number of shards, found '1000000000'"),
-        ("test/nshards.txt", "2", "says 2 shards .*missing or extra: 2.tar"),
-        ("test/nshards.txt", "4", "says 4 shards .*missing or extra: 3.tar"),
+        ("test/nshards.txt", "2", "expected 2 shards .*missing or extra: 2.tar"),
+        ("test/nshards.txt", "4", "expected 4 shards .*missing or extra: 3.tar"),
     ],
 )
 def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
@@ -181,7 +181,7 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     lines = (folder / "instances.jsonl").read_text().splitlines()
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
-        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "expected a cue, and associations"),
+        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "no associations among the candidates"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))

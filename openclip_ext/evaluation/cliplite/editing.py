@@ -79,7 +79,7 @@ def alignment_table(
     table: AlignmentTable = {side: {} for side in queries}
     for group, features in images.items():
         if len(features) < top:
-            raise ValueError(f"group {group} has {len(features)} images, but --top asks for {top} for each query")
+            raise ValueError(f"group {group} has {len(features)} images, but --top is {top}")
         for side, prompts in queries.items():
             original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, remove(features, basis))
             table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}

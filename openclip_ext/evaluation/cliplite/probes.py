@@ -44,20 +44,13 @@ PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 class Split:
     """The features of one split.
 
-    Attributes:
-        features: ``(n, d)`` float32.
-        labels: ``(n,)`` class numbers for top-1; ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
-        skipped: number of images that do not decode.
+    ``labels`` are ``(n,)`` class numbers for top-1, ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
     """
 
-    features: np.ndarray
+    features: np.ndarray  # ``(n, d)`` float32
     labels: np.ndarray
     classes: tuple[str, ...]
-    skipped: int = 0
-
-
-# The metrics by name, ``costs`` (the chosen costs, by class for VOC07), and for VOC07 ``per_class``, the average precisions.
-Result = dict[str, Any]
+    skipped: int = 0  # images that do not decode
 
 
 def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
@@ -139,12 +132,8 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
     return Split(features, labels, tuple(classes), len(found.skipped))
 
 
-def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> Result:
-    """Train a linear SVM for each class, and compute their mean average precision.
-
-    Returns:
-        ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
-    """
+def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> dict[str, Any]:
+    """Train a linear SVM for each class; return their average precisions, the mean ``map`` as in VirTex, and the costs."""
     train_features, test_features = normalize(train.features), normalize(test.features)
     per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
@@ -161,10 +150,11 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -
 
 def probe_top1(
     train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COSTS, samples_per_class: int | None = None
-) -> Result:
+) -> dict[str, Any]:
     """Train a multinomial logistic regression on standardized features of up to ``samples_per_class`` samples per class.
 
-    ``costs`` are values of scikit-learn's C, the inverse of the weight decay.
+    Returns the accuracies on both splits, and the chosen cost. ``costs`` are values of scikit-learn's C, the inverse of the
+    weight decay.
     """
     features, labels = train.features, train.labels
     if samples_per_class is not None:

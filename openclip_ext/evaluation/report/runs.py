@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openclip_ext.evaluation.results import RESULTS_FILE, read_results
-from openclip_ext.evaluation.summary import has_other_size, main_metrics
+from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, main_metrics, read_results
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
@@ -27,24 +26,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The results of one checkpoint.
+    """The results of one checkpoint, with its completed epochs and training samples (None means unknown)."""
 
-    Attributes:
-        label: ``epoch_3``, or the name of the folder or file of the results.
-        repeats: for each repeat of the run, the main metrics by key of the task.
-        epoch, samples: completed epochs and training samples. None (default) means unknown.
-        protocols: model, precision and protocol of the numbers.
-        other_sizes: keys of tasks whose data does not have DataComp's size.
-        samples_of: number of evaluated samples of each task, by key.
-    """
-
-    label: str
-    repeats: tuple[Mapping[str, float], ...]
+    label: str  # ``epoch_3``, or the name of the folder or file of the results
+    repeats: tuple[Mapping[str, float], ...]  # for each repeat of the run, the main metrics by key of the task
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()
-    other_sizes: frozenset[str] = frozenset()
-    samples_of: Mapping[str, int] = field(default_factory=dict)
+    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the numbers
+    other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
+    samples_of: Mapping[str, int] = field(default_factory=dict)  # evaluated samples of each task
 
     @property
     def tasks(self) -> list[str]:
@@ -69,12 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the report.
-
-    Attributes:
-        checkpoints: those with results of DataComp's tasks, in the order of training.
-        logs: the training logs of the run and its repeats; none if only result files were given.
-    """
+    """A run of the report: its checkpoints with results, in the order of training, and the logs of it and its repeats."""
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
@@ -186,14 +171,14 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     if not groups:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
         raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, found: {labels}")
-    return EvaluatedRun(name, tuple(map(_merge_checkpoints, groups)), logs)
-
-
-def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:
-    return replace(
-        parts[0],
-        label=", ".join(dict.fromkeys(part.label for part in parts)),
-        repeats=tuple(scores for part in parts for scores in part.repeats),
-        protocols=frozenset().union(*(part.protocols for part in parts)),
-        other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
-    )
+    merged = [
+        replace(
+            parts[0],
+            label=", ".join(dict.fromkeys(part.label for part in parts)),
+            repeats=tuple(scores for part in parts for scores in part.repeats),
+            protocols=frozenset().union(*(part.protocols for part in parts)),
+            other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
+        )
+        for parts in groups
+    ]
+    return EvaluatedRun(name, tuple(merged), logs)

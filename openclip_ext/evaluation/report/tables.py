@@ -1,5 +1,6 @@
 """Make tables of the comparison: Markdown for people, CSV for programs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,26 +11,17 @@ from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
 from openclip_ext.pages.rendering import markdown_table
 
-# OpenCLIP's title of the average over 38 tasks.
-OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
 _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a task or of a group average.
+    """The numbers of a task or of a group average."""
 
-    Attributes:
-        key: key of the task, or title of the group.
-        metric: the task's main metric; ``average`` for a group.
-        cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).
-        other_sizes: for each run whether data of another size than DataComp's enters the number.
-    """
-
-    key: str
-    metric: str
-    cells: tuple[Value | str, ...]
-    other_sizes: tuple[bool, ...]
+    key: str  # of the task, or title of the group
+    metric: str  # the task's main metric; ``average`` for a group
+    cells: tuple[Value | str, ...]  # for each run its number, or a text in its place (``partial 12/38``, ``-``)
+    other_sizes: tuple[bool, ...]  # for each run whether data of another size than DataComp's enters the number
 
     @property
     def title(self) -> str:
@@ -145,15 +137,14 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
     keys = [_AVERAGE, *sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
     keys += [title for title in GROUPS if title not in (_AVERAGE, _IMAGENET)]
-    titles = {key: OPENCLIP_AVERAGE if key == _AVERAGE else name_of(key) for key in keys}
+    titles = {key: "Average perf. on 38 datasets" if key == _AVERAGE else name_of(key) for key in keys}
     rows = []
     for run, final in zip(runs, finals, strict=True):
-        values = {title: value for key, title in titles.items() if (value := final.score(key)) is not None}
-        row: dict[str, Any] = dict.fromkeys(["name", "pretrained", *titles.values()])
-        row |= {"name": run.name, "pretrained": final.label} | {title: value.mean for title, value in values.items()}
+        values = {title: final.score(key) or Value(math.nan) for key, title in titles.items()}
+        row: dict[str, Any] = {"name": run.name, "pretrained": final.label}
+        row |= {title: value.mean for title, value in values.items()}
         if any(len(final.repeats) > 1 for final in finals):
             row["repeats"] = len(final.repeats)
-            row |= dict.fromkeys(f"{title} sd" for title in titles.values())
             row |= {f"{title} sd": value.deviation for title, value in values.items()}
         if any(final.other_sizes for final in finals):
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
