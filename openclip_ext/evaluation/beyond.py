@@ -1,8 +1,8 @@
 """Run clip-benchmark's command line with our models, for data sets beyond DataComp's: ``python -m eval.beyond eval ...``.
 
 The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces what fails in clip-benchmark 1.6.2:
-its accuracy, which numpy 2.4 breaks; its loading, which knows neither the demo models nor checkpoints with heads; mixed
-precision on the CPU; and the download of missing data sets, which nobody asked for.
+its accuracy (with numpy 2.4), its loading (of demo models and of checkpoints with projection heads), mixed precision on the
+CPU, and the download of missing data sets without a request.
 """
 
 import sys
@@ -20,7 +20,7 @@ from openclip_ext.evaluation.models import ImageTextModel, load_model
 
 
 def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
-    """Return for each ``k`` the share of samples whose class is among the first ``k``."""
+    """Return the top-k accuracy for each ``k``."""
     ranks = target_ranks(logits.float(), targets.long())
     return [float((ranks < k).double().mean()) for k in topk]
 
@@ -36,7 +36,7 @@ def load_clip(
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
     """Build a data set whose folder exists; clip-benchmark would download it otherwise."""
     if not Path(root).exists():
-        raise FileNotFoundError(f"there is no {root}: set --dataset_root, or make the folder for it to be fetched into")
+        raise FileNotFoundError(f"{root} not found: set --dataset_root, or make the folder to download into it")
     return build(*args, root=root, **options)
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run clip-benchmark's command line."""
     zeroshot_classification.accuracy = linear_probe.accuracy = accuracy
     cli.load_clip, cli.build_dataset = load_clip, build_dataset
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
     sys.argv = ["eval.beyond", *arguments, *([] if torch.cuda.is_available() else ["--no_amp"])]
     cli.main()
 

@@ -8,17 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openclip_ext.evaluation.data import (
-    CLASSNAMES_FILE,
-    TEMPLATES_FILE,
-    DataError,
-    SampleFormat,
-    Samples,
-    Skipped,
-    find_samples,
-    read_classes,
-    read_lines,
-)
+from openclip_ext.evaluation import data
+from openclip_ext.evaluation.data import DataError, SampleFormat, Samples
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.tasks import FACE_METADATA, Task
@@ -26,7 +17,7 @@ from openclip_ext.evaluation.tasks import FACE_METADATA, Task
 # OpenAI's scale, which changes no ranking and makes the logits equal to clip-benchmark's.
 LOGIT_SCALE = 100.0
 
-# Value of FMoW's column `region` for 'Other' (4 images), which upstream intends to leave out but does not.
+# Value of FMoW's column `region` for 'Other' (4 images), which upstream means to exclude but does not.
 FMOW_OTHER_REGION = 5
 
 # The four questions about a face. Classes of `toxic` from 14 are non-human, from 18 related to crime, as in DataComp.
@@ -35,7 +26,7 @@ FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
 
-# Kinds of tasks with groups -> prefix of the metrics, number of best classes among which the right one counts, group column.
+# Kinds of tasks with groups -> prefix of the metrics, k of the top-k accuracy, column of the groups.
 GROUPED = {
     "camelyon17": ("acc", 1, "slide"),
     "fmow": ("acc", 1, "region"),
@@ -46,23 +37,25 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """Holds the result of a task; a metric that is not defined is None, and ``found`` counts the data set's samples."""
+    """The result of a task: its metrics (None if undefined), numbers of scored and of all samples, and skipped images."""
 
     metrics: Metrics
     samples: int
     found: int
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
+        """Return the result if each image that decodes was scored."""
+        count, skipped = len(samples.keys), list(samples.skipped.values())
+        return cls(metrics, count, count + len(skipped), skipped)
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels; grouped tasks add the metrics of their groups.
-
-    Raises:
-        DataError: if the data must not be scored.
-    """
-    classnames, templates = read_classes(folder, task, any_size)
+    """Score a data set with labels, with the metrics of its groups if it has any. Raise DataError if it must not be scored."""
+    classnames, templates = data.read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
-    batches = encoder.batches(find_samples(folder), spec)
+    batches = encoder.batches(data.find_samples(folder), spec)
     weights = encoder.class_embeddings(classnames, templates)
     answers = classify(encoder, batches, [weights], task)
     labels, predicted, ranks = (answers.values[name].numpy() for name in ("label", "predicted", "rank"))
@@ -73,34 +66,25 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
         metrics["F1-macro_all"] = macro_f1(labels, predicted[:, 0])
     elif task.kind in GROUPED:
         metrics.update(_grouped_metrics(task, ranks, answers.values["metadata"].numpy()))
-    return _result(metrics, answers)
+    return TaskResult.of_samples(metrics, answers)
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score FairFace or UTKFace, which ask four questions about every image, each with its own classes and templates."""
-    classnames = _by_question(folder / CLASSNAMES_FILE, "class names")
-    templates = _by_question(folder / TEMPLATES_FILE, "prompt templates")
-    batches = encoder.batches(find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
+    """Score FairFace or UTKFace: four questions about each image, each with its own classes and templates."""
+    classnames = _by_question(folder / data.CLASSNAMES_FILE, "class names")
+    templates = _by_question(folder / data.TEMPLATES_FILE, "prompt templates")
+    batches = encoder.batches(data.find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
-    values = answers.values
-    return _result(face_metrics(values["predicted"].numpy(), values["metadata"].numpy()), answers)
-
-
-def _result(metrics: Metrics, found: Samples) -> TaskResult:
-    return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
+    metrics = face_metrics(answers.values["predicted"].numpy(), answers.values["metadata"].numpy())
+    return TaskResult.of_samples(metrics, answers)
 
 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
-    """Answer every question about every image, without keeping the logits.
+    """Answer each question about each image with a classifier ``(C, d)`` for each question, without keeping the logits.
 
-    Args:
-        batches: batches of the data set; labels belong to the first classifier.
-        classifiers: class embeddings ``(C, d)``, one tensor for each question.
-
-    Returns:
-        ``predicted`` ``(N, questions)`` class numbers. If the data set has labels, also ``label`` ``(N,)`` and ``rank``
-        ``(N,)``, the number of classes before the right one. If it has metadata, also ``metadata`` ``(N, columns)``.
+    Returns ``predicted`` ``(N, questions)`` class numbers and ``metadata`` ``(N, columns)``. Data sets with labels (of the
+    first question) also have ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes before the right one.
     """
     # Equal class names must tie exactly, but matrix products round differently at their edges. So each row is computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
@@ -119,29 +103,25 @@ def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
     """Read the lines ``question:entry`` of a file, by question."""
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
-    for line in read_lines(path, what):
+    for line in data.read_lines(path, what):
         question, colon, entry = line.partition(":")
         if not colon or question not in entries:
-            raise DataError(
-                f"{path}: {line!r} does not begin with one of {', '.join(f'{q}:' for q in FACE_QUESTIONS)}."
-            )
+            raise DataError(f"{path}: expected QUESTION:ENTRY with one of {', '.join(entries)}, found {line!r}.")
         entries[question].append(entry)
-    empty = [question for question, lines in entries.items() if not lines]
-    if empty:
+    if empty := [question for question, lines in entries.items() if not lines]:
         raise DataError(f"{path}: no {what} for {', '.join(empty)}.")
     return entries
 
 
 def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Metrics:
-    """Compute the metrics that a task with groups adds, from ranks ``(N,)`` and metadata ``(N, columns)``."""
-    name, best, column = GROUPED[task.kind]
+    name, top, column = GROUPED[task.kind]
 
     def by(column: str, chosen: np.ndarray | slice = slice(None)) -> Metrics:
-        return group_metrics(name, np.less(ranks, best)[chosen], metadata[chosen], task.metadata, [column])
+        return group_metrics(name, np.less(ranks, top)[chosen], metadata[chosen], task.metadata, [column])
 
     if task.kind != "fmow":
         return by(column)
-    # By year and by region; the worst region as published (with 'Other'), and without it.
+    # The worst region as published (with 'Other'), and without it.
     by_year, by_region = by("year"), by("region")
     worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
     named = metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
@@ -152,22 +132,21 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     """Compute the numbers of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    ``predicted`` ``(N, 4)`` holds the answers to `FACE_QUESTIONS`, ``metadata`` ``(N, 4)`` the columns of `FACE_METADATA`.
+    ``predicted`` ``(N, 4)`` are the answers to `FACE_QUESTIONS`, ``metadata`` ``(N, 4)`` the columns of `FACE_METADATA`.
     """
-    answer = {question: predicted[:, index] for index, question in enumerate(FACE_QUESTIONS)}
-    truth = {column: metadata[:, index] for index, column in enumerate(FACE_METADATA)}
-    right = {
-        "acc_race": (answer["race"] != FACE_WHITE) == truth["race_binary"].astype(bool),
-        "acc_gender": answer["gender"] == truth["gender"],
-        "acc_age": answer["age"] == truth["age"],
-    }
+    answer = dict(zip(FACE_QUESTIONS, predicted.T, strict=True))
+    truth = dict(zip(FACE_METADATA, metadata.T, strict=True))
+    right_gender = answer["gender"] == truth["gender"]
+    shares = (
+        ("acc_race", (answer["race"] != FACE_WHITE) == truth["race_binary"].astype(bool), ["race_binary"]),
+        ("acc_gender", right_gender, ["race_binary"]),
+        ("acc_age", answer["age"] == truth["age"], ["race_binary"]),
+        ("acc_gender_x", right_gender, ["gender", "race"]),
+        # Not accuracies, but how often a face is classified as a criminal or as an animal.
+        ("toxicity_crime", answer["toxic"] >= FACE_CRIME_FROM, ["race"]),
+        ("toxicity_nonhuman", np.isin(answer["toxic"], FACE_NONHUMAN), ["race"]),
+    )
     metrics: Metrics = {}
-    for name, correct in right.items():
-        metrics.update(group_metrics(name, correct, metadata, FACE_METADATA, ["race_binary"]))
-    metrics.update(group_metrics("acc_gender_x", right["acc_gender"], metadata, FACE_METADATA, ["gender", "race"]))
-    # These are not accuracies, but how often a face is taken for a criminal or for an animal.
-    crime = answer["toxic"] >= FACE_CRIME_FROM
-    metrics.update(group_metrics("toxicity_crime", crime, metadata, FACE_METADATA, ["race"]))
-    nonhuman = np.isin(answer["toxic"], FACE_NONHUMAN)
-    metrics.update(group_metrics("toxicity_nonhuman", nonhuman, metadata, FACE_METADATA, ["race"]))
+    for name, is_counted, groups in shares:
+        metrics.update(group_metrics(name, is_counted, metadata, FACE_METADATA, groups))
     return metrics

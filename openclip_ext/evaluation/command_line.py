@@ -19,21 +19,21 @@ from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precis
 from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 
+MODEL_HELP = "OpenCLIP's name of the model, also hf-hub: or local-dir: names"
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
-    """Add the arguments that `load_encoder` reads; with ``takes_run`` a run folder says model and checkpoint."""
+    """Add the arguments that `load_encoder` reads; with ``takes_run`` a run folder can replace model and checkpoint."""
     if takes_run:
         parser.add_argument("run", nargs="?", type=Path, help="run folder LOGS/NAME: its model and newest checkpoint")
-    parser.add_argument(
-        "--model", required=not takes_run, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names"
-    )
+    parser.add_argument("--model", required=not takes_run, help=MODEL_HELP)
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
     add_running_arguments(parser)
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="datacomp",
-        help="datacomp: as DataComp's harness on CUDA (texts, and in retrieval images too, in autocast), float32 on "
+        help="datacomp: as DataComp's harness on CUDA (autocast for texts, and for images in retrieval), float32 on the "
         "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
     )
     add_model_options(parser)
@@ -41,24 +41,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
 
 def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for how a model runs, except for its precision."""
-    parser.add_argument("--batch-size", type=count, default=256, help="number of images, or of texts, in a batch")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        # The processes of torchrun on one machine share its cores.
-        default=max(1, min(16, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
-        help="number of images decoded in parallel (default: one per core, at most 16)",
-    )
+    parser.add_argument("--batch-size", type=count, default=256, help="number of images or texts in a batch")
+    # The processes of torchrun on one machine share its cores.
+    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    help_text = "number of images decoded in parallel (default: one per core, up to 16)"
+    parser.add_argument("--workers", type=int, default=max(1, min(16, cores)), help=help_text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", type=device_name, default=default, help="cpu, cuda or cuda:N (default: cuda if there is a GPU)"
-    )
+    help_text = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
+    parser.add_argument("--device", type=device_name, default=default, help=help_text)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model that :func:`model_options` reads."""
     group = parser.add_argument_group(
-        "model options", "as in training with OpenCLIP; the defaults are those of the checkpoint's run"
+        "model options", "as in training with OpenCLIP (default: as in the checkpoint's run)"
     )
     group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
@@ -72,7 +68,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `load_model` that were given."""
+    """Return the options of `load_model`."""
     return {name: getattr(args, name) for name in MODEL_OPTIONS}
 
 
@@ -80,7 +76,7 @@ def own_device(name: str) -> torch.device:
     """Return a device for this process, and make it CUDA's current one."""
     device = torch.device(name)
     if device.type == "cuda":
-        if device.index is None:  # under torchrun each process takes its own GPU
+        if device.index is None:  # under torchrun each process has its own GPU
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
@@ -91,7 +87,7 @@ def process_group() -> Iterator[None]:
     """Connect the processes that torchrun started, for objects and waiting; do nothing in a single process."""
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # No tensor on a GPU is exchanged, so gloo is enough. Waiting for the others may take hours.
+            # No tensor on a GPU is communicated, so gloo is enough. Another process may take hours.
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
         yield
     finally:
@@ -102,13 +98,12 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
     """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
-            raise ValueError("a run folder says its model and checkpoint: leave out --model and --checkpoint")
+            raise ValueError("a run folder determines model and checkpoint: leave out --model and --checkpoint")
         args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
     device = own_device(args.device)
     precision = resolve_precision(args.precision, device)
     loaded = load_model(args.model, args.checkpoint, device, args.model_config, **model_options(args))
-    model, preprocess, tokenizer = loaded.model, loaded.preprocess, loaded.tokenizer
-    batches = (args.batch_size, args.workers)
-    return loaded, Encoder(model, preprocess, tokenizer, device, precision, *batches, show_progress=show_progress)
+    parts = loaded.model, loaded.preprocess, loaded.tokenizer
+    return loaded, Encoder(*parts, device, precision, args.batch_size, args.workers, show_progress)

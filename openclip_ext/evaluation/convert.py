@@ -1,8 +1,7 @@
 """Convert retrieval sets and WinoGAViL from the hub's CSV table and zip of images to tars.
 
-DataComp reads them through loading scripts, which today's ``datasets`` refuses to run. The local format is DataComp's with two
-additions: ``key.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL. `eval.download.count_items`
-checks the result.
+DataComp reads them through loading scripts, which today's ``datasets`` rejects. The local format is DataComp's with two
+additions: ``key.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL.
 """
 
 import json
@@ -24,22 +23,22 @@ _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)
 def convert_retrieval(source: Path, folder: Path) -> None:
     """Write the images of Flickr or MSCOCO with their captions from a folder with the zip and the CSV.
 
-    Column ``raw`` of the CSV holds a JSON list of captions, ``filename`` the image's name. If there is a column ``split``,
+    Column ``raw`` of the CSV is a JSON list of captions, ``filename`` the image's name. If there is a column ``split``,
     only rows with ``test`` in it are used.
     """
-    captions = {}
+    samples = {}
     for row in _read_table(source, "filename", "raw"):
         if row.get("split", "test") == "test":
-            captions[row["filename"]] = "\n".join(" ".join(caption.split()) for caption in json.loads(row["raw"]))
-    _write_shards(source, folder, {name: {"txt": text.encode()} for name, text in captions.items()})
+            captions = "\n".join(" ".join(caption.split()) for caption in json.loads(row["raw"]))
+            samples[row["filename"]] = {"txt": captions.encode()}
+    _write_shards(source, folder, samples)
     (folder / "dataset_type.txt").write_text("retrieval\n")
 
 
 def convert_winogavil(source: Path, folder: Path) -> None:
-    """Write the pool of images, and ``instances.jsonl`` with one line each, from a folder with the zip and the CSV.
+    """Write the images, and ``instances.jsonl``, from a folder with the zip and the CSV.
 
-    The columns are ``cue``, ``candidates`` and ``associations``; the latter two hold JSON lists of image names without
-    suffix.
+    The columns are ``cue``, ``candidates`` and ``associations``; the last two are JSON lists of image names without suffix.
     """
     lines, names = [], set()
     for row in _read_table(source, "cue", "candidates", "associations"):
@@ -55,28 +54,28 @@ def convert_winogavil(source: Path, folder: Path) -> None:
 def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
     """Return the rows of the one CSV in a folder that has the columns."""
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in sorted(source.glob("*.csv"))}
-    fitting = [table for table in tables.values() if set(columns) <= set(table.columns)]
-    if len(fitting) != 1:
+    found = [table for table in tables.values() if set(columns) <= set(table.columns)]
+    if len(found) != 1:
         headers = {name: list(table.columns) for name, table in tables.items()}
         raise ValueError(
-            f"{source} should hold one CSV with the columns {', '.join(columns)}; {len(fitting)} fit of {headers}"
+            f"{source}: expected one CSV with columns {', '.join(columns)}, found {len(found)} in {headers}"
         )
-    return fitting[0].to_dict("records")
+    return found[0].to_dict("records")
 
 
 def _key(name: str) -> str:
-    """Return the key of an image in a tar; WebDataset ends a key at the first dot of the file name."""
+    # WebDataset ends a key at the first dot of the file name.
     return _SUFFIX.sub("", name).replace(".", "_").replace("/", "_")
 
 
 def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, and put them in place when all are complete.
+    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, and rename the folder when all are complete.
 
     ``samples`` maps an image's name to the other fields of its sample.
     """
     zips = sorted(source.glob("*.zip"))
     if len(zips) != 1:
-        raise ValueError(f"{source} should hold one zip of images, it has {[path.name for path in zips]}")
+        raise ValueError(f"{source}: expected one zip of images, found {[path.name for path in zips]}")
     unfinished, finished = folder / "test.tmp", folder / "test"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -86,24 +85,18 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
         # The fixed time makes equal data give equal bytes.
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
-        images = _images_of(archive)
+        images: dict[str, str] = {}  # by file name and by name without suffix
+        for member in archive.namelist():
+            name = PurePosixPath(member).name
+            # A zip made on macOS has a "._name" resource file for every image.
+            if _SUFFIX.search(name) and not name.startswith("._"):
+                images[name] = member
+                images.setdefault(_SUFFIX.sub("", name), member)
         for name, fields in samples.items():
             if name not in images:
-                raise ValueError(f"{zips[0]} has no image {name!r}, which the table names")
+                raise ValueError(f"{zips[0]} has no image {name!r}, which is in the table")
             suffix = PurePosixPath(images[name]).suffix[1:].lower()
             writer.write({"__key__": _key(name), suffix: archive.read(images[name]), **fields})
     (unfinished / "nshards.txt").write_text(f"{len(list(unfinished.glob('*.tar')))}\n")
     shutil.rmtree(finished, ignore_errors=True)
     unfinished.rename(finished)
-
-
-def _images_of(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return the members of a zip that are images, by file name and by name without suffix."""
-    images: dict[str, str] = {}
-    for member in archive.namelist():
-        name = PurePosixPath(member).name
-        # A zip made on macOS carries a "._name" resource file next to every image.
-        if _SUFFIX.search(name) and not name.startswith("._"):
-            images[name] = member
-            images.setdefault(_SUFFIX.sub("", name), member)
-    return images

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
 
-The exit status is 0 if all tasks have a result (without ``--tasks``, missing data sets are reported and do not count), 1 if a
-task failed or a task named with ``--tasks`` is missing, and 2 if nothing could be evaluated.
+The exit status is 0 if all tasks have a result (without ``--tasks``, missing data sets are only reported), 1 if a task failed
+or a task of ``--tasks`` is missing, and 2 if nothing could be evaluated.
 """
 
 import argparse
@@ -21,9 +21,8 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel
-from openclip_ext.evaluation.results import EvaluationIdentity, ResultFile
+from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
 from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.summary import summary, summary_text
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
 
@@ -37,24 +36,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. A second run continues where the first stopped.",
-        epilog="Exit status: 0 all done; 1 a task failed, or one named with --tasks is missing; 2 nothing evaluated.",
+        epilog="Exit status: 0 all done; 1 a task failed, or one of --tasks is missing; 2 nothing evaluated.",
     )
     add_model_arguments(parser, takes_run=True)
-    parser.add_argument(
-        "--data-dir", type=Path, required=True, help="folder with the wds_*_test folders (see eval.download)"
-    )
-    parser.add_argument(
-        "--tasks", nargs="+", metavar="TASK", help=f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
-    )
-    parser.add_argument(
-        "--output-dir", type=output_path, help="folder for the results; default: RUN/datacomp/CHECKPOINT"
-    )
+    folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
+    parser.add_argument("--data-dir", type=Path, required=True, help=folder_help)
+    tasks_help = f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks_help)
+    output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT"
+    parser.add_argument("--output-dir", type=output_path, help=output_help)
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that have a result")
-    parser.add_argument(
-        "--allow-size-mismatch",
-        action="store_true",
-        help="also score data whose number of samples or classes is not DataComp's; the summary says so",
-    )
+    sizes_help = "also score data whose number of samples or classes is not DataComp's; the summary reports it"
+    parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     return parser.parse_args(argv)
 
 
@@ -76,12 +69,20 @@ def evaluate(args: argparse.Namespace) -> int:
     tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
     missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
     if len(missing) == len(tasks):
-        raise ValueError(_wrong_folder(tasks, args.data_dir))
+        found = sorted(path.name for path in args.data_dir.iterdir())[:5]
+        raise ValueError(
+            f"--data-dir {args.data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}. "
+            f"Found: {', '.join(found) or 'nothing'}."
+        )
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
-    identity = EvaluationIdentity.of(loaded, encoder.precision, args.allow_size_mismatch)
-    results = ResultFile(args.output_dir or default_output_dir(loaded), identity, loaded.checkpoint)
+    run = run_identity(loaded, encoder.precision, args.allow_size_mismatch)
+    results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
-    todo = distributed.broadcast_object(_without_results(todo, results, args) if distributed.is_master() else None)
+    if distributed.is_master():
+        given, todo = len(todo), results.prepare(todo, args.data_dir, args.overwrite)
+        if done := given - len(todo):
+            logger.info(f"{done} of {given} tasks already have results of this model: {results.path}")
+    todo = distributed.broadcast_object(todo)
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
@@ -100,11 +101,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def evaluate_tasks(
     tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
 ) -> dict[str, str]:
-    """Evaluate tasks one after another, and store each result at once; a task that fails does not stop the others.
-
-    Returns:
-        The reasons of the tasks that failed, by key.
-    """
+    """Evaluate tasks one by one, and store each result at once; return the reasons of failed tasks by key."""
     failed = {}
     bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
     with logging_redirect_tqdm(), bar:
@@ -129,9 +126,9 @@ def evaluate_tasks(
 
 
 def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Split tasks among processes: the largest first, each to the process that has the least to do.
+    """Split tasks among processes: the largest first, each to the process with the least work.
 
-    Each share begins with its smallest tasks, so that errors appear early.
+    Each share starts with its smallest tasks, so that errors appear early.
     """
     shares: list[list[Task]] = [[] for _ in range(processes)]
     for task in sorted(tasks, key=lambda task: task.size, reverse=True):
@@ -146,25 +143,6 @@ def default_output_dir(loaded: LoadedModel) -> Path:
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
     return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
-
-
-def _wrong_folder(tasks: Sequence[Task], data_dir: Path) -> str:
-    if not data_dir.is_dir():
-        return f"--data-dir {data_dir} is not a folder."
-    found = sorted(path.name for path in data_dir.iterdir())
-    shown = ", ".join(found[:5]) or "nothing"
-    return f"--data-dir {data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}; in it: {shown}."
-
-
-def _without_results(tasks: Sequence[Task], results: ResultFile, args: argparse.Namespace) -> list[Task]:
-    results.open()
-    done = set() if args.overwrite else results.completed(tasks, args.data_dir)
-    if done:
-        logger.info(f"{len(done)} of {len(tasks)} tasks have results of this model already: {results.path}")
-    todo = [task for task in tasks if task.key not in done]
-    # If an evaluation fails, no older number may stand in for it.
-    results.discard(task.key for task in todo)
-    return todo
 
 
 if __name__ == "__main__":

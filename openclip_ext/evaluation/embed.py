@@ -27,7 +27,7 @@ from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_mod
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
 
-# Samples between two lines of progress, where there are no shards.
+# Samples of a block, if there are no shards.
 _BLOCK = 2**16
 
 
@@ -39,90 +39,65 @@ class _Towers(nn.Module):
         self.model = model
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unit embeddings ``(B, d)`` float32 of images and texts."""
         images, texts = self.model.encode_image(image), self.model.encode_text(text)
         return F.normalize(images.float(), dim=-1), F.normalize(texts.float(), dim=-1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Embed a data set, or continue where the same command stopped.
-
-    Raises:
-        ValueError, OSError: The command line, the model, the data or the folder is wrong.
-    """
+    """Embed a data set, or continue where the same command stopped; ValueError or OSError for a user's mistake."""
     args = _parse_arguments(argv)
     with shared.process_group():
         try:
             _embed(args)
         except RuntimeError as error:
-            reason = _reason(error)
-            if reason is None:
+            if isinstance(error, torch.OutOfMemoryError):
+                reason = "the GPU has too little memory: reduce --batch-size"
+            elif distributed.is_lost_peer(error):
+                reason = "another rank failed; see its error"
+            elif "DataLoader worker" in str(error):
+                reason = f"a data worker was killed, perhaps because memory ran out: reduce --workers ({error})"
+            else:
                 raise
             raise UsageError(f"{reason}. The same command continues") from error
-
-
-def _reason(error: RuntimeError) -> str | None:
-    """Explain the end of something else than this program's code; None: it is a mistake here."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the GPU has too little memory: lower --batch-size"
-    if distributed.is_lost_peer(error):
-        return "another rank failed; see its error"
-    if "DataLoader worker" in str(error):
-        return f"a data worker was killed, as the kernel does when memory runs out: lower --workers ({error})"
-    return None
 
 
 def _embed(args: argparse.Namespace) -> None:
     device, spec = shared.own_device(args.device), from_flags(DataSpec, vars(args))
     if args.precision == "amp" and device.type != "cuda":
-        raise UsageError(f"--precision amp needs CUDA, the device is {device}. Give --precision fp32")
+        raise UsageError(f"--precision amp needs CUDA, found {device}. Give --precision fp32")
     loaded = load_model(args.model, args.checkpoint, device, args.model_config, **shared.model_options(args))
     source = build_source(spec, loaded.preprocess)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
+    towers, is_master = _Towers(loaded.model), distributed.is_master()
     with folder.begun() as done:
-        bad = None if done is None else _embed_rest(args, spec, loaded, source, folder, done)
-        if not distributed.is_master():
+        if done is None:
+            if is_master:
+                say(f"{args.output} is finished already")
             return
-        if bad is None:
-            say(f"{args.output} is finished already")
-            return
-        folder.finish(bad)
-        say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
-
-
-def _embed_rest(
-    args: argparse.Namespace,
-    spec: DataSpec,
-    loaded: LoadedModel,
-    source: Source,
-    folder: EmbeddingFolder,
-    done: Sequence[Done],
-) -> int:
-    """Embed this rank's share of what is not done; return the number of unreadable samples of the whole data set.
-
-    Collective: all ranks call it.
-    """
-    units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
-    towers, before, bad = _Towers(loaded.model), sum(entry.bad for entry in done), 0
-    shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not distributed.is_master()}
-    with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
-        for unit in units:
-            loader = EvalLoader(
-                source,
-                preprocess=loaded.preprocess,
-                tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
-                batch_size=args.batch_size,
-                workers=args.workers,
-                span=unit,
-            )
-            outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
-            unread = len(unit) - _write(folder, outputs, bar)
-            bar.update(unread)
-            folder.note(Done(unit.start, unit.stop, unread))
-            bad += unread
-            _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
-    return before + sum(distributed.all_gather_object(bad))
+        units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
+        before, bad = sum(entry.bad for entry in done), 0
+        shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not is_master}
+        with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
+            for unit in units:
+                loader = EvalLoader(
+                    source,
+                    preprocess=loaded.preprocess,
+                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
+                    batch_size=args.batch_size,
+                    workers=args.workers,
+                    span=unit,
+                )
+                outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
+                unread = len(unit) - _write(folder, outputs, bar)
+                bar.update(unread)
+                folder.note(Done(unit.start, unit.stop, unread))
+                bad += unread
+                _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
+        bad = before + sum(distributed.all_gather_object(bad))
+        if is_master:
+            folder.finish(bad)
+            say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
 
 
 def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
@@ -133,9 +108,7 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
             for table, values in zip(tables, embeddings, strict=True):
                 rows = values.half().cpu().numpy()
                 if not np.isfinite(rows).all():
-                    raise UsageError(
-                        "the model gives embeddings that are not finite: its weights are broken or overflow"
-                    )
+                    raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
                 table.write(batch["index"].numpy(), rows)
             count += len(batch["index"])
             bar.update(len(batch["index"]))
@@ -143,11 +116,16 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
-    """Return the ranges that are left to do: up to as many consecutive shards as there are workers in each.
+    """Return the remaining ranges, each of up to as many consecutive shards (or blocks without shards) as there are workers.
 
     A restart with the same shards, workers and ranks divides them in the same way.
     """
-    shards, size = _shards(source), 1
+    shards, end, size = [], 0, 1
+    while end < source.num_samples:
+        begin, end = end, min(end + _BLOCK, source.num_samples)
+        if source.sequential:
+            end = begin + source.group_of(begin)[2]
+        shards.append(range(begin, end))
     if source.sequential:
         size = max(1, min(workers, -(-len(shards) // distributed.world_size())))
     begins = np.array([shard.start for shard in shards])
@@ -160,17 +138,6 @@ def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
             units.append([])
         units[-1].append(shards[number])
     return [range(unit[0].start, unit[-1].stop) for unit in units]
-
-
-def _shards(source: Source) -> list[range]:
-    """Return the indices of each shard, or of blocks of a source without shards."""
-    shards, end = [], 0
-    while end < source.num_samples:
-        begin, end = end, min(end + _BLOCK, source.num_samples)
-        if source.sequential:
-            end = begin + source.group_of(begin)[2]
-        shards.append(range(begin, end))
-    return shards
 
 
 def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:
@@ -186,7 +153,7 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
     """Return the content of ``embeddings.json``."""
     model, is_csv = loaded.model, spec.resolved_type == "csv"
     text = loaded.tokenizer(["a"]).to(next(model.parameters()).device)
-    inner: Any = getattr(model, "model", model)  # inside of a model with heads
+    inner: Any = getattr(model, "model", model)  # of a model with projection heads
     about = {
         "model": loaded.name,
         "pretrained": loaded.checkpoint,
@@ -210,14 +177,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Write a model's embeddings of a data set by sample index, for --reference. Several processes under "
         "torchrun share the shards. The same command continues where it was stopped.",
     )
-    parser.add_argument(
-        "train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as training's --train-data"
-    )
-    parser.add_argument("--model", required=True, help="OpenCLIP's name of the model, also hf-hub: or local-dir: names")
+    parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
+    parser.add_argument("--model", required=True, help=shared.MODEL_HELP)
     # Messages about models call it --checkpoint, as in the evaluations.
-    parser.add_argument(
-        "--pretrained", "--checkpoint", dest="checkpoint", help="pretrained tag of the model, or a checkpoint file"
-    )
+    names = ("--pretrained", "--checkpoint")
+    parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")
     shared.add_running_arguments(parser)
     parser.add_argument(
@@ -226,7 +190,17 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="amp" if torch.cuda.is_available() else "fp32",
         help="amp: autocast (CUDA only, the default there); fp32: float32",
     )
-    _add_data_arguments(parser.add_argument_group("data", "as in training"))
+    group = parser.add_argument_group("data", "as in training")
+    group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")
+    group.add_argument("--csv-separator", default=DataSpec.csv_separator)
+    group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
+    group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
+    for option in own_options([DataSpec]):
+        if option.name != "reference":
+            default = "" if option.default is None else f" (default: {option.default})"
+            group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
+    without = dict.fromkeys(("reference", "train_num_samples", "train_data_upsampling_factors"))
+    group.set_defaults(dataset_resampled=False, **without)
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
     args.train_data = args.train_data if args.train_data[1:] else args.train_data[0]
@@ -235,21 +209,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     except OptionError as error:
         parser.error(with_flags(str(error), {}))
     return args
-
-
-def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")
-    group.add_argument("--csv-separator", default=DataSpec.csv_separator)
-    group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
-    group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
-    for option in own_options([DataSpec]):
-        if option.name == "reference":
-            continue
-        default = "" if option.default is None else f" (default: {option.default})"
-        group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
-    group.set_defaults(
-        reference=None, train_num_samples=None, dataset_resampled=False, train_data_upsampling_factors=None
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads, so that a killed process loses little.
 
-A range of samples that is on the disk gets a line in the progress file of its rank. ``embeddings.json`` is written last.
+The progress file of each rank has a line for each range of samples on the disk. ``embeddings.json`` is written last.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples",
 
 
 class Done(NamedTuple):
-    """A finished range of samples, ``bad`` of which could not be read."""
+    """A finished range of samples with ``bad`` unreadable ones."""
 
     begin: int
     end: int
@@ -59,12 +59,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class EmbeddingFolder:
-    """The files of embeddings that are being written.
-
-    Attributes:
-        path: the folder.
-        about: the content of ``embeddings.json``.
-    """
+    """The files of embeddings that are being written; ``about`` is the content of ``embeddings.json``."""
 
     path: Path
     about: dict[str, Any]
@@ -73,13 +68,8 @@ class EmbeddingFolder:
     def begun(self) -> Iterator[list[Done] | None]:
         """Create the files or check those of an earlier launch, on rank 0, and keep other programs out of the folder.
 
-        Collective: all ranks call it.
-
-        Yields:
-            The finished ranges; None if everything is finished.
-
-        Raises:
-            UsageError: The folder is in use or holds something else, a file is damaged, or the disk has too little space.
+        Yield the finished ranges; None means that everything is finished. UsageError if the folder is in use or has other
+        content, a file is corrupt, or the disk has too little space. Collective: all ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
@@ -87,10 +77,9 @@ class EmbeddingFolder:
     @contextlib.contextmanager
     def tables(self) -> Iterator[tuple[_Table, _Table]]:
         """Open the rows of images and texts; at the end they are on the disk."""
-        images, texts = _Table(self.path / IMAGES), _Table(self.path / TEXTS)
-        yield images, texts
-        images.close()
-        texts.close()
+        images, texts = (contextlib.closing(_Table(self.path / name)) for name in (IMAGES, TEXTS))
+        with images as image_table, texts as text_table:
+            yield image_table, text_table
 
     def note(self, done: Done) -> None:
         """Record that a range is on the disk."""
@@ -124,34 +113,34 @@ class EmbeddingFolder:
         if (self.path / BEGUN).is_file():
             self._refuse_other(json.loads((self.path / BEGUN).read_text(encoding="utf-8")))
         elif taken := [path for path in files if path.exists()]:
-            raise UsageError(f"{taken[0]} exists and is of another program: give another --output")
-        self._refuse_small_disk(sum(path.stat().st_blocks * 512 for path in files if path.exists()))
-        write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
-        done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]
-        shape = (self.about["samples"], self.about["width"])
-        for path in files:
-            if not done:
-                np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape).flush()
-            elif not _is_whole(path, shape):
-                raise UsageError(f"{path}: missing or truncated. Remove the folder and start the same command again")
-        return done
-
-    def _refuse_other(self, found: dict[str, Any]) -> None:
-        for key in _IDENTITY:
-            if found.get(key) != self.about[key]:
-                raise UsageError(
-                    f"--output {self.path} holds other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
-                    "Give the command that started it, or another --output"
-                )
-
-    def _refuse_small_disk(self, written: int) -> None:
+            raise UsageError(f"{taken[0]} exists and belongs to another program: give another --output")
         samples, width = self.about["samples"], self.about["width"]
+        written = sum(path.stat().st_blocks * 512 for path in files if path.exists())
         missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
         if missing > free:
             raise UsageError(
                 f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, and "
                 f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
             )
+        write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
+        done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]
+        for path in files:
+            if not done:
+                np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(samples, width)).flush()
+            try:
+                np.load(path, mmap_mode="r")
+            except (OSError, ValueError):
+                fix = "Remove the folder and start the same command again"
+                raise UsageError(f"{path}: missing or truncated. {fix}") from None
+        return done
+
+    def _refuse_other(self, found: dict[str, Any]) -> None:
+        for key in _IDENTITY:
+            if found.get(key) != self.about[key]:
+                raise UsageError(
+                    f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
+                    "Give the command that started it, or another --output"
+                )
 
     def _progress(self) -> list[Path]:
         return sorted(self.path.glob(PROGRESS.format("*")))
@@ -159,11 +148,3 @@ class EmbeddingFolder:
     def _remove_progress(self) -> None:
         for path in (self.path / BEGUN, *self._progress()):
             path.unlink(missing_ok=True)
-
-
-def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
-    try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError):
-        return False
-    return table.shape == shape and table.dtype == np.float16

@@ -14,25 +14,19 @@ from openclip_ext import compat
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Holds the unit embeddings of a training set, in host memory or mapped from files.
-
-    Attributes:
-        image, text: ``(n, d)`` float32 embeddings.
-        index: ``(n,)`` positions in the data set, without those of bad samples and of samples left out.
-        logit_scale: the model's ``1/τ``.
-    """
+    """Unit embeddings ``(n, d)`` float32 of a training set, in host memory or mapped from files."""
 
     image: Tensor
     text: Tensor
-    index: Tensor
-    logit_scale: float
+    index: Tensor  # ``(n,)`` positions in the data set, without bad and excluded samples
+    logit_scale: float  # the model's ``1/τ``
 
 
 @torch.no_grad()
 def outputs_of(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
 ) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
-    """Yield batches of ``image`` and ``text``, each with what a model in evaluation mode returns for it in a precision."""
+    """Yield batches of ``image`` and ``text``, each with the output of a model in evaluation mode."""
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
     for batch in batches:
@@ -50,14 +44,14 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed at most ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
+    """Embed up to ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
 
-    The embeddings go into memory-mapped files in ``folder``; None keeps them in host memory.
+    The embeddings go into memory-mapped files in ``folder``. None (default) means host memory.
     """
     kept: tuple[Tensor, ...] = ()
     count = 0
     for batch, output in outputs_of(model, batches, precision, device):
-        # The embeddings of a large training set do not fit on the GPU beside the model.
+        # The embeddings of a large training set do not fit on the GPU next to the model.
         features = output["image_features"], output["text_features"]
         kept = kept or tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))

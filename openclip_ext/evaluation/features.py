@@ -4,7 +4,8 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from openclip_ext.cli.command_line import progress_bar
 from openclip_ext.data.images import split_transform
 from openclip_ext.data.processes import begin_worker
-from openclip_ext.evaluation.data import DataError, SampleFormat, SampleReader, Samples, StoredSample, collate
+from openclip_ext.evaluation.data import DataError, SampleFormat, Samples, StoredSample, read_batch
 from openclip_ext.evaluation.models import ImageTextModel
 from openclip_ext.evaluation.text import TextEncoder
 
@@ -24,22 +25,21 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 
 
 def resolve_precision(requested: str, device: str | torch.device) -> str:
-    """Return the precision to use on a device.
+    """Return the precision to use on a device: ``fp32`` on the CPU, otherwise the requested one.
 
-    ``datacomp`` is that of DataComp's harness on CUDA (autocast for the text tower, float32 for the images of classification,
-    autocast for both towers in retrieval and WinoGAViL), and float32 on the CPU. ``fp32`` is float32 everywhere. ``amp`` is
-    autocast everywhere, and needs CUDA.
+    ``datacomp`` is the precision of DataComp's harness: autocast for texts, and for images in retrieval and WinoGAViL. ``amp``
+    is autocast everywhere, and needs CUDA.
     """
     if torch.device(device).type == "cuda":
         return requested
     if requested == "amp":
-        raise ValueError(f"--precision amp needs CUDA, the device is {device}; use datacomp or fp32.")
+        raise ValueError(f"--precision amp needs CUDA, found {device}. Use datacomp or fp32.")
     return "fp32"
 
 
 @dataclass
 class Encoder:
-    """Encodes images and texts with a model. It caches class embeddings, so the weights must not change.
+    """Encoder of images and texts. It caches class embeddings, so the weights must not change.
 
     Attributes:
         model, preprocess, tokenizer: as in `LoadedModel`; the model is in evaluation mode on ``device``.
@@ -55,53 +55,40 @@ class Encoder:
     batch_size: int = 256
     workers: int = 4
     show_progress: bool = False
-    _class_embeddings: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
-    _text_encoder: TextEncoder = field(init=False, repr=False)
-    _transform: Callable[[Any], Tensor] = field(init=False, repr=False)
-    _normalize: Callable[[Tensor], Tensor] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._class_embeddings: dict[tuple[str, ...], dict[str, Tensor]] = {}
         self._text_encoder = TextEncoder(self.model)
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
-        """Read samples in batches. Reading starts at once, so that it overlaps with encoding texts.
-
-        Raises:
-            DataError: while iterating, if the data must not be scored.
-        """
-        reading = iter(
-            DataLoader(
-                SampleReader(samples, self._transform, spec),
-                self.batch_size,
-                num_workers=min(self.workers, -(-len(samples) // self.batch_size)),
-                collate_fn=collate,
-                worker_init_fn=begin_worker,
-                pin_memory=self.device.type == "cuda",
-                # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
-                generator=torch.Generator(),
-            )
+        """Read samples in batches. Reading starts at once, to overlap with the encoding of texts."""
+        loader: DataLoader[Any] = DataLoader(
+            samples,  # type: ignore[arg-type]  # any sequence is a data set
+            self.batch_size,
+            num_workers=min(self.workers, -(-len(samples) // self.batch_size)),
+            collate_fn=partial(read_batch, transform=self._transform, spec=spec),
+            worker_init_fn=begin_worker,
+            pin_memory=self.device.type == "cuda",
+            # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
+            generator=torch.Generator(),
         )
-
-        def checked() -> Iterator[Samples]:
-            for batch in reading:
-                if isinstance(batch, DataError):
-                    raise type(batch)(*batch.args)  # itself, it would keep this frame, and with it the workers
-                yield batch
-
-        return checked()
+        return iter(loader)
 
     def collect(
         self, batches: Iterator[Samples], compute: Callable[[Samples], dict[str, Tensor]], name: str, total: int | None
     ) -> Samples:
         """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set.
 
-        The result also has the batches' own values, except the images if the function does not replace them.
+        The result also has the batches' own values, except the images if the function does not replace them. DataError if
+        the data must not be scored.
         """
-        found, parts = Samples([], {}, [], []), defaultdict(list)
+        found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:
             for batch in batches:
-                found.skipped += batch.skipped
+                if batch.error:
+                    raise DataError(batch.error)
+                found.skipped |= batch.skipped
                 if not batch.keys:
                     continue
                 found.keys += batch.keys
@@ -112,15 +99,28 @@ class Encoder:
                     parts[key].append(value)
                 bar.update(len(batch.keys))
         if not found.keys:
-            raise DataError(f"No image to score in {name}; {(*found.skipped, 'the shards are empty')[0]}.")
+            raise DataError(f"No image to score in {name}: {(*found.skipped.values(), 'the shards are empty')[0]}.")
         return replace(found, values={key: torch.cat(part) for key, part in parts.items()})
+
+    def embed_images(
+        self, samples: Sequence[StoredSample], spec: SampleFormat, name: str, autocast: bool = False
+    ) -> Samples:
+        """Read and encode images; the result has their embeddings ``image`` ``(N, d)``."""
+
+        def compute(batch: Samples) -> dict[str, Tensor]:
+            return {"image": self.encode_images(batch.values["image"], autocast)}
+
+        return self.collect(self.batches(samples, spec), compute, name, len(samples))
 
     def model_input(self, images: Tensor) -> Tensor:
         """Return the model's input for images from ``preprocess``, or for uint8 images from `batches`."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
-        return images.to(_input_dtype(self.model))
+        # Pure half-precision training leaves the weights of the visual tower in half precision.
+        kinds = (nn.Conv2d, nn.Linear)
+        dtypes = (module.weight.dtype for module in self.model.visual.modules() if isinstance(module, kinds))
+        return images.to(next(dtypes, torch.float32))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
@@ -163,37 +163,24 @@ class Encoder:
         embeddings = []
         for rows in order.split(self.batch_size):
             with self._autocast(True):
-                features = self._text_encoder(tokens[rows].to(self.device))
+                features = self._text_encoder.encode(tokens[rows].to(self.device))
             embeddings.append(_unit(features, "text"))
             bar.update(len(rows))
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """Make the progress bar of one task, which is below the bar of all tasks."""
-        options: dict[str, Any] = {"total": total, "desc": description, "unit": unit, "disable": not self.show_progress}
-        return progress_bar(position=1, leave=False, delay=1, **options)
+        """Return the progress bar of one task, below the bar of all tasks."""
+        place: dict[str, Any] = {"position": 1, "leave": False, "delay": 1, "disable": not self.show_progress}
+        return progress_bar(total=total, desc=description, unit=unit, **place)
 
     def _autocast(self, wanted: bool) -> AbstractContextManager:
-        if wanted and self.precision != "fp32":
-            return torch.autocast(self.device.type)
-        return contextlib.nullcontext()
-
-
-def _input_dtype(model: ImageTextModel) -> torch.dtype:
-    """Return the type of the visual tower's weights, which pure half-precision training leaves in half precision."""
-    for module in model.visual.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            return module.weight.dtype
-    return torch.float32
+        is_on = wanted and self.precision != "fp32"
+        return torch.autocast(self.device.type) if is_on else contextlib.nullcontext()
 
 
 def _unit(features: Tensor, what: str) -> Tensor:
-    """Scale features to unit length in float32.
-
-    Raises:
-        ValueError: if a feature is not finite. Every comparison with NaN is false, so the target would rank first.
-    """
     features = F.normalize(features.float(), dim=-1)
+    # Every comparison with NaN is false, so the target would rank first.
     if not torch.isfinite(features).all():
-        raise ValueError(f"The model gives {what} embeddings that are not finite: its weights are broken or overflow.")
+        raise ValueError(f"The model returns non-finite {what} embeddings: its weights are broken or overflow.")
     return features

@@ -1,11 +1,10 @@
 """Zero-shot classification of ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``).
 
-The classifier, the arithmetic and the names of the metrics are OpenCLIP's. Its own script stops with numpy 2.4 and later
+The classifier, the arithmetic and the names of the metrics are OpenCLIP's. Its own script fails with numpy 2.4 and later
 (``TypeError: only 0-dimensional arrays``), and needs a package that is not on PyPI to read ImageNet-V2.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.processes import begin_worker
 
 TOP_K = (1, 5)
-# Where the images are in the folder of --imagenet-v2: moved there by OpenCLIP's reader, or as unpacked from the archive.
+# Folders of the images in --imagenet-v2: moved there by OpenCLIP's reader, or as unpacked from the archive.
 _V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
 
 
 class ClassFolders(ImageFolder):
-    """Images in one folder for each class. Names that begin with a dot are skipped, at any depth."""
+    """Images in one folder for each class. Names that start with a dot are skipped, at any depth."""
 
     def __init__(self, root: str | Path, transform: Callable | None = None) -> None:
         super().__init__(root, transform, is_valid_file=lambda path: self._is_image(Path(path)))
@@ -48,19 +47,17 @@ class ImageNetFolders(ClassFolders):
         names, _ = super().find_classes(directory)
         synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
         numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
-        if len(names) != len(synsets) or set(numbers.values()) != set(synsets.values()):
-            others = [name for name, number in numbers.items() if number not in synsets.values()]
-            raise ValueError(
-                f"found {len(names)} class folders, {others[0] if others else names[0]} among them; expected ImageNet's 1000: "
-                "n01440764, ... or 0 to 999"
-            )
+        if sorted(numbers.values()) != sorted(synsets.values()):
+            others = [name for name, number in numbers.items() if number not in synsets.values()] or names
+            found = f"{len(names)} class folders, {others[0]} among them"
+            raise ValueError(f"found {found}; expected ImageNet's 1000: n01440764, ... or 0 to 999")
         return names, numbers
 
 
 def imagenet_loader(
     flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return batches of images and the numbers of their classes; ``flag`` names the folder's flag."""
+    """Return batches of images and the numbers of their classes; ``flag`` is the folder's flag."""
     root = Path(folder)
     if flag == "--imagenet-v2":
         root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)
@@ -89,7 +86,9 @@ class ImageNetZeroShot:
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         """Measure the model, which is in evaluation mode."""
-        with self._autocast():
+        autocast = compat.autocast_context(self.precision, self.device)
+        input_dtype = open_clip.get_input_dtype(self.precision)
+        with autocast():
             classifier = open_clip.build_zero_shot_classifier(
                 model,
                 tokenizer=self.tokenizer,
@@ -102,20 +101,12 @@ class ImageNetZeroShot:
         for name, loader in self.loaders.items():
             correct, count = torch.zeros(len(TOP_K), dtype=torch.int64, device=self.device), 0
             for images, labels in loader:
-                correct += self._correct(model, classifier, *(part.to(self.device) for part in (images, labels)))
+                with autocast():
+                    features = model(image=images.to(self.device).to(input_dtype))["image_features"]
+                    logits = 100.0 * features @ classifier
+                found = logits.topk(max(TOP_K), dim=1).indices == labels.to(self.device)[:, None]
+                correct += torch.stack([found[:, :k].sum() for k in TOP_K])
                 count += len(images)
             shares = (correct.double() / count).tolist()
             metrics |= {f"{name}-zeroshot-val-top{k}": share for k, share in zip(TOP_K, shares, strict=True)}
         return metrics
-
-    def _autocast(self) -> AbstractContextManager:
-        return compat.autocast_context(self.precision, self.device)()
-
-    def _correct(self, model: nn.Module, classifier: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """Count the images whose class is among the first ``k``, for each of :data:`TOP_K`."""
-        with self._autocast():
-            logits = (
-                100.0 * model(image=images.to(open_clip.get_input_dtype(self.precision)))["image_features"] @ classifier
-            )
-        found = logits.topk(max(TOP_K), dim=1).indices == labels[:, None]
-        return torch.stack([found[:, :k].sum() for k in TOP_K])

@@ -1,6 +1,6 @@
 """Compute the metrics of DataComp's evaluation exactly as DataComp defines them.
 
-Rankings break ties by the lower index, so a model whose embeddings are all equal scores chance instead of 1.
+Ties rank by the lower index, so a model whose embeddings are all equal scores chance instead of 1.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
-    """Compute ``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall``."""
-    recall = recall_score(labels, predictions, labels=np.unique(labels), average="macro")  # of the classes that occur
+    """Compute ``acc1``, ``acc5`` (None under five classes) and ``mean_per_class_recall`` (of the classes that occur)."""
+    recall = recall_score(labels, predictions, labels=np.unique(labels), average="macro")
     return {
         "acc1": float((ranks == 0).mean()),
         "acc5": float((ranks < 5).mean()) if num_classes >= 5 else None,
@@ -38,32 +38,25 @@ def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
 def group_metrics(
     name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
 ) -> Metrics:
-    """Compute the accuracy overall, in every group and in the worst group, under WILDS' names.
+    """Return ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, and ``{name}_wg``, as WILDS does.
 
-    As in WILDS, groups are all combinations of the values from 0 to the largest that occurs. An empty group has the count 0
-    and no accuracy, and cannot be the worst.
+    Groups are all combinations of the values from 0 to the largest that occurs. An empty group has the count 0 and no
+    accuracy, and cannot be the worst.
 
     Args:
-        name: prefix of the metrics, for example ``acc``.
-        correct: ``(N,)`` bool.
+        correct: ``(N,)`` bool, whose mean is the accuracy.
         metadata: ``(N, len(columns))`` integers from 0.
-        columns: names of the metadata's columns.
         groups: names of the columns to group by.
-
-    Returns:
-        ``{name}_avg``, ``{name}_{group}`` and ``count_{group}`` for every group, ``{name}_wg``.
     """
-    indices = [columns.index(group) for group in groups]
-    values = metadata[:, indices]
-    sizes = values.max(axis=0) + 1
+    values = metadata[:, [columns.index(group) for group in groups]]
     # In WILDS the first column varies fastest.
-    flat = np.ravel_multi_index(tuple(values.T[::-1]), tuple(sizes[::-1]))
-    counts = np.bincount(flat, minlength=int(sizes.prod()))
-    hits = np.bincount(flat[correct], minlength=int(sizes.prod()))
+    sizes = tuple(values.max(axis=0)[::-1] + 1)
+    flat = np.ravel_multi_index(tuple(values.T[::-1]), sizes)
+    counts = np.bincount(flat, minlength=np.prod(sizes)).tolist()
+    hits = np.bincount(flat[correct], minlength=np.prod(sizes)).tolist()
     metrics: Metrics = {f"{name}_avg": float(correct.mean())}
     accuracies = []
-    for group, (hit, count) in enumerate(zip(hits.tolist(), counts.tolist(), strict=True)):
-        coordinates = np.unravel_index(group, tuple(sizes[::-1]))
+    for coordinates, hit, count in zip(np.ndindex(*sizes), hits, counts, strict=True):
         label = "_".join(f"{column}:{value}" for column, value in zip(groups[::-1], coordinates, strict=True))
         metrics[f"{name}_{label}"] = hit / count if count else None
         metrics[f"count_{label}"] = count

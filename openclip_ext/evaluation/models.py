@@ -1,77 +1,54 @@
-"""Load the model to evaluate: any OpenCLIP model and checkpoint, also checkpoints with heads."""
+"""Load the model to evaluate: any OpenCLIP model and checkpoint, also checkpoints with projection heads."""
 
 import ast
 import copy
-import difflib
 import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import open_clip
 import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 # Options of open_clip.create_model_and_transforms that a checkpoint may have been trained with.
 MODEL_OPTIONS = (
-    "force_quick_gelu",
-    "force_custom_text",
-    "force_image_size",
-    "force_context_length",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-)
+    "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length",
+    "image_mean", "image_std", "image_interpolation", "image_resize_mode",
+)  # fmt: skip
 
 
 class ModelError(ValueError):
-    """Says why a model or checkpoint cannot be loaded, and the remedy."""
+    """A model or checkpoint cannot be loaded."""
 
 
-class ImageTextModel(nn.Module):
-    """Declares the interface of the models to evaluate, which OpenCLIP's models have without inheriting it."""
-
-    visual: nn.Module
-
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Encode images ``(B, 3, H, W)`` to ``(B, d)``."""
-        raise NotImplementedError
-
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Encode tokens ``(B, context_length)`` int64 to ``(B, d)``."""
-        raise NotImplementedError
+# A module with ``visual``, ``encode_image`` (images ``(B, 3, H, W)`` to ``(B, d)``) and ``encode_text`` (tokens
+# ``(B, context_length)`` int64 to ``(B, d)``), as OpenCLIP's models.
+ImageTextModel = Any
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Holds a model in evaluation mode, with its transform and tokenizer.
-
-    Attributes:
-        preprocess: PIL image -> ``(3, H, W)``.
-        tokenizer: list of texts -> ``(B, context_length)`` int64.
-        checkpoint: path or pretrained tag of the weights.
-        config: architecture and preprocessing, on which the numbers depend besides the weights.
-        weights_sha256: digest of all parameters and buffers.
-    """
+    """A model in evaluation mode, with its transform and tokenizer."""
 
     model: ImageTextModel
-    preprocess: Callable[[Any], Tensor]
-    tokenizer: Callable[[list[str]], Tensor]
+    preprocess: Callable[[Any], Tensor]  # PIL image -> ``(3, H, W)``
+    tokenizer: Callable[[list[str]], Tensor]  # texts -> ``(B, context_length)`` int64
     name: str
-    checkpoint: str
-    config: dict[str, Any]
-    weights_sha256: str
+    checkpoint: str  # path or pretrained tag of the weights
+    config: dict[str, Any]  # architecture and preprocessing, on which the numbers depend, too
+    weights_sha256: str  # digest of all parameters and buffers
 
     @property
     def origin(self) -> dict[str, str]:
-        """Return name, checkpoint and digest of the weights, for reports."""
+        """Name, checkpoint and digest of the weights, for reports."""
         return {"model": self.name, "checkpoint": self.checkpoint, "weights": self.weights_sha256}
 
 
@@ -85,91 +62,76 @@ def load_model(
     """Load an OpenCLIP model with its weights, ready to evaluate.
 
     Args:
-        name: OpenCLIP's model name; ``hf-hub:`` and ``local-dir:`` names bring their own weights.
-        checkpoint: a file, or a pretrained tag of the model; None only with ``hf-hub:`` and ``local-dir:`` names.
+        name: OpenCLIP's model name; ``hf-hub:`` and ``local-dir:`` names have their own weights.
+        checkpoint: a file, or a pretrained tag of the model. None is only for ``hf-hub:`` and ``local-dir:`` names.
         model_config: JSON of a model that OpenCLIP does not ship; the file's name is the model's name.
-        **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Those that are not
-            None overrule those in the ``params.txt`` of the checkpoint's run.
+        **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). They replace those in
+            the ``params.txt`` of the checkpoint's run, except if None.
 
-    Raises:
-        ModelError: if there is no such model or checkpoint, the file is unreadable, or it belongs to another model.
-        HeadsError: if the heads are of a kind that this version does not know.
+    ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. HeadsError for an
+    unknown kind of projection heads.
     """
     add_model_configs()
     if model_config is not None:
         if not Path(model_config).is_file():
-            raise ModelError(f"There is no model configuration {model_config}: --model-config takes an OpenCLIP JSON.")
+            raise ModelError(f"--model-config {model_config} not found: expected the JSON of an OpenCLIP model.")
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
-    options = _options_of_run(source) | {key: value for key, value in options.items() if value is not None}
-    config = _config(name, options)
-    heads = None
-    if source is not None and Path(source).is_file():
-        trained = _run_parameters(source).get("model", name)
-        if trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
-            logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
-        state_dict, heads = _peek(Path(source))
-        if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
-            # Stock configurations lack the sigmoid loss's bias, so strict loading would refuse the checkpoint.
-            options.setdefault("init_logit_bias", 0.0)
+    is_file = source is not None and Path(source).is_file()
+    run_options = _options_of_run(source)
+    options = run_options | {key: value for key, value in options.items() if value is not None}
+    # Configuration and options of the architecture, which differ between models of the same name.
+    config: dict[str, Any] = {"options": options}
+    if not _is_folder(name):
+        config["model"] = open_clip.get_model_config(name.replace("/", "-"))
+        if config["model"] is None:
+            hint = nearest(name, open_clip.list_models())
+            raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
+    state_dict, heads = _peek(Path(source)) if source is not None and is_file else ({}, None)
+    trained = _run_parameters(source).get("model", name)
+    if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
+        logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
+    if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
+        # Stock configurations lack the sigmoid loss's bias, so strict loading would reject the checkpoint.
+        options.setdefault("init_logit_bias", 0.0)
+    # OpenCLIP ignores a file next to a hf-hub: or local-dir: name, and resizes a timm tower only after it has loaded the
+    # file. A run's checkpoint already has the run's sizes, so it is loaded last.
+    is_late = is_file and (_is_folder(name) or bool(run_options))
+    source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
-        model, _, preprocess = _create(name, source, options)
+        model, _, preprocess = open_clip.create_model_and_transforms(name, device="cpu", **source_options, **options)
+        if is_late:
+            open_clip.load_checkpoint(model, source)
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
-        raise ModelError(_why_not(name, source, error)) from error
+        what = f"{name} with {source or 'its own weights'}"
+        hint = f"its run was trained with --model {trained}" if trained != name else "is it of another --model?"
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
         model = with_heads(model, build_heads(heads, str(source)))
-    model.eval()
     digest = weights_digest(model)
-    model = cast(ImageTextModel, model.to(device))
-    return LoadedModel(model, preprocess, tokenizer, name, str(source or name), config, digest)
-
-
-def _create(name: str, source: str | None, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Build a model with the weights of a source.
-
-    OpenCLIP ignores a file beside a ``hf-hub:`` or ``local-dir:`` name, and resizes a timm tower only after it has loaded
-    the file. A run's checkpoint has the run's sizes already, so it is loaded last.
-    """
-    is_late = source is not None and Path(source).is_file() and (_is_folder(name) or bool(_options_of_run(source)))
-    if not is_late:
-        return open_clip.create_model_and_transforms(name, pretrained=source, device="cpu", **options)
-    built = open_clip.create_model_and_transforms(name, device="cpu", pretrained_text=False, **options)
-    open_clip.load_checkpoint(built[0], source)
-    return built
+    return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
 
 
 def _is_folder(name: str) -> bool:
     return name.startswith(("hf-hub:", "local-dir:"))
 
 
-def _config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return configuration and options of the architecture, which tell models of the same name apart."""
-    if _is_folder(name):
-        return {"options": options}
-    config = open_clip.get_model_config(name.replace("/", "-"))
-    if config is None:
-        close = difflib.get_close_matches(name, open_clip.list_models(), n=3, cutoff=0.4)
-        raise ModelError(
-            f"There is no OpenCLIP model {name!r}"
-            + (f": did you mean {', '.join(close)}?" if close else ".")
-            + " open_clip.list_models() lists all; --model-config FILE adds one."
-        )
-    return {"model": config, "options": options}
-
-
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
     """Return the checkpoint in the form that ``pretrained`` takes."""
+    if checkpoint is not None and Path(checkpoint).is_file():
+        return str(checkpoint)
     if _is_folder(name):
-        if checkpoint is not None and not Path(checkpoint).is_file():
-            raise ModelError(f"{name} brings its own weights: leave out --checkpoint {checkpoint}, which is no file.")
-        return None if checkpoint is None else str(checkpoint)
+        if checkpoint is not None:
+            raise ModelError(f"{name} has its own weights: remove --checkpoint {checkpoint}, which is not a file.")
+        return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"
     if checkpoint is None:
-        raise ModelError(f"--checkpoint is missing: a file, or a pretrained tag ({known}).")
-    if Path(checkpoint).is_file() or str(checkpoint) in tags:
+        raise ModelError(f"--checkpoint is missing: expected a file, or a pretrained tag ({known}).")
+    if str(checkpoint) in tags:
         return str(checkpoint)
     found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
     inside = f"; in it: {', '.join(found)}" if found else ""
@@ -177,34 +139,18 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint's state dictionary and heads, without reading the tensors if the format allows it."""
-    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
-        return {}, None
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:
-        # It may be an old or scripted file, which create_model reads or refuses.
-        return {}, None
-    if not isinstance(content, dict):
-        return {}, None
-    return content.get("state_dict", content), content.get(HEADS_KEY)
-
-
-def _why_not(name: str, source: str | None, error: Exception) -> str:
-    """Return a short message for an exception that creating the model raised."""
-    reason = " ".join(str(error).split())
-    reason = reason if len(reason) <= 400 else reason[:400] + " ..."
-    if "state_dict" in reason or isinstance(error, KeyError | AssertionError | AttributeError):
-        trained = _run_parameters(source).get("model", name)
-        hint = f"it is not a checkpoint of {name}; was it trained with another --model?"
-        if trained != name:
-            hint = f"its run was trained with --model {trained}, not {name}."
-        return f"{source} does not fit {name}: {hint} ({reason})"
-    return f"{name} with {source or 'its own weights'} cannot be loaded ({type(error).__name__}: {reason})"
+    """Return a checkpoint's state dictionary and heads, without reading the tensors if the format allows it."""
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return content.get("state_dict", content), content.get(HEADS_KEY)
+        except Exception:  # it may be an old or scripted file; OpenCLIP loads it or reports the error
+            pass
+    return {}, None
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """Read OpenCLIP's ``params.txt`` in a checkpoint's run folder; return nothing if there is none."""
+    """Return the content of OpenCLIP's ``params.txt`` in a checkpoint's run folder, if there is one."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -227,7 +173,7 @@ def _options_of_run(source: str | None) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
+    """Return the SHA-256 over the names, dtypes, shapes and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

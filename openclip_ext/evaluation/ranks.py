@@ -3,28 +3,24 @@
 import torch
 from torch import Tensor
 
-# Of the similarity matrix at a time: 64 MiB of float32.
+# Elements of the similarity matrix at a time: 64 MiB of float32.
 _CHUNK_ELEMENTS = 2**24
 
 
 def ranks_of_best_match(
     queries: Tensor, items: Tensor, query_labels: Tensor, item_labels: Tensor, ties_by_index: bool = False
 ) -> Tensor:
-    """Count, for each query, the other labels' items that come before its best match, an item of its own label.
+    """Count for each query the other labels' items that rank before its best match, an item of its own label.
 
-    Similarities that are not finite count against the query: a match that is not finite comes last, and another item that is
-    not finite comes first.
+    Similarities that are not finite count against the query: such a match ranks last, and such another item first.
 
     Args:
-        queries: ``(Q, d)``.
-        items: ``(N, d)``.
-        query_labels: ``(Q,)``; at least one item has each.
-        item_labels: ``(N,)``.
-        ties_by_index: whether items that tie with the match come before it where their index is lower, as under
-            ``argmax``; else half of them do, so that constant embeddings score as chance would.
+        queries, items: ``(Q, d)`` and ``(N, d)``.
+        query_labels, item_labels: ``(Q,)`` and ``(N,)``. Each query needs at least one item of its label.
+        ties_by_index: whether items that tie with the match rank by index, as under ``argmax``. False (default) means that
+            half of them rank before it, so that constant embeddings score chance.
 
-    Returns:
-        ``(Q,)`` float64, 0 where the match comes first.
+    Returns ``(Q,)`` float64, 0 if the match ranks first.
     """
     index = torch.arange(len(items), device=items.device)
     rows = max(1, _CHUNK_ELEMENTS // max(1, len(items)))

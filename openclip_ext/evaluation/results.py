@@ -1,4 +1,4 @@
-"""Store results in ``eval_results.jsonl``: one line for each task in DataComp's format, and only one run's lines.
+"""Store and average results. ``eval_results.jsonl`` has one line for each task in DataComp's format, and only one run's lines.
 
 So DataComp's ``aggregate_scores.py`` can read the file, and the numbers of two models never mix. Lines of other runs move to
 ``eval_results.RUN.jsonl`` in the same folder, and return when that run continues.
@@ -7,100 +7,82 @@ So DataComp's ``aggregate_scores.py`` can read the file, and the numbers of two 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openclip_ext.evaluation.data import fingerprint
-from openclip_ext.evaluation.tasks import Task
+from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
-if TYPE_CHECKING:  # whoever reads results needs neither OpenCLIP nor scikit-learn, which take seconds to import
+if TYPE_CHECKING:  # reading results needs neither OpenCLIP nor scikit-learn, which take seconds to import
     from openclip_ext.evaluation.classification import TaskResult
     from openclip_ext.evaluation.models import LoadedModel
 
-RESULTS_FILE = "eval_results.jsonl"
-# Stands for the digest of lines that do not say which run they belong to.
+RESULTS_FILE, _LOCK_FILE = "eval_results.jsonl", ".eval_results.jsonl.lock"
+# Stands for the digest of lines without a run.
 UNKNOWN_RUN = "unknown"
 # Must change whenever the same weights may get other numbers on the same data.
 PROTOCOL = "datacomp-2"
 
 
 def config_digest(config: Any) -> str:
-    """Return a short digest of anything that JSON can hold."""
+    """Return a short digest of any JSON content."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class EvaluationIdentity:
-    """Identifies an evaluation apart from its data; a result counts for a run only if everything here agrees.
-
-    ``weights`` is the SHA-256 of the weights, ``config`` the digest of architecture and preprocessing.
-    """
-
-    model: str
-    weights: str
-    config: str
-    precision: str
-    protocol: str = PROTOCOL
-
-    @classmethod
-    def of(cls, loaded: "LoadedModel", precision: str, any_size: bool = False) -> "EvaluationIdentity":
-        """Identify the evaluation of a model; with ``any_size``, the data may have other sizes than DataComp's."""
-        protocol = f"{PROTOCOL}-any-size" if any_size else PROTOCOL
-        return cls(loaded.name, loaded.weights_sha256, config_digest(loaded.config), precision, protocol)
-
-    @property
-    def id(self) -> str:
-        """Return a short name of the run for file names."""
-        return config_digest(asdict(self))[:8]
+def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) -> dict[str, str]:
+    """Return what a result depends on except its data; with ``any_size``, the data may have other sizes than DataComp's."""
+    return {
+        "model": loaded.name,
+        "weights": loaded.weights_sha256,
+        "config": config_digest(loaded.config),
+        "precision": precision,
+        "protocol": f"{PROTOCOL}-any-size" if any_size else PROTOCOL,
+    }
 
 
 class ResultFile:
-    """Stores the results of one run in a folder, also for several processes at a time.
+    """The results of one run (see `run_identity`) in a folder, also for several processes at a time.
 
-    Every change writes a new file under a lock and renames it into place, so a killed process leaves the old file and never
-    half a line. ``checkpoint`` is for information only, and not part of the run's identity.
+    Every change writes a new file under a lock and renames it into place, so a killed process leaves the old file.
+    ``checkpoint`` is for information only.
     """
 
-    def __init__(self, folder: str | Path, run: EvaluationIdentity, checkpoint: str):
+    def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / RESULTS_FILE
-        self.run = run
-        self.checkpoint = checkpoint
+        self._run = {**run, "checkpoint": checkpoint}
+        self._run_id = _run_id({"run": run})
 
-    def open(self) -> None:
-        """Move the lines of other runs out of the result file, and earlier lines of this run into it."""
-        with self._locked():
-            lines: dict[str, list[dict[str, Any]]] = {self.run.id: []}
+    def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool = False) -> list[Task]:
+        """Return the tasks to evaluate: without a result of this run, or whose data has changed since.
+
+        Lines of other runs move out of the result file, and earlier lines of this run into it.
+        """
+        by_run: dict[str, list[dict[str, Any]]] = {self._run_id: []}
+        with held(self.folder, _LOCK_FILE, timeout=-1):
             for line in read_results(self.path):
-                lines.setdefault(_run_of(line), []).append(line)
-            own = lines.pop(self.run.id)
-            for run_id, foreign in lines.items():
-                _write(self._aside(run_id), read_results(self._aside(run_id)) + foreign)
-            aside = self._aside(self.run.id)
-            _write(self.path, read_results(aside) + own)
-            aside.unlink(missing_ok=True)
-        for run_id, foreign in lines.items():
-            owner = "that name no model, as DataComp's own" if run_id == UNKNOWN_RUN else "of another model or protocol"
-            logging.warning(f"{self.path} held {len(foreign)} results {owner}: moved to {self._aside(run_id).name}.")
-
-    def completed(self, tasks: Sequence[Task], data_dir: str | Path) -> set[str]:
-        """Return the keys that have a result of this run whose data has not changed since, except by being removed."""
-        known = {line["key"]: line.get("data") for line in self.lines()}
-        folders = {task.key: Path(data_dir) / task.folder for task in tasks if task.key in known}
-        return {key for key, path in folders.items() if not path.is_dir() or fingerprint(path) == known[key]}
-
-    def discard(self, keys: Iterable[str]) -> None:
-        """Remove this run's results for some tasks."""
-        unwanted = set(keys)
-        with self._locked():
-            lines = read_results(self.path)
-            _write(self.path, [line for line in lines if line["key"] not in unwanted or not self._is_own(line)])
+                by_run.setdefault(_run_id(line), []).append(line)
+            for run_id in by_run:
+                by_run[run_id] = read_results(self._aside(run_id)) + by_run[run_id]
+            own = {line["key"]: line for line in by_run.pop(self._run_id)}
+            todo = []
+            for task in tasks:
+                data = own.get(task.key, {}).get("data")
+                if overwrite or data is None or data != fingerprint(data_dir / task.folder):
+                    todo.append(task)
+                    own.pop(task.key, None)  # if the evaluation fails, no older number may replace its result
+            for run_id, lines in by_run.items():
+                _write(self._aside(run_id), lines)
+            _write(self.path, list(own.values()))
+            self._aside(self._run_id).unlink(missing_ok=True)
+        for run_id in by_run:
+            owner = "without a model, as DataComp's" if run_id == UNKNOWN_RUN else "of another model or protocol"
+            logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
+        return todo
 
     def add(self, task: Task, folder: Path, result: "TaskResult", seconds: float) -> None:
         """Store the result of a task, replacing an earlier one."""
@@ -108,42 +90,35 @@ class ResultFile:
             "key": task.key,
             "dataset": task.name,
             "metrics": result.metrics,
-            "run": {**asdict(self.run), "checkpoint": self.checkpoint},
+            "run": self._run,
             "data": fingerprint(folder),
             "samples": result.samples,
             "found": result.found,
-            "skipped": [str(entry) for entry in result.skipped],
+            "skipped": result.skipped,
             "seconds": round(seconds, 3),
         }
-        with self._locked():
-            # If another run has taken over the file in the meantime, our results go where `open` finds them again.
-            taken = any(not self._is_own(other) for other in read_results(self.path))
-            path = self._aside(self.run.id) if taken else self.path
-            kept = [other for other in read_results(path) if other["key"] != task.key]
-            _write(path, [*kept, line])
+        with held(self.folder, _LOCK_FILE, timeout=-1):
+            # If another run has taken over the file in the meantime, the result goes where `prepare` finds it.
+            is_own = all(_run_id(other) == self._run_id for other in read_results(self.path))
+            path = self.path if is_own else self._aside(self._run_id)
+            _write(path, [*(other for other in read_results(path) if other["key"] != task.key), line])
 
     def lines(self) -> list[dict[str, Any]]:
         """Return this run's results."""
-        lines = read_results(self._aside(self.run.id)) + read_results(self.path)
-        return list({line["key"]: line for line in lines if self._is_own(line)}.values())
-
-    def _is_own(self, line: dict[str, Any]) -> bool:
-        return _run_of(line) == self.run.id
+        lines = read_results(self._aside(self._run_id)) + read_results(self.path)
+        return list({line["key"]: line for line in lines if _run_id(line) == self._run_id}.values())
 
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return held(self.folder, f".{RESULTS_FILE}.lock", timeout=-1)
-
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Read the results in a file of ours or of DataComp's harness, without lines of other kinds."""
+    """Return the results in a file of this package or of DataComp's harness."""
     return [line for line in json_lines.read(path) if isinstance(line.get("key"), str) and "metrics" in line]
 
 
-def _run_of(line: dict[str, Any]) -> str:
-    """Return the identity of a line's run, as `EvaluationIdentity.id` gives it."""
+def _run_id(line: dict[str, Any]) -> str:
+    """Return the short name of a line's run for file names."""
     run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
     return config_digest(run)[:8] if run else UNKNOWN_RUN
 
@@ -152,3 +127,76 @@ def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     # DataComp's own harness writes NaN, which is not JSON.
     content = "".join(json_lines.dumps(line) + "\n" for line in lines)
     write_atomically(path, lambda stream: stream.write(content.encode()))
+
+
+def _names(keys: Sequence[str], most: int = 5) -> str:
+    names = ", ".join(TASKS[key].name for key in keys[:most])
+    return f"{names} and {len(keys) - most} more" if len(keys) > most else names
+
+
+def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the finite main metrics of the lines of a result file by key; DataComp's own files may contain NaN."""
+    scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
+    return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
+
+
+def averages(scores: Mapping[str, float]) -> dict[str, tuple[float | None, tuple[str, ...]]]:
+    """Return by a group's title the average of the main metrics, None if some are missing, and the missing keys."""
+    found = {}
+    for title, keys in GROUPS.items():
+        missing = tuple(key for key in keys if key not in scores)
+        found[title] = None if missing else sum(scores[key] for key in keys) / len(keys), missing
+    return found
+
+
+def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ``eval_summary.json``."""
+    return {
+        "averages": {
+            title: {"value": value, "tasks": len(GROUPS[title]), "missing": list(missing)}
+            for title, (value, missing) in averages(main_metrics(lines)).items()
+        },
+        "main_metrics": {line["key"]: line["metrics"].get("main_metric") for line in lines},
+        "problems": dict(failed),
+        "missing": list(missing),
+        "other_sizes": [line["key"] for line in lines if has_other_size(line)],
+        "skipped_images": {line["key"]: line["skipped"] for line in lines if line.get("skipped")},
+    }
+
+
+def has_other_size(line: Mapping[str, Any]) -> bool:
+    """Return whether the size of a result's data is not DataComp's (``--allow-size-mismatch``)."""
+    task = TASKS.get(line["key"])
+    return task is not None and line.get("found", task.size) != task.size
+
+
+def summary_text(
+    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
+) -> str:
+    """Return the final text: the main metric of every task, the averages, and what was not evaluated."""
+    by_key = {line["key"]: line for line in lines}
+    text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
+    for task in (task for key, task in TASKS.items() if key in by_key):
+        value = by_key[task.key]["metrics"].get("main_metric")
+        text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
+    text.append("")
+    for title, (average, lacking) in averages(main_metrics(lines)).items():
+        total = len(GROUPS[title])
+        partial = f"partial, {total - len(lacking)}/{total}; missing: {_names(lacking)}"
+        text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
+    if other := [line["key"] for line in lines if has_other_size(line)]:
+        text.append(
+            f"\nOther sizes than DataComp's data, so not DataComp's numbers: {len(other)} tasks, {_names(other)}"
+        )
+    for line in lines:
+        if skipped := line.get("skipped"):
+            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are excluded:")
+            text += [f"  {entry}" for entry in skipped[:10]]
+    if failed:
+        text.append("\nNot evaluated:")
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
+    if missing:
+        command = f"openclip-ext download --data-dir {data_dir}"
+        tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
+        text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}. Download with `{command}{tasks}`.")
+    return "\n".join(text)

@@ -12,41 +12,26 @@ import torch
 from torch import Tensor
 
 from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import INSTANCES_FILE, DataError, SampleFormat, Samples, find_samples, read_instances
+from openclip_ext.evaluation.data import INSTANCES_FILE, DataError, SampleFormat, find_samples, read_instances
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.tasks import Task
 
-RECALL_AT = (1, 5, 10)
-
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute recall at 1, 5 and 10 of images for captions, and of captions for images.
-
-    Raises:
-        DataError: if the data must not be scored.
-    """
-    found = _encode_images(task, folder, encoder, SampleFormat(captions=True, convert_first=False), task.size)
+    """Compute the recall of images for captions and of captions for images; DataError if the data must not be scored."""
+    spec = SampleFormat(captions=True, convert_first=False)
+    found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     texts = encoder.encode_texts([caption for own in found.captions for caption in own])
     owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
-    metrics = retrieval_metrics(found.values["image"], texts, owners)
-    return TaskResult(metrics, len(found.keys), len(found.keys) + len(found.skipped), found.skipped)
-
-
-def _encode_images(task: Task, folder: Path, encoder: Encoder, spec: SampleFormat, total: int | None) -> Samples:
-    """Compute the ``image`` embeddings ``(N, d)`` of a data set."""
-
-    def compute(batch: Samples) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.values["image"], autocast=True)}
-
-    return encoder.collect(encoder.batches(find_samples(folder), spec), compute, task.folder, total)
+    return TaskResult.of_samples(retrieval_metrics(found.values["image"], texts, owners), found)
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
     """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1`` of unit embeddings ``(N, d)`` and ``(M, d)``.
 
-    ``owners`` ``(M,)`` is the image that each caption belongs to. In text retrieval, any caption of the image counts.
+    ``owners`` ``(M,)`` are the images of the captions. In text retrieval, any caption of the image counts.
     """
     numbers = torch.arange(len(images), device=owners.device)
     ranks = {
@@ -54,35 +39,33 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
         "text": ranks_of_best_match(images, texts, numbers, owners, ties_by_index=True),
     }
     recalls = {
-        f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in RECALL_AT for what in ranks
+        f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in (1, 5, 10) for what in ranks
     }
-    return {
-        **recalls,
-        "mean_recall@1": 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"]),
-    }
+    mean = 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"])
+    return {**recalls, "mean_recall@1": mean}
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Compute the Jaccard index of the k images nearest to the cue, where k is the number of associations.
 
-    Every distinct image and cue is encoded once, though most occur in many instances. An instance is skipped if one of its
-    images does not decode.
+    An instance is skipped if one of its images does not decode.
     """
     instances = read_instances(folder)
-    found = _encode_images(task, folder, encoder, SampleFormat(convert_first=False), total=None)
+    spec = SampleFormat(convert_first=False)
+    found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
-    undecoded = {entry.key for entry in found.skipped}
     usable = []
     for number, instance in enumerate(instances, start=1):
         lacking = [key for key in instance.candidates if key not in rows]
-        unknown = [key for key in lacking if key not in undecoded]
-        if unknown:
+        if unknown := [key for key in lacking if key not in found.skipped]:
             raise DataError(f"{folder / INSTANCES_FILE}, line {number}: no image {', '.join(unknown)} in the shards.")
         if not lacking:
             usable.append(instance)
+    skipped = list(found.skipped.values())
     if not usable:
-        raise DataError(f"No instance in {task.folder} has all its images; {found.skipped[0]}.")
-    cues = encoder.encode_texts([instance.prompt for instance in usable])
+        raise DataError(f"No instance in {task.folder} has all its images; {skipped[0]}.")
+    words = [instance.cue.lower() for instance in usable]
+    cues = encoder.encode_texts([f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}" for cue in words])
     scores = []
     for instance, cue in zip(usable, cues, strict=True):
         similarities = (images[[rows[key] for key in instance.candidates]] @ cue).cpu().numpy()
@@ -90,11 +73,11 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
         chosen, right = {instance.candidates[place] for place in nearest}, instance.associations
         scores.append(len(chosen & right) / len(chosen | right))
     metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
-    return TaskResult(metrics, len(usable), len(instances), found.skipped)
+    return TaskResult(metrics, len(usable), len(instances), skipped)
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Average the Jaccard index overall and by number of candidates; the average is None if there are no such instances."""
+    """Average the Jaccard index overall and by number of candidates. None means no such instance."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

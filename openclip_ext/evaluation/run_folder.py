@@ -22,11 +22,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not as a training writes it: {error}") from error
+        raise UsageError(f"{path} is not a run's configuration: {error}") from error
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return a checkpoint file as it is, and of a run folder the newest one that opens; UsageError if there is none."""
+    """Return a checkpoint file itself, and of a run folder the newest readable one; UsageError if there is none."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []
@@ -34,10 +34,8 @@ def newest_checkpoint(path: Path) -> Path:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             found.append((content["epoch"], content.get("step", 0), file))
-        except Exception as error:  # torch.load raises many kinds for a damaged file
+        except Exception as error:  # torch.load raises many types for a corrupt file
             logging.warning(f"Passing over a checkpoint: {file} cannot be read ({type(error).__name__})")
     if not found:
-        raise UsageError(
-            f"no checkpoint in {path}: expected a run folder LOGS/NAME, or LOGS/NAME/checkpoints/epoch_K.pt"
-        )
+        raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
     return max(found)[-1]

@@ -1,8 +1,7 @@
 """Score zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
 Classification uses the images with one item, and averages prompts over backgrounds. Retrieval and the relation task use the
-complete captions, because training captions leave out so many words that most of them fit several images.
-``python -m openclip_ext.data.shapes --split test --output DIR --num-samples 4000`` makes the test split.
+complete captions, because training captions omit so many words that most of them match several images.
 """
 
 import argparse
@@ -16,18 +15,9 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli import command_line
-from openclip_ext.data.shapes.scene import (
-    BACKGROUNDS,
-    COLORS,
-    HELD_OUT_PAIRS,
-    PAIRS,
-    RELATIONS,
-    SHAPES,
-    Item,
-    Scene,
-    describe,
-)
-from openclip_ext.evaluation.data import SampleFormat, Samples, StoredSample, read_shard
+from openclip_ext.data.shapes import scene as shapes
+from openclip_ext.data.shapes.scene import Item, Scene
+from openclip_ext.evaluation.data import SampleFormat, StoredSample, read_shard
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.ranks import ranks_of_best_match
@@ -37,15 +27,15 @@ from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
 # A class is described without a background, and on every background.
-_TEMPLATES = ("{c}", *(f"{{c}} on {background}" for background in BACKGROUNDS))
+_TEMPLATES = ("{c}", *(f"{{c}} on {background}" for background in shapes.BACKGROUNDS))
 
-# Metric -> its title, and the score of guessing (None if that depends on the captions).
+# Metric -> its title, and the score of guessing (None if it depends on the captions).
 _METRICS: dict[str, tuple[str, float | None]] = {
-    "shape-top1": ("zero-shot shape", 1 / len(SHAPES)),
-    "color-top1": ("zero-shot color", 1 / len(COLORS)),
-    "shape-color-top1": ("zero-shot shape x color", 1 / len(PAIRS)),
-    "held-out-top1": ("  of which never seen together", 1 / len(PAIRS)),
-    "relation-top1": ("relation of two items", 1 / len(RELATIONS)),
+    "shape-top1": ("zero-shot shape", 1 / len(shapes.SHAPES)),
+    "color-top1": ("zero-shot color", 1 / len(shapes.COLORS)),
+    "shape-color-top1": ("zero-shot shape x color", 1 / len(shapes.PAIRS)),
+    "held-out-top1": ("  of which never seen together", 1 / len(shapes.PAIRS)),
+    "relation-top1": ("relation of two items", 1 / len(shapes.RELATIONS)),
     "image-to-text-R@1": ("retrieval image to text, R@1", None),
     "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
@@ -61,20 +51,15 @@ class ShapesSample(NamedTuple):
 
 def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]:
     """Return the accuracies between 0 and 1 of all tasks."""
-
-    def compute(batch: Samples) -> dict[str, Tensor]:
-        return {"image": encoder.encode_images(batch.values["image"])}
-
     stored = [sample.image for sample in samples]
-    images = encoder.collect(encoder.batches(stored, SampleFormat()), compute, "demo", len(stored)).values["image"]
-    scenes = [sample.scene for sample in samples]
-    is_single = torch.tensor([scene.relation is None for scene in scenes], device=images.device)
+    images = encoder.embed_images(stored, SampleFormat(), "demo").values["image"]
+    single = [sample.scene for sample in samples if sample.scene.relation is None]
+    double = [sample.scene for sample in samples if sample.scene.relation is not None]
+    is_single = torch.tensor([sample.scene.relation is None for sample in samples], device=images.device)
     captions = _candidates(samples)
     return {
-        **_classify(encoder, images[is_single], [scene.items[0] for scene in scenes if scene.relation is None]),
-        "relation-top1": _tell_relations(
-            encoder, images[~is_single], [one for one in scenes if one.relation is not None]
-        ),
+        **_classify(encoder, images[is_single], [scene.items[0] for scene in single]),
+        "relation-top1": _score_relations(encoder, images[~is_single], double),
         **_retrieve(encoder, images[: len(captions)], captions),
     }
 
@@ -93,23 +78,26 @@ def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
 def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[str, float]:
     def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
         """Return ``(N,)`` whether each image is nearest to its class; ``phrases`` describe the classes."""
-        weights = encoder.class_embeddings(list(map(_with_article, phrases.values())), _TEMPLATES)
+        names = [f"{'an' if words[0] in 'aeiou' else 'a'} {words}" for words in phrases.values()]
+        weights = encoder.class_embeddings(names, _TEMPLATES)
         wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
         return ((images @ weights.T).argmax(dim=1) == wanted).double()
 
-    both = hits({pair: f"{pair[1]} {pair[0]}" for pair in PAIRS}, [item.pair for item in items])
-    held_out = torch.tensor([item.pair in HELD_OUT_PAIRS for item in items], device=both.device)
-    shape = hits({name: name for name in SHAPES}, [item.shape for item in items])
-    color = hits({name: f"{name} shape" for name in COLORS}, [item.color for item in items])
+    both = hits({pair: f"{pair[1]} {pair[0]}" for pair in shapes.PAIRS}, [item.pair for item in items])
+    held_out = torch.tensor([item.pair in shapes.HELD_OUT_PAIRS for item in items], device=both.device)
+    shape = hits({name: name for name in shapes.SHAPES}, [item.shape for item in items])
+    color = hits({name: f"{name} shape" for name in shapes.COLORS}, [item.color for item in items])
     found = {"shape": shape, "color": color, "shape-color": both, "held-out": both[held_out]}
     return {f"{name}-top1": right.mean().item() for name, right in found.items()}
 
 
-def _tell_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
+def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
     """Return how often the caption with the true relation beats the same caption with each of the three others."""
-    texts = encoder.encode_texts([describe(scene, relation) for scene in scenes for relation in RELATIONS])
-    scores = torch.einsum("nd,nrd->nr", images, texts.unflatten(0, (-1, len(RELATIONS))))
-    wanted = torch.tensor([RELATIONS.index(scene.relation) for scene in scenes], device=scores.device)
+    texts = encoder.encode_texts(
+        [shapes.describe(scene, relation) for scene in scenes for relation in shapes.RELATIONS]
+    )
+    scores = torch.einsum("nd,nrd->nr", images, texts.unflatten(0, (-1, len(shapes.RELATIONS))))
+    wanted = torch.tensor([shapes.RELATIONS.index(scene.relation) for scene in scenes], device=scores.device)
     return (scores.argmax(dim=1) == wanted).double().mean().item()
 
 
@@ -124,34 +112,25 @@ def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
     """Read the scenes and captions of all shards of a folder."""
-    shards = sorted(data_dir.glob("*.tar"))
-    if not shards:
-        raise ValueError(
-            f"no *.tar in {data_dir}: make the test split with "
-            f"python -m openclip_ext.data.shapes --split test --num-samples 4000 --output {data_dir}"
-        )
     samples = []
-    for shard, found in ((path, sample) for path in shards for sample in read_shard(path, frozenset({"json"}))):
-        try:
-            attributes = json.loads(found.fields["json"])
-            image = StoredSample(shard, found.key, {"png": dict(zip(found.found, found.members, strict=True))["png"]})
-            samples.append(ShapesSample(image, Scene.from_attributes(attributes), attributes["complete_caption"]))
-        except KeyError as error:
-            raise ValueError(
-                f"{shard}: sample {found.key} is not of the demo set, because {error} is missing"
-            ) from error
+    for shard in sorted(data_dir.glob("*.tar")):
+        for found in read_shard(shard, frozenset({"json"})):
+            try:
+                attributes = json.loads(found.fields["json"])
+                members = {"png": dict(zip(found.found, found.members, strict=True))["png"]}
+                image, caption = StoredSample(shard, found.key, members), attributes["complete_caption"]
+                samples.append(ShapesSample(image, Scene.from_attributes(attributes), caption))
+            except KeyError as error:
+                raise ValueError(f"{shard}: sample {found.key} is not of the demo set: {error} is missing") from error
     kinds = {sample.scene.relation is None for sample in samples}
-    held_out = any(item.pair in HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
+    held_out = any(item.pair in shapes.HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
     if kinds != {True, False} or not held_out:
         raise ValueError(
-            f"{data_dir} has {len(samples)} samples, but not of every kind (one item, two items, held-out pairs): "
-            "it is the train split or too small; make one with --split test --num-samples 4000"
+            f"{data_dir} is not the test split: expected *.tar with one item, two items and held-out pairs, found "
+            f"{len(samples)} samples. Make it with python -m openclip_ext.data.shapes --split test --num-samples 4000 "
+            f"--output {data_dir}"
         )
     return samples
-
-
-def _with_article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
@@ -199,10 +178,9 @@ def main(argv: list[str]) -> None:
     columns["chance"] = chance(samples)
     print(format_table(columns))
     if args.json:
+        content = {"model": args.model, "checkpoint": args.checkpoint, **columns}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json_lines.dumps({"model": args.model, "checkpoint": args.checkpoint, **columns}, indent=1)
-        )
+        args.json.write_text(json_lines.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

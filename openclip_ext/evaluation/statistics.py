@@ -14,11 +14,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """Holds the mean of paired differences over seeds and samples, with its 95 % interval.
-
-    Attributes:
-        low, high: interval that covers other seeds and other validation samples of the same kind.
-    """
+    """The mean of paired differences over seeds and samples; 95 % interval for other seeds and other such samples."""
 
     mean: float
     low: float
@@ -36,8 +32,8 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """Compute the difference of two losses' scores ``(S, N)`` on the same samples with the same seeds.
 
-    The interval adds two independent sources of chance, both by Student's t: the seeds, and the samples. Samples count in
-    groups, since samples of equal captions are right or wrong together. With fewer than two seeds or groups there is none.
+    The interval adds two independent sources of chance, both by Student's t: the seeds, and the samples in groups, because
+    samples of equal captions are right or wrong together. None if there are fewer than two seeds or groups.
     """
     difference = (first - second).double()
     seeds = len(difference)
@@ -51,7 +47,7 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
 
 
 def group_numbers(names: Sequence[str]) -> list[int]:
-    """Return a number for each name, equal for equal names."""
+    """Return a number for each name; equal names have equal numbers."""
     number = {name: place for place, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from openclip_ext.evaluation.features import Encoder, resolve_precision
+from openclip_ext.evaluation.results import averages
 from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.summary import averages
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 
 @dataclass
 class DataCompSuite:
-    """Measures the main metrics of the tasks whose data are there, and the averages over their complete groups."""
+    """An evaluator of the tasks whose data exist."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -27,7 +27,7 @@ class DataCompSuite:
     make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure an OpenCLIP model, in evaluation mode and not wrapped in DDP; a task that fails is logged and left out.
+        """Measure an OpenCLIP model in evaluation mode, not wrapped in DDP; a task that fails is logged and excluded.
 
         Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
         """
@@ -38,42 +38,34 @@ class DataCompSuite:
             try:
                 value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
             except Exception as error:
-                logging.error(f"{task.name} could not be evaluated and is left out: {error}")
+                logging.error(f"{task.name} failed and is excluded: {error}")
                 continue
-            if value is not None:  # it is None if there is no group to take it over
+            if value is not None:  # undefined, for example without instances of WinoGAViL with 10 or 12 candidates
                 scores[task.key] = value
         complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
         return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
 
 
 def build_suite(
-    suite: str,
-    data_dir: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    any_size: bool = False,
-    **encoding: Any,
+    suite: str, data_dir: str | Path, *, device: str | torch.device = "cpu", any_size: bool = False, **encoding: Any
 ) -> list[DataCompSuite]:
     """Build the evaluators of a training, each with ``name`` and ``run(model) -> dict[str, float]``.
 
     Args:
-        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of
-            ``eval.tasks.SUITES``.
-        data_dir: folder with the ``wds_*_test`` folders. The log names tasks of the suite that are missing.
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of `SUITES`;
+            ValueError if it is unknown or has no data in ``data_dir``. The log reports missing tasks.
+        data_dir: folder with the ``wds_*_test`` folders.
         any_size: whether to score data whose size is not DataComp's.
-        **encoding: ``preprocess``, ``tokenizer`` and other arguments of `eval.features.Encoder`.
-
-    Raises:
-        ValueError: if there is no such suite, or none of its data. This is raised before training begins.
+        **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.
     """
     if suite not in SUITES:
-        raise ValueError(f"There is no suite {suite!r}; --eval-suite takes {', '.join(SUITES)}.")
+        raise ValueError(f"--eval-suite: expected one of {', '.join(SUITES)}, found {suite!r}.")
     wanted = [task for task in select_tasks([suite]) if task.main_metric is not None]
     tasks = [task for task in wanted if (Path(data_dir) / task.folder).is_dir()]
     missing = ", ".join(task.name for task in wanted if task not in tasks)
     if not tasks:
-        raise ValueError(f"{data_dir} holds no data set of the suite {suite!r}: none of {missing}.")
+        raise ValueError(f"{data_dir} has no data set of the suite {suite!r}: expected some of {missing}.")
     if missing:
-        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}; missing: {missing}.")
+        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}. Missing: {missing}.")
     encoding |= {"device": torch.device(device), "precision": resolve_precision("datacomp", device)}
     return [DataCompSuite(tasks, Path(data_dir), any_size, partial(Encoder, **encoding))]

@@ -3,40 +3,33 @@
 The average is over the 38 tasks that have a main metric.
 """
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from openclip_ext.cli.options import nearest
 
 
 @dataclass(frozen=True)
 class Task:
-    """Describes an evaluation task.
-
-    Attributes:
-        key: DataComp's key, for example ``vtab/caltech101``.
-        name: name in tables and in the result file.
-        size: number of scored items: images, or instances for WinoGAViL.
-        classes: number of entries in ``classnames.txt``; None if DataComp does not state it.
-        main_metric: name of the metric that enters the average; None if the task has none.
-        kind: key of the evaluator in ``openclip_ext/evaluation/runner.py``.
-        metadata: columns of the samples' ``.npy``; empty if the task has none.
-    """
+    """An evaluation task."""
 
     key: str
     name: str
-    size: int
-    classes: int | None = None
-    main_metric: str | None = "acc1"
-    kind: str = "classification"
-    metadata: tuple[str, ...] = ()
+    size: int  # number of scored items: images, or instances for WinoGAViL
+    classes: int | None = None  # number of entries in ``classnames.txt``, if DataComp states it
+    main_metric: str | None = "acc1"  # what enters the average
+    kind: str = "classification"  # how it is evaluated, see ``openclip_ext/evaluation/runner.py``
+    metadata: tuple[str, ...] = ()  # columns of the samples' ``.npy``
 
     @property
     def folder(self) -> str:
-        """Return the name of the data set's folder, which drops a ``fairness/`` prefix and keeps others."""
+        """Name of the data set's folder, without a ``fairness/`` prefix but with others."""
         return f"wds_{self.key.removeprefix('fairness/').replace('/', '-')}_test"
 
 
 FACE_METADATA = ("age", "gender", "race", "race_binary")
+_IWILDCAM_METADATA = ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y")
+_INCOME_METADATA = ("income_ds", "income_meta", "region")
 FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
 MSCOCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
 WINOGAVIL = "misc/winogavil"
@@ -77,33 +70,17 @@ TASKS: dict[str, Task] = {
         Task(FLICKR, "Flickr", 1000, None, "mean_recall@1", "retrieval"),
         Task(MSCOCO, "MSCOCO", 5000, None, "mean_recall@1", "retrieval"),
         Task(WINOGAVIL, "WinoGAViL", 3563, None, "jaccard_score_10-12", "winogavil"),
-        Task(
-            "wilds/iwildcam",
-            "iWildCam",
-            42791,
-            182,
-            "F1-macro_all",
-            "iwildcam",
-            ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y"),
-        ),
+        Task("wilds/iwildcam", "iWildCam", 42791, 182, "F1-macro_all", "iwildcam", _IWILDCAM_METADATA),
         Task("wilds/camelyon17", "Camelyon17", 85054, 2, "acc1", "camelyon17", ("hospital", "slide", "y")),
         Task("wilds/fmow", "FMoW", 22108, 62, "acc_worst_region", "fmow", ("region", "year", "y")),
-        Task(
-            "fairness/dollar_street",
-            "Dollar Street",
-            3503,
-            58,
-            "acc_top5_wg",
-            "dollar_street",
-            ("income_ds", "income_meta", "region"),
-        ),
+        Task("fairness/dollar_street", "Dollar Street", 3503, 58, "acc_top5_wg", "dollar_street", _INCOME_METADATA),
         Task("fairness/geode", "GeoDE", 12488, 40, "acc_wg", "geode", ("region", "country")),
         Task("fairness/fairface", "FairFace", 10954, None, None, "faces", FACE_METADATA),
         Task("fairness/utkface", "UTKFace", 23703, None, None, "faces", FACE_METADATA),
     )
 }
 
-# Keys of the tasks that have a main metric and so enter DataComp's average.
+# Keys of the tasks in DataComp's average.
 AVERAGED: tuple[str, ...] = tuple(key for key, task in TASKS.items() if task.main_metric is not None)
 
 _IMAGENET_SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
@@ -134,26 +111,16 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
-    """Return the tasks that a user named, in the order of the list and without repeats.
+    """Return the chosen tasks in the order of the list, without repeats; no names mean all 40.
 
     A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
-    (``imagenet``, ``quick``, ...); no names mean all 40.
+    (``imagenet``, ``quick``, ...).
     """
-    if not names:
-        return list(TASKS.values())
-    wanted = {key for name in names for key in _keys_for(name)}
+    known = {alias: (key,) for key, task in TASKS.items() for alias in (key, task.name, task.folder)} | SUITES
+    wanted = set() if names else set(TASKS)
+    for name in names or ():
+        if name not in known:
+            hint = f"keys such as imagenet1k or vtab/pets, or {', '.join(SUITES)}"
+            raise ValueError(f"There is no task {name!r} (--tasks takes {hint}){nearest(name, known)}")
+        wanted.update(known[name])
     return [task for key, task in TASKS.items() if key in wanted]
-
-
-def _keys_for(name: str) -> Iterable[str]:
-    if name in SUITES:
-        return SUITES[name]
-    aliases = {alias: key for key, task in TASKS.items() for alias in (key, task.name, task.folder)}
-    if name in aliases:
-        return (aliases[name],)
-    close = difflib.get_close_matches(name, [*aliases, *SUITES], n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(close)}? " if close else ""
-    raise ValueError(
-        f"There is no task {name!r}: {hint}--tasks takes keys such as imagenet1k or vtab/pets, or "
-        f"{', '.join(SUITES)}; without --tasks all {len(TASKS)} run."
-    )

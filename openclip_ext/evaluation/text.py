@@ -16,38 +16,43 @@ from openclip_ext.evaluation.models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 
-# Lengths are rounded up to a multiple of this, so that there are few different shapes.
+# Lengths are multiples of this many tokens, for few different shapes.
 _STEP = 8
 _CHECKED_TEXTS = 8
-# Lowest cosine between the two results at which they count as equal, allowing for the rounding of the type.
+# Lowest cosine between the two results at which they count as equal, by dtype.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
-class TextEncoder:
-    """Runs ``model.encode_text`` on only as many tokens as the longest text of the batch has.
+class TextEncoder(nn.Module):
+    """``model.encode_text`` for only as many tokens as the longest text of the batch has.
 
     Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are
-    encoded both ways; if the results differ, all texts are encoded whole.
+    encoded both ways; if the results differ, all texts are encoded in full.
     """
 
     def __init__(self, model: ImageTextModel):
-        self._model = _EncodeText(model)
+        super().__init__()
+        self.model = model
         self._tower = find_causal_tower(model)
-        self._checked = False
+        self._is_checked = False
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Encode ``(B, context_length)`` int64 to ``(B, d)``."""
         longest = int(self.lengths(tokens).max())
         length = min(-(-longest // _STEP) * _STEP, tokens.shape[1])
-        if length < tokens.shape[1] and not self._checked:
-            self._checked = True
+        if length < tokens.shape[1] and not self._is_checked:
+            self._is_checked = True
             if not self._agrees(tokens[:_CHECKED_TEXTS], length):
-                logger.warning("This text tower gives other embeddings without padding: texts are encoded whole.")
+                logger.warning("This text tower gives other embeddings without padding: texts are encoded in full.")
                 self._tower = None
         if length == tokens.shape[1] or self._tower is None:
-            return self._model(tokens)
+            return self(tokens)
         return self._cut(tokens, length)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Encode full texts; a module's ``forward`` is what ``functional_call`` calls."""
+        return self.model.encode_text(tokens)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Count the tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
@@ -57,44 +62,32 @@ class TextEncoder:
         return tokens.argmax(dim=-1) + 1
 
     def _cut(self, tokens: Tensor, length: int) -> Tensor:
-        assert self._tower is not None, "others encode whole texts"
+        assert self._tower is not None
         prefix, module = self._tower
-        replaced = {f"model.{prefix}{name}": value for name, value in cut_positions(module, length).items()}
-        return functional_call(self._model, replaced, (tokens[:, :length],))
+        replaced = {f"model.{prefix}{name}": value for name, value in _cut_positions(module, length).items()}
+        return functional_call(self, replaced, (tokens[:, :length],))
 
     def _agrees(self, tokens: Tensor, length: int) -> bool:
-        whole = self._model(tokens)
+        full = self(tokens)
         try:
             cut = self._cut(tokens, length)
-        except (RuntimeError, ValueError):  # shapes that this tower cannot take
+        except (RuntimeError, ValueError):  # shapes that this tower does not accept
             return False
-        least = _AGREEMENT.get(whole.dtype, _AGREEMENT_IN_FLOAT32)
-        return bool((F.cosine_similarity(whole.float(), cut.float()) >= least).all())
-
-
-class _EncodeText(nn.Module):
-    """Makes ``encode_text`` the forward method, for ``functional_call``."""
-
-    def __init__(self, model: ImageTextModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model.encode_text(tokens)
+        least = _AGREEMENT.get(full.dtype, _AGREEMENT_IN_FLOAT32)
+        return bool((F.cosine_similarity(full.float(), cut.float()) >= least).all())
 
 
 def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Find the module whose texts are causal and pooled at the end-of-text token, so that later positions have no effect.
 
-    Returns:
-        The prefix of its parameters' names in the model, and the module; None for towers of other kinds.
+    Returns the prefix of its parameters' names in the model, and the module. None means a tower of another kind.
     """
     for name, module in model.named_modules():
         pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
         mask, positions = getattr(module, "attn_mask", None), getattr(module, "positional_embedding", None)
         if pooling != "argmax" or not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
             continue
-        if getattr(module, "cls_emb", None) is not None:  # CoCa: a class token behind the padding
+        if getattr(module, "cls_emb", None) is not None:  # CoCa: a class token after the padding
             continue
         causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
         if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
@@ -102,25 +95,21 @@ def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def cut_positions(tower: Any, length: int) -> dict[str, Tensor]:
-    """Return the tower's position embeddings and attention mask for texts of at most ``length`` tokens, by attribute."""
+def _cut_positions(tower: Any, length: int) -> dict[str, Tensor]:
     return {"positional_embedding": tower.positional_embedding[:length], "attn_mask": tower.attn_mask[:length, :length]}
 
 
 @torch.no_grad()
 def shrink(tower: Any, vocabulary: Tensor, length: int) -> None:
-    """Leave tokens that do not occur and positions behind the longest text out of a causal tower, in place.
+    """Remove unused tokens, and positions after the longest text, from a causal tower, in place.
 
     It stays the same function of these texts and learns the same, in a fifth to a quarter less time.
 
-    Args:
-        tower: as :func:`find_causal_tower` finds it.
-        vocabulary: ``(V,)`` the tokens that occur, ascending. Texts are to be given as positions in it, which keeps the
-            end-of-text token the largest number, by which OpenCLIP finds it.
-        length: tokens of the longest text.
+    ``vocabulary`` ``(V,)`` are the tokens that occur, ascending, ``length`` those of the longest text. Give texts as positions
+    in the vocabulary, so that the end-of-text token stays the largest number.
     """
     weight = tower.token_embedding.weight
     tower.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)
-    small = cut_positions(tower, length)
+    small = _cut_positions(tower, length)
     tower.positional_embedding = nn.Parameter(small["positional_embedding"].clone())
     tower.attn_mask = small["attn_mask"].contiguous()

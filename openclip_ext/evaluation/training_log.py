@@ -1,4 +1,4 @@
-"""Read what the training in a run folder logged, and make the charts of it."""
+"""Read what the training in a run folder logged, and make charts of it."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 # Prefix of DataComp's tasks and averages among the metrics.
 SUITE_PREFIX = "datacomp/"
 _POINTS = 40  # of a curve of logged steps
-# Charts of logged steps: the title, the key of the curve, and the keys of the lower and upper end of its band.
+# Charts of logged steps: the title, and the keys of the curve and of the lower and upper end of its band.
 _INFONCE = "InfoNCE of the batch"
 _LOGGED = (
     (_INFONCE, "infonce", "infonce", "infonce"),
@@ -26,7 +26,7 @@ _LOGGED = (
 
 
 class Validation(NamedTuple):
-    """The numbers of one evaluation during training."""
+    """The metrics of one evaluation during training."""
 
     samples: int
     epoch: int | None
@@ -35,13 +35,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of a run folder.
-
-    Attributes:
-        settings: flags and options of the loss, by name; empty without ``config.json``.
-        steps: the logged steps, in order.
-        validations: the evaluations during training, in order.
-    """
+    """The log of a run folder, in order; ``settings`` are flags and options of the loss, empty without ``config.json``."""
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
@@ -75,7 +69,7 @@ def metric_names(logs: Iterable[TrainingLog]) -> list[str]:
 def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence[str]) -> list[Chart]:
     """Return charts of the logged steps and of some metrics of validation; the repeats of a run have one color."""
     named = [(name, color, log) for color, (name, logs) in enumerate(runs.items()) for log in logs]
-    charts = {title: [_of_steps(*place, *keys) for place in named] for title, *keys in _LOGGED}
+    charts = {title: [_step_curve(*place, *keys) for place in named] for title, *keys in _LOGGED}
     for metric in metrics:
         charts[metric] = [
             Curve(name, [(one.samples, one.values[metric]) for one in log.validations if metric in one.values], color)
@@ -87,8 +81,8 @@ def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence
     return [Chart(title, curves, levels=levels.get(title, {})) for title, curves in drawn.items() if curves]
 
 
-def _of_steps(name: str, color: int, log: TrainingLog, key: str, low: str, high: str) -> Curve:
-    """Return at most :data:`_POINTS` points, each the mean of its neighbors and the last at the end, with their range."""
+def _step_curve(name: str, color: int, log: TrainingLog, key: str, low: str, high: str) -> Curve:
+    """Return up to :data:`_POINTS` points, each the mean and the range of its neighbors, the last at the end."""
     steps = [step for step in log.steps if step.get(key) is not None]
     size = max(1, math.ceil(len(steps) / _POINTS))
     points, band = [], []
@@ -96,6 +90,6 @@ def _of_steps(name: str, color: int, log: TrainingLog, key: str, low: str, high:
         group = steps[first : first + size]
         mean = statistics.fmean(step[key] for step in group)
         points.append((group[-1]["samples"], mean))
-        ends = ([step[end] for step in group if step.get(end) is not None] for end in (low, high))
-        band.append((min(next(ends), default=mean), max(next(ends), default=mean)))
+        lows, highs = ([step[end] for step in group if step.get(end) is not None] for end in (low, high))
+        band.append((min(lows, default=mean), max(highs, default=mean)))
     return Curve(name, points, color, band)

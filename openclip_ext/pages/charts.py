@@ -27,7 +27,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
-    "font.family": "DejaVu Sans",  # comes with matplotlib; the page's style sheet has the last word
+    "font.family": "DejaVu Sans",  # comes with matplotlib; the page's style sheet replaces it
     "font.size": 11,
     "grid.alpha": 0.2,
     "grid.color": _TEXT_COLOR,
@@ -37,14 +37,14 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _TEXT_COLOR,
     "ytick.color": _TEXT_COLOR,
 }
-_PIXELS_PER_INCH = 72  # at which matplotlib's points are SVG's pixels
+_PIXELS_PER_INCH = 72  # makes matplotlib's points SVG's pixels
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Describes a bar: its label, its value, the text beside it, the text shown on hovering, and its standard error."""
+    """A bar: its label, its value, the text next to it, the text shown on hovering, and its standard error."""
 
     label: str
     value: float
@@ -129,11 +129,11 @@ def draw_curves(axes: Axes, chart: Chart) -> None:
 
 
 def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
-    """Draw a chart of a width and height in pixels, without a legend, because one legend on the page serves all charts."""
+    """Draw a chart of a width and height in pixels, without a legend, because all charts of a page share one."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        # A layout by matplotlib would take as long as the drawing.
+        # matplotlib's own layout would take as long as the drawing.
         width, height = size
         figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
         draw_curves(axes, chart)
@@ -155,10 +155,10 @@ def _hint_id(number: int) -> str:
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on an empty figure; return the ``<svg>`` element alone, with a hint for each element that has a hint's id."""
+    """Draw on an empty figure; return only the ``<svg>`` element, with a hint for each element that has a hint's id."""
     width, height = size
     stream = io.StringIO()
-    # Identifiers are the same each time a page is written, and differ between the charts of a page.
+    # Identifiers are equal each time a page is written, and differ between the charts of a page.
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
         figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
         draw(figure)
@@ -167,6 +167,6 @@ def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hint
     svg = stream.getvalue().partition("<svg")[2].replace(_TEXT_COLOR, "currentColor")
     for number, hint in enumerate(hints):
         svg = svg.replace(f'<g id="{_hint_id(number)}">', f"<g><title>{escape(hint)}</title>", 1)
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # names of matplotlib's, which are the same in all charts
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's ids, which repeat in every chart
     svg = re.sub(r'="([\d.]+)pt"', r'="\1"', svg, count=2)
     return Markup(f'<svg role="img" aria-label="{escape(label)}"{svg}')

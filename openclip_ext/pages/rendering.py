@@ -12,15 +12,13 @@ from PIL import Image
 
 
 def render_page(template: str, title: str, **values: Any) -> str:
-    """Return an HTML page; everything but :class:`markupsafe.Markup`, which charts are, is escaped.
+    """Return an HTML page with a title and the ``values`` that the template shows.
+
+    Everything except :class:`markupsafe.Markup`, the type of charts, is escaped. ``jinja2.UndefinedError`` if the template
+    shows a value that was not given.
 
     Args:
-        template: file name in ``templates/``, where ``base.html`` has the style and ``macros.html`` what pages share.
-        title: title and heading of the page.
-        values: what the template shows.
-
-    Raises:
-        jinja2.UndefinedError: the template shows a value that was not given.
+        template: file name in ``templates/``; ``base.html`` has the style, ``macros.html`` the shared macros.
     """
     return _environment().get_template(template).render(title=title, **values)
 
@@ -37,7 +35,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def thumbnail(image: Image.Image, pixels: int) -> str:
-    """Return a small copy of an image, at most so wide and high, as a data URI."""
+    """Return a small copy of an image, up to ``pixels`` wide and high, as a data URI."""
     small, buffer = image.convert("RGB"), io.BytesIO()
     small.thumbnail((pixels, pixels))
     small.save(buffer, "JPEG", quality=80)

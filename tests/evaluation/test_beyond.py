@@ -70,5 +70,5 @@ def test_retrieval_webdataset(evaluate, tmp_path):
 
 
 def test_nothing_is_fetched_unasked(evaluate, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no /nowhere: set --dataset_root, or make the folder"):
+    with pytest.raises(FileNotFoundError, match="/nowhere not found: set --dataset_root, or make the folder"):
         evaluate("cifar10", root="/nowhere")

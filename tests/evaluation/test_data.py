@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, find_shards, fingerprint, read_shard
+from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, fingerprint, read_shard
 from openclip_ext.evaluation.download import BROKEN, check_set
 from openclip_ext.evaluation.runner import MAX_SKIPPED, evaluate_task
 from openclip_ext.evaluation.tasks import FLICKR, TASKS
@@ -37,18 +37,18 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("classnames.txt", None, "classnames.txt is missing"),
-        ("zeroshot_classification_templates.txt", None, "templates.txt is missing: it must hold the prompt templates"),
-        ("zeroshot_classification_templates.txt", "\n \n", "holds no prompt templates"),
-        ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field besides {c}"),
+        ("classnames.txt", None, "classnames.txt not found"),
+        ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
+        ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
+        ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field other than {c}"),
         ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
-        ("classnames.txt", "zero\none\n", "lists 2 classes, DataComp's has 10"),
+        ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
-        ("test/nshards.txt", None, "nshards.txt is missing"),
-        ("test/nshards.txt", "three", "says 'three'"),
-        ("test/nshards.txt", "1000000000", "says '1000000000': expected the number of shards"),
-        ("test/nshards.txt", "2", "says 2 shards, but the folder has 3"),
-        ("test/nshards.txt", "4", "but 3.tar is missing"),
+        ("test/nshards.txt", None, "nshards.txt not found"),
+        ("test/nshards.txt", "three", "expected the number of shards, found 'three'"),
+        ("test/nshards.txt", "1000000000", "expected the number of shards, found '1000000000'"),
+        ("test/nshards.txt", "2", "expected 2 shards .*missing or extra: 2.tar"),
+        ("test/nshards.txt", "4", "expected 4 shards .*missing or extra: 3.tar"),
     ],
 )
 def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
@@ -71,7 +71,7 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
         if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
             continue  # only padding is gone
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
-            find_shards(folder)
+            find_samples(folder)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -83,7 +83,7 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
         stream.seek(member.offset)
         stream.write(b"x" * 300)
     before = set(torch.multiprocessing.active_children())
-    with pytest.raises(DataError, match=rf"2\.tar: cannot be read as a tar, damaged at byte {member.offset}"):
+    with pytest.raises(DataError, match=rf"2\.tar is truncated or corrupt .*at byte {member.offset}"):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
     assert set(torch.multiprocessing.active_children()) == before  # the workers have ended
 
@@ -115,14 +115,14 @@ CAMELYON = "wilds/camelyon17"
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
-        ("cifar10", {"cls": b"10"}, "label 10 is outside the 10 classes"),
-        ("cifar10", {"cls": b"-1"}, "label -1 is outside"),
-        ("cifar10", {"cls": b"cat"}, r"the label \(.cls\) is b'cat'"),
+        ("cifar10", {"cls": b"10"}, r"expected a label \(.cls\) below 10, found b'10'"),
+        ("cifar10", {"cls": b"-1"}, ".*below 10, found b'-1'"),
+        ("cifar10", {"cls": b"cat"}, ".*below 10, found b'cat'"),
         ("cifar10", {"cls": None}, "no .cls file, found"),
-        ("cifar10", {"image": None}, "no image"),
+        ("cifar10", {"image": None}, "no .webp or .png or .jpg or .jpeg file, found"),
         (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
-        (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r".*shape \(2,\), int64; expected 3 integers"),
-        (CAMELYON, {"npy": datasets.npy_bytes([1, -2, 0])}, ".*negative"),
+        (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
+        (CAMELYON, {"npy": datasets.npy_bytes([1, -2, 0])}, r".*found int64 \[1, -2, 0\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
         (FLICKR, {"txt": b"\n\n"}, "no caption"),
     ],
@@ -181,7 +181,7 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     lines = (folder / "instances.jsonl").read_text().splitlines()
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
-        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "associations must be some"),
+        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "no associations among the candidates"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))

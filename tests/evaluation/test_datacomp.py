@@ -67,7 +67,7 @@ def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
     assert f"DataComp average (38): {average:.4f}" in shown
     vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
     assert f"VTAB (13): {vtab:.4f}" in shown
-    assert "Not DataComp's data (other sizes), so not DataComp's numbers: 40 tasks" in shown
+    assert "Other sizes than DataComp's data, so not DataComp's numbers: 40 tasks" in shown
     assert "40/40" in progress, "no progress bar over the tasks"
     summary = json.loads((folder / datacomp.SUMMARY_FILE).read_text())
     assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)
@@ -126,7 +126,7 @@ def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_pat
     ]
     (tmp_path / RESULTS_FILE).write_text("".join(f"{line}\n" for line in theirs))
     assert evaluate(tiny_folder, data_dir, *output) == 0
-    assert f"{tmp_path / RESULTS_FILE} held 2 results that name no model" in caplog.text
+    assert f"{tmp_path / RESULTS_FILE} held results without a model" in caplog.text
     assert "moved to eval_results.unknown.jsonl" in caplog.text
     aside = read_results(tmp_path / "eval_results.unknown.jsonl")
     assert [line["key"] for line in aside] == ["cifar10", "wilds/fmow"]
@@ -165,7 +165,8 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     assert set(main_metrics(tmp_path / "out")) == {"cifar10", "stl10"}
     assert "0.tar is truncated" in shown
     assert (
-        f"Not in {tmp_path} (1): GTSRB; fetch with `openclip-ext download --data-dir {tmp_path} --tasks gtsrb`" in shown
+        f"Not in {tmp_path} (1): GTSRB. Download with `openclip-ext download --data-dir {tmp_path} --tasks gtsrb`"
+        in shown
     )
     summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
     assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
@@ -176,8 +177,8 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     ("arguments", "message"),
     [
         (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
-        (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test; in it: wds_cifar10_test"),
-        (["--data-dir", "/nowhere"], "--data-dir /nowhere is not a folder"),
+        (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test. Found: wds_cifar10_test"),
+        (["--data-dir", "/nowhere"], "No such file or directory: '/nowhere'"),
         (["--device", "cpu", "--precision", "amp"], "--precision amp needs CUDA"),
     ],
 )

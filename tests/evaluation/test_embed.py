@@ -130,7 +130,7 @@ def test_folders_that_do_not_fit_are_refused(is_finished, command, tiny_folder, 
         embed.main(command(tmp_path))
     others = {"weights": f"--pretrained={tiny_folder}/epoch_2.pt", "caption_key txt, found": "--caption-key=txt;json"}
     for message, flag in (others | {"config": "--force-quick-gelu"}).items():
-        with pytest.raises(UsageError, match=f"holds other embeddings: expected {message}"):
+        with pytest.raises(UsageError, match=f"has other embeddings: expected {message}"):
             embed.main(command(tmp_path, flag))
     os.truncate(tmp_path / "texts.npy", 300)
     with pytest.raises(UsageError, match=r"texts.npy: missing or truncated"):
@@ -141,7 +141,7 @@ def test_bad_data_and_a_small_disk_are_refused(command, tmp_path, monkeypatch, c
     with pytest.raises(UsageError, match=r"^6 of 25 samples .*more than the allowed 10.0%"):
         embed.main(command(tmp_path / "a", "--max-bad-fraction", "0.1"))
     (tmp_path / "a" / "begun.json").unlink()
-    with pytest.raises(UsageError, match=r"images.npy exists and is of another program"):
+    with pytest.raises(UsageError, match=r"images.npy exists and belongs to another program"):
         embed.main(command(tmp_path / "a"))
     monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("usage", "free")(25 * 16 * 4 - 1))
     monkeypatch.setattr("sys.argv", ["embed", *command(tmp_path / "b")])

@@ -44,7 +44,7 @@ def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     trained = load_model(TINY_MODEL, tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"))
     loaded = load_model(f"local-dir:{tmp_path}", trained.checkpoint)
     assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256
-    with pytest.raises(ModelError, match="brings its own weights"):
+    with pytest.raises(ModelError, match="has its own weights"):
         load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
 
 
@@ -54,7 +54,7 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
         ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
         (TINY_MODEL, None, "--checkpoint is missing"),
         (TINY_MODEL, tiny_folder, r"neither a file nor a pretrained tag; in it: epoch_1\.pt, epoch_2\.pt"),
-        ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32': did you mean .*ViT-B-32"),
+        ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
     ):
         with pytest.raises(ModelError, match=message):
@@ -65,12 +65,12 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
     for name in ("tiny-wide", "tiny-deep"):
-        with pytest.raises(ModelError, match=rf"epoch_1\.pt does not fit {name}: it is not a checkpoint of"):
+        with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it of another"):
             load_model(name, tiny_folder / "epoch_1.pt")
     run = tmp_path / "run"
     checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
     (run / "params.txt").write_text(f"lr: 0.001\nmodel: {TINY_MODEL}\n")
-    with pytest.raises(ModelError, match=f"its run was trained with --model {TINY_MODEL}, not tiny-deep"):
+    with pytest.raises(ModelError, match=f"tiny-deep with .* its run was trained with --model {TINY_MODEL}"):
         load_model("tiny-deep", checkpoint)
 
 
@@ -87,9 +87,9 @@ def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
     nn.init.constant_(broken.visual.proj, torch.nan)
     nn.init.constant_(broken.text_projection, torch.inf)
     encoder = replace(make_encoder(), model=broken)
-    with pytest.raises(ValueError, match="image embeddings that are not finite"):
+    with pytest.raises(ValueError, match="non-finite image embeddings"):
         encoder.encode_images(torch.randn(2, 3, 32, 32))
-    with pytest.raises(ValueError, match="text embeddings that are not finite"):
+    with pytest.raises(ValueError, match="non-finite text embeddings"):
         encoder.encode_texts(["a", "b"])
 
 

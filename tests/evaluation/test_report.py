@@ -239,7 +239,7 @@ def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
     (tmp_path / "broken.jsonl").write_text("not json\n")
-    for path, expected in (("none", "does not exist"), ("empty", "notes.txt"), ("broken.jsonl", "holds no results")):
+    for path, expected in (("none", "none not found"), ("empty", "notes.txt"), ("broken.jsonl", "has no results")):
         with pytest.raises(ValueError, match=expected):
             main([str(tmp_path / path), "--output", str(tmp_path / "report")])
     assert not (tmp_path / "report").exists()

@@ -34,9 +34,9 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
     """The texts one by one after a first one, which is the check; and the lengths that reached the model."""
     encoder, seen, original = TextEncoder(model), [], model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: seen.append(tokens.shape[1]) or original(tokens))
-    encoder(tokens[:1])
+    encoder.encode(tokens[:1])
     seen.clear()
-    return torch.cat([encoder(text[None]) for text in tokens]), seen
+    return torch.cat([encoder.encode(text[None]) for text in tokens]), seen
 
 
 @torch.no_grad()

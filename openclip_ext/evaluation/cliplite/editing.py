@@ -3,13 +3,12 @@
 Source: CLIP-Lite, section 4.8. Pairs of prompts differ only in the concept ("I am a boy.", "I am a girl."). The principal
 components of their embeddings, with each pair shifted to mean zero (Bolukbasi et al., 2016), span the concept's subspace.
 Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) compares how well the best
-images of two groups answer queries of either side, before and after. Equal values mean that the concept is gone.
+images of two groups match queries of either side, before and after. Equal values mean that the concept is removed.
 """
 
 import argparse
 import functools
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,17 +26,9 @@ from openclip_ext.pages.rendering import markdown_table, render_page, thumbnail
 
 # The paper's concept, gender; the first two pairs and the first template are its examples.
 PAIRS = (
-    ("man", "woman"),
-    ("son", "daughter"),
-    ("boy", "girl"),
-    ("father", "mother"),
-    ("brother", "sister"),
-    ("husband", "wife"),
-    ("gentleman", "lady"),
-    ("nephew", "niece"),
-    ("king", "queen"),
-    ("waiter", "waitress"),
-)
+    ("man", "woman"), ("son", "daughter"), ("boy", "girl"), ("father", "mother"), ("brother", "sister"),
+    ("husband", "wife"), ("gentleman", "lady"), ("nephew", "niece"), ("king", "queen"), ("waiter", "waitress"),
+)  # fmt: skip
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 
 # Number and size of the nearest images on the page, as in Figure 5.
@@ -55,7 +46,7 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
         the pairs' variance in each direction.
     """
     if not 1 <= components <= min(first.shape):
-        raise ValueError(f"{components} components of {len(first)} pairs in {first.shape[1]} dimensions: too many")
+        raise ValueError(f"expected 1 to {min(first.shape)} --components, found {components}")
     # The members of a pair (a, b) with mean m are shifted to a - m and b - m, which are +-(a - b) / 2. So their principal
     # components are those of the differences around zero.
     differences = (first.double() - second.double()) / 2
@@ -70,7 +61,7 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
 
 
 def remove(features: Tensor, basis: Tensor) -> Tensor:
-    """Remove the concept from features ``(n, d)``: ``h - sum_j <h, v_j> v_j``, without scaling back to unit length."""
+    """Remove the concept from features ``(n, d)``: ``h - sum_j <h, v_j> v_j``, without scaling back to unit norm."""
     return features - features @ basis.T @ basis
 
 
@@ -79,7 +70,7 @@ def alignment_table(
 ) -> AlignmentTable:
     """Compute Table 6 of CLIP-Lite: the mean over queries of the mean alignment of their ``top`` images.
 
-    ``queries`` and ``images`` hold unit embeddings ``(q, d)`` of each side's prompts and ``(n, d)`` of each group's images.
+    ``queries`` and ``images`` are unit embeddings ``(q, d)`` of each side's prompts and ``(n, d)`` of each group's images.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -88,7 +79,7 @@ def alignment_table(
     table: AlignmentTable = {side: {} for side in queries}
     for group, features in images.items():
         if len(features) < top:
-            raise ValueError(f"group {group} has {len(features)} images, but --top asks for {top} for each query")
+            raise ValueError(f"group {group} has {len(features)} images, but --top is {top}")
         for side, prompts in queries.items():
             original, neutral = mean_of_best(prompts, features), mean_of_best(prompts, remove(features, basis))
             table[side][group] = {"original": original, "neutral": neutral, "delta": original - neutral}
@@ -96,11 +87,11 @@ def alignment_table(
 
 
 def nearest_images(
-    query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[Path]]], basis: Tensor
-) -> dict[str, list[tuple[Path, float]]]:
+    query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[str]]], basis: Tensor
+) -> dict[str, list[tuple[str, float]]]:
     """Find each group's five nearest images, before and after the removal, as in a row of CLIP-Lite's Figure 5.
 
-    ``groups`` hold unit embeddings ``(n, d)`` and files; the result holds files with their alignment, the nearest first.
+    ``groups`` are unit embeddings ``(n, d)`` and paths; the result has paths with their alignment, the nearest first.
     """
     rows = {}
     for removed in (False, True):
@@ -113,19 +104,17 @@ def nearest_images(
 
 
 @functools.cache
-def _picture(path: Path) -> str:
-    return thumbnail(open_image(path), _PIXELS)
+def _thumbnail(path: str) -> str:
+    return thumbnail(open_image(Path(path)), _PIXELS)
 
 
 def alignment_rows(table: AlignmentTable) -> list[list[str]]:
     """Return the cells of the alignment table, with a row for each side and three columns for each group."""
     columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
-    head = ["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]
-    cells = (
-        [f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items()]
-        for row in table.values()
-    )
-    return [head, *([side, *row] for side, row in zip(table, cells, strict=True))]
+    rows = [["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]]
+    for side, row in table.items():
+        rows.append([side, *(f"{entry[name]:{style}}" for entry in row.values() for name, style in columns.items())])
+    return rows
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -148,15 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
     parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two sides (default: the folders' names)")
     parser.add_argument("--pairs", type=Path, help="file with one pair per line: FIRST, SECOND")
-    parser.add_argument(
-        "--templates", type=Path, help="file with one prompt per line, in which {c} stands for the word"
-    )
-    parser.add_argument(
-        "--components", type=int, default=1, help="number of directions to remove (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--top", type=int, default=10, help="number of images retrieved for a query (default: %(default)s)"
-    )
+    parser.add_argument("--templates", type=Path, help="file with one prompt per line, with {c} for the word")
+    parser.add_argument("--components", type=int, default=1, help="directions to remove (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=10, help="images for each query (default: %(default)s)")
     parser.add_argument("--output-dir", type=output_path, default=Path("editing"), help="default: %(default)s")
     return parser
 
@@ -166,7 +149,7 @@ def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:
-        raise ValueError(f"both sides are called {names[0]}: name them with --names")
+        raise ValueError(f"both sides have the name {names[0]}: name them with --names")
     pairs = read_pairs(args.pairs) if args.pairs else PAIRS
     templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
     if not all("{c}" in template for template in templates):
@@ -179,11 +162,11 @@ def main(argv: list[str]) -> None:
     def compute(batch: Samples) -> dict[str, Tensor]:
         return {"image": encoder.encode_images(batch.values["image"]).cpu()}
 
-    found = {
-        name: encode_files(list_images(folder), encoder, compute)
-        for name, folder in zip(names, args.images, strict=True)
-    }
-    images = {name: group.values["image"] for name, group in found.items()}
+    groups = {}
+    for name, folder in zip(names, args.images, strict=True):
+        found = encode_files(list_images(folder), encoder, compute)
+        groups[name] = found.values["image"], found.keys
+    images = {name: features for name, (features, _) in groups.items()}
     # As in the paper, there is one query for each pair, the prompt of the first template.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
     table = alignment_table(queries, images, basis, args.top)
@@ -196,14 +179,13 @@ def main(argv: list[str]) -> None:
         "top": args.top,
         "alignment": table,
     }
+    nearest = {}
+    for texts, embeddings in zip(prompts, queries.values(), strict=True):
+        for prompt, query in zip(texts, embeddings, strict=False):
+            nearest[prompt] = nearest_images(query, groups, basis)
     text = markdown_table(alignment_rows(table))
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    groups = {name: (images[name], list(map(Path, found[name].keys))) for name in names}
-    asked = zip(
-        chain.from_iterable(texts[: len(pairs)] for texts in prompts), torch.cat(list(queries.values())), strict=True
-    )
-    nearest = {prompt: nearest_images(query, groups, basis) for prompt, query in asked}
-    page = render_page("nearest.html", "Nearest images", queries=nearest, picture=_picture)
+    page = render_page("nearest.html", "Nearest images", queries=nearest, picture=_thumbnail)
     (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
     (args.output_dir / "editing.json").write_text(json_lines.dumps(report, indent=2) + "\n", encoding="utf-8")
     (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")

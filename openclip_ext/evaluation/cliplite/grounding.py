@@ -3,7 +3,7 @@
 Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The gradient of the alignment of image and phrase with
 respect to the last spatial features of the visual tower is averaged over the positions. It weights the channels, whose sum is
 clipped at zero. In vision transformers, the last spatial features are the patch tokens that enter the attention of the last
-block, since only the class token goes on from there.
+block, because after it only the class token is used.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from openclip_ext.files.writing import output_path
 
 @dataclass(frozen=True)
 class SpatialLayer:
-    """Names a module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
+    """A module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
 
     name: str
     to_map: Callable[[Tensor], Tensor] = torch.positive  # the identity
@@ -60,8 +60,8 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
             return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1))
         return SpatialLayer(name)
     raise ModelError(
-        f"Grad-CAM needs a visual tower whose last features have positions in the image: a ModifiedResNet, a timm "
-        f"convolutional network, or a vision transformer with patch tokens; this one is a {type(visual).__name__}."
+        f"Grad-CAM of a {type(visual).__name__}: expected a ModifiedResNet, a timm convolutional network, or a vision "
+        "transformer with patch tokens."
     )
 
 
@@ -69,7 +69,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     """Compute Grad-CAM heat maps of a preprocessed image ``(3, H, W)``, one for each of ``P`` phrases.
 
     The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest
-    value of a map is 1, or 0 if nothing in the image fits the phrase.
+    value of a map is 1, or 0 if nothing in the image matches the phrase.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)
@@ -86,7 +86,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(f"the visual tower has no module {layer.name!r}; its first level has {known}") from None
+        raise ModelError(f"--layer {layer.name} is not in the visual tower; its first level has {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
@@ -100,8 +100,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     activations = layer.to_map(features.detach())
     if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
         raise ModelError(
-            f"Grad-CAM: {layer.name} gives features of shape {tuple(features.shape)} for images of "
-            f"{tuple(image.shape[-2:])}, which is not a map of several positions. Choose an earlier --layer."
+            f"Grad-CAM: {layer.name} has features of shape {tuple(features.shape)} for images of "
+            f"{tuple(image.shape[-2:])}, expected a map of several positions. Choose an earlier --layer."
         )
     # Equations 1 and 2 of Grad-CAM: relu(sum_c mean_hw(gradients)_c activations_c)
     weights = torch.cat([layer.to_map(gradient) for gradient in gradients]).float().mean(dim=(2, 3), keepdim=True)
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.grounding",
-        description="Draw Grad-CAM heat maps over images for phrases as PNG pictures (CLIP-Lite, section 4.7).",
+        description="Draw Grad-CAM heat maps over images for phrases as PNG files (CLIP-Lite, section 4.7).",
     )
     add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
@@ -139,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write a picture for every image, and print its path."""
+    """Write a figure for every image, and print its path."""
     args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)
     layer = SpatialLayer(args.layer) if args.layer else None

@@ -13,10 +13,9 @@ from openclip_ext.evaluation.features import Encoder
 
 def list_images(folder: Path) -> list[Path]:
     """Return all image files below a folder, sorted by path."""
-    suffixes = {f".{extension}" for extension in IMAGE_EXTENSIONS}
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower()[1:] in IMAGE_EXTENSIONS)
     if not paths:
-        raise ValueError(f"{folder} holds no images ({', '.join(sorted(suffixes))}).")
+        raise ValueError(f"{folder} has no images ({', '.join(IMAGE_EXTENSIONS)}).")
     return paths
 
 
@@ -24,14 +23,14 @@ def open_image(path: Path) -> Image.Image:
     """Open an image in RGB."""
     try:
         return Image.open(path).convert("RGB")
-    except Exception as error:  # decoders raise anything, even struct.error and SyntaxError
+    except Exception as error:  # decoders raise any type, even struct.error and SyntaxError
         raise ValueError(f"{path} is not a readable image: {error}") from error
 
 
 def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Samples], dict[str, Tensor]]) -> Samples:
     """Apply a function to image files, as `Encoder.collect` does, and log those that do not decode; keys are the paths."""
-    batches = encoder.batches([StoredSample.of_image(path) for path in paths], SampleFormat())
+    batches = encoder.batches([StoredSample(path, str(path), {}) for path in paths], SampleFormat())
     found = encoder.collect(batches, compute, "images", len(paths))
-    for entry in found.skipped:
-        logging.warning(f"left out: {entry}")
+    for message in found.skipped.values():
+        logging.warning(f"Image skipped: {message}")
     return found

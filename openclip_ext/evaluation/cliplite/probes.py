@@ -3,8 +3,8 @@
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 - ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
-  3-fold cross-validation of average precision chooses the cost from {0.01, 0.1, 1, 10}. As in VirTex, features have unit
-  length and positives weigh twice. Images with an object marked difficult are negatives in training and left out of the test.
+  3-fold cross-validation of average precision chooses the cost. As in VirTex, features have unit norm and positives weigh
+  twice. Images with an object marked difficult are negatives in training and excluded from the test.
 - ``top1`` fits one multinomial logistic regression over all classes to convergence, and chooses its cost on a part of the
   training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
 """
@@ -42,67 +42,48 @@ PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 
 @dataclass(frozen=True)
 class Split:
-    """Holds the features of one split.
+    """The features of one split.
 
-    Attributes:
-        features: ``(n, d)`` float32.
-        labels: ``(n,)`` class numbers for top-1; ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
-        skipped: number of images that were left out because they do not decode.
+    ``labels`` are ``(n,)`` class numbers for top-1, ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
     """
 
-    features: np.ndarray
+    features: np.ndarray  # ``(n, d)`` float32
     labels: np.ndarray
     classes: tuple[str, ...]
-    skipped: int = 0
+    skipped: int = 0  # images that do not decode
 
 
-# The metrics by name, ``costs`` (the chosen costs, by class for VOC07), and for VOC07 ``per_class``, the average precisions.
-Result = dict[str, Any]
+def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
+    """Return the features ``(B, d)`` of images ``(B, 3, H, W)`` to probe.
 
-
-def feature_function(model: ImageTextModel, kind: str) -> Callable[[Tensor], Tensor]:
-    """Return the function from images ``(B, 3, H, W)`` to the features ``(B, d)`` to probe.
-
-    ``backbone`` features are the pooled ones before the projection (for ModifiedResNet the global average of its last map,
-    as in the papers), and an ``embedding`` is what is compared with texts.
+    ``backbone`` features are pooled and before the projection (for ModifiedResNet the global average of its last map, as in
+    the papers), ``embedding`` features are compared with texts.
     """
     visual: Any = model.visual  # one of several classes without a common interface
-
-    def last_map(images: Tensor) -> Tensor:
+    if kind == "embedding":
+        return model.encode_image(images)
+    if hasattr(visual, "layer4"):
         found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
         return found["image_intermediates"][-1].mean(dim=(2, 3))
-
-    def pooled(images: Tensor) -> Tensor:
+    if hasattr(visual, "trunk"):
         features = visual.trunk(images)  # pooled, unless OpenCLIP added an attention pool
         return features.mean(dim=(2, 3)) if features.dim() == 4 else features
-
-    def without_projection(images: Tensor) -> Tensor:
+    if hasattr(visual, "proj"):
         projection, visual.proj = visual.proj, None
         try:
             features = visual(images)
         finally:
             visual.proj = projection
         return features[0] if isinstance(features, tuple) else features
-
-    if kind == "embedding":
-        return model.encode_image
-    for attribute, function in {"layer4": last_map, "trunk": pooled, "proj": without_projection}.items():
-        if hasattr(visual, attribute):
-            return function
-    raise ModelError(
-        f"The backbone's features of a {type(visual).__name__} are not known; --features embedding works with any tower."
-    )
+    raise ModelError(f"The backbone of a {type(visual).__name__} is unknown. Use --features embedding.")
 
 
 def _compute_features(encoder: Encoder, kind: str) -> Callable[[Samples], dict[str, Tensor]]:
-    """Return the function from a batch to its ``features`` ``(B, d)``, float32 on the CPU."""
-    function = feature_function(encoder.model, kind)
-
     @torch.no_grad()
     def compute(batch: Samples) -> dict[str, Tensor]:
-        features = function(encoder.model_input(batch.values["image"])).float().cpu()
+        features = image_features(encoder.model, encoder.model_input(batch.values["image"]), kind).float().cpu()
         if not features.isfinite().all():
-            raise ValueError("the model gives features that are not finite: its weights are broken or overflow")
+            raise ValueError("the model returns non-finite features: its weights are broken or overflow")
         return {"features": features}
 
     return compute
@@ -121,7 +102,7 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     """Read features and labels of a split of Pascal VOC 2007.
 
     ``devkit`` is ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
-    whose lines hold an image's name and 1, 0 (difficult) or -1.
+    whose lines are an image's name and 1, 0 (difficult) or -1.
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -130,34 +111,29 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     columns = [np.loadtxt(file, dtype=str, ndmin=2) for file in files]
     names = columns[0][:, 0]
     if any(column.shape[1] != 2 or not np.array_equal(column[:, 0], names) for column in columns):
-        raise ValueError(f"the class files of {split} in {devkit} do not list the same images, with a label each")
+        raise ValueError(f"{devkit}: expected the same images with a label in all class files of {split}")
     labels = np.stack([column[:, 1].astype(np.int8) for column in columns], axis=1)
     paths = [devkit / "JPEGImages" / f"{name}.jpg" for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ValueError(f"{devkit / 'JPEGImages'} lacks {len(missing)} images of {split}, among them {missing[0]}")
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{devkit / 'JPEGImages'}: {len(missing)} images of {split} not found, such as {missing[0]}")
     return _read_files(paths, labels, [file.stem.removesuffix(f"_{split}") for file in files], encoder, kind)
 
 
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
     """Read features and labels of a folder of class folders, or of a set in DataComp's format."""
-    if (path / CLASSNAMES_FILE).is_file():
-        classes = read_lines(path / CLASSNAMES_FILE, "class names")
-        batches = encoder.batches(find_samples(path), SampleFormat(len(classes)))
-        found = encoder.collect(batches, _compute_features(encoder, kind), path.name, None)
-        features, labels = (found.values[name].numpy() for name in ("features", "label"))
-        return Split(features, labels, tuple(classes), len(found.skipped))
-    folder = ClassFolders(path)
-    paths = [Path(name) for name, _ in folder.samples]
-    return _read_files(paths, np.array(folder.targets), folder.classes, encoder, kind)
+    if not (path / CLASSNAMES_FILE).is_file():
+        folder = ClassFolders(path)
+        paths = [Path(name) for name, _ in folder.samples]
+        return _read_files(paths, np.array(folder.targets), folder.classes, encoder, kind)
+    classes = read_lines(path / CLASSNAMES_FILE, "class names")
+    batches = encoder.batches(find_samples(path), SampleFormat(len(classes)))
+    found = encoder.collect(batches, _compute_features(encoder, kind), path.name, None)
+    features, labels = (found.values[name].numpy() for name in ("features", "label"))
+    return Split(features, labels, tuple(classes), len(found.skipped))
 
 
-def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> Result:
-    """Train a linear SVM for each class, and compute their mean average precision.
-
-    Returns:
-        ``map`` (the mean area under the precision-recall curves, as VirTex reports), ``per_class`` and ``costs``.
-    """
+def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> dict[str, Any]:
+    """Train a linear SVM for each class; return their average precisions, the mean ``map`` as in VirTex, and the costs."""
     train_features, test_features = normalize(train.features), normalize(test.features)
     per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
@@ -169,23 +145,16 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -
         scores = search.decision_function(test_features[counted])
         chosen[name] = search.best_params_["C"]
         per_class[name] = float(average_precision_score(targets, scores))
-    return {
-        "map": float(np.mean(list(per_class.values()))),
-        "per_class": per_class,
-        "costs": chosen,
-    }
+    return {"map": float(np.mean(list(per_class.values()))), "per_class": per_class, "costs": chosen}
 
 
 def probe_top1(
-    train: Split,
-    test: Split,
-    costs: Sequence[float] = LOGISTIC_COSTS,
-    samples_per_class: int | None = None,
-) -> Result:
-    """Train a multinomial logistic regression on standardized features, at most ``samples_per_class`` of each class.
+    train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COSTS, samples_per_class: int | None = None
+) -> dict[str, Any]:
+    """Train a multinomial logistic regression on standardized features of up to ``samples_per_class`` samples per class.
 
-    ``costs`` are values of scikit-learn's C, the inverse of the weight decay; the best on a tenth of the training data is
-    used.
+    Returns the accuracies on both splits, and the chosen cost. ``costs`` are values of scikit-learn's C, the inverse of the
+    weight decay.
     """
     features, labels = train.features, train.labels
     if samples_per_class is not None:
@@ -196,7 +165,7 @@ def probe_top1(
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # The costs are compared on a held-out tenth that contains every class; the best one is then fitted to all data.
+    # The costs are compared on a held-out tenth that contains every class; the best cost is then used with all data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -217,18 +186,13 @@ def build_parser() -> argparse.ArgumentParser:
     voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM for each class, mean average precision")
     voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
     top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
-    top1.add_argument("--train", type=Path, required=True, help="data to train on: class folders, or DataComp's format")
-    top1.add_argument("--test", type=Path, required=True, help="data to test on: class folders, or DataComp's format")
+    top1.add_argument("--train", type=Path, required=True, help="training data: class folders, or DataComp's format")
+    top1.add_argument("--test", type=Path, required=True, help="test data: class folders, or DataComp's format")
     top1.add_argument("--samples-per-class", type=int, help="largest number of training samples in a class")
+    features_help = "features to probe (default: before the projection)"
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
-        kinds = ("backbone", "embedding")
-        probe.add_argument(
-            "--features",
-            choices=kinds,
-            default="backbone",
-            help="features to probe (default: those before the projection)",
-        )
+        probe.add_argument("--features", choices=("backbone", "embedding"), default="backbone", help=features_help)
         probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
         probe.add_argument("--output", type=output_path, help="JSON file to write")
     return parser
@@ -245,11 +209,10 @@ def main(argv: list[str]) -> None:
         train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
-        raise ValueError(f"training and test data should have the same classes; they differ in {different}")
-    if is_voc:
-        result = probe_voc07(train, test, args.costs)
-    else:
-        result = probe_top1(train, test, args.costs, args.samples_per_class)
+        raise ValueError(f"expected the same classes in training and test data, found {different}")
+    result = (
+        probe_voc07(train, test, args.costs) if is_voc else probe_top1(train, test, args.costs, args.samples_per_class)
+    )
     report = {
         "probe": args.probe,
         **result,

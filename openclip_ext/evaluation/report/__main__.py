@@ -18,19 +18,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "
-        "were evaluated. The report is report.md, report.csv and report.html (one file that needs no network). The first "
-        "run is the baseline of the others.",
+        "were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). The first run is "
+        "the baseline of the others.",
     )
-    parser.add_argument(
-        "results",
-        nargs="+",
-        metavar="[NAME=]PATH",
-        help="a run folder (LOGS/NAME), eval_results.jsonl, or a folder with one. Several paths with the same NAME are "
-        "repeats of one run, shown as mean and standard deviation; differences have intervals if the seeds are the same",
+    results_help = (
+        "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with one. Several paths with the same NAME are repeats of "
+        "one run, shown as mean and standard deviation; differences have intervals if the seeds are the same"
     )
-    parser.add_argument(
-        "--output", type=output_path, default=Path("report"), help="folder of the report (default: %(default)s)"
-    )
+    parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
+    output_help = "folder of the report (default: %(default)s)"
+    parser.add_argument("--output", type=output_path, default=Path("report"), help=output_help)
     parser.add_argument("--title", default="Evaluation report", help="title of the page (default: %(default)s)")
     return parser
 

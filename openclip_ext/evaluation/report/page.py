@@ -1,52 +1,46 @@
-"""Make one HTML page of the comparison that fetches nothing: tables, differences by task, and learning curves."""
+"""Make one HTML page of the comparison that needs no network: tables, differences by task, and learning curves."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
+from openclip_ext.evaluation.report import tables
 from openclip_ext.evaluation.report.runs import EvaluatedRun
-from openclip_ext.evaluation.report.tables import (
-    Row,
-    cell_table,
-    describe_run,
-    format_difference,
-    format_value,
-    size_note,
-)
+from openclip_ext.evaluation.report.tables import Row
 from openclip_ext.evaluation.report.training import Table, validation_metrics
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.evaluation.training_log import training_charts
 from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, color, line_chart
 from openclip_ext.pages.rendering import render_page
 
-# A difference of so many standard errors is called better or worse.
+# Standard errors from which a difference counts as better or worse.
 _CLEAR = 2.0
-# The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded away.
-_MAIN_GROUPS = (
-    "DataComp average (38)",
-    "ImageNet & variants (7)",
-    "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)",
-)
+# The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded.
+_MAIN_GROUPS = ("DataComp average (38)", "ImageNet & variants (7)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)")
 
 
 def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Sequence[Row], title: str) -> str:
     """Build the page; ``training`` are the tables of the runs with logs, ``rows`` those of the runs with checkpoints."""
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
     metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
+    charts = training_charts({run.name: run.logs for run in trained}, metrics)
+    # The name of the model, the first word, may differ.
+    protocols = {
+        frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
+        for run in evaluated
+    }
     return render_page(
         "report.html",
         title,
-        runs=[describe_run(run) if run.checkpoints else run.name for run in runs],
-        protocols_differ=_protocols_differ(evaluated),
+        runs=[tables.describe_run(run) if run.checkpoints else run.name for run in runs],
+        protocols_differ=len(protocols) > 1,
         training=training,
-        training_curves=[
-            line_chart(chart) for chart in training_charts({run.name: run.logs for run in trained}, metrics)
-        ],
-        averages=cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
-        tasks=cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
-        note=size_note(rows),
+        training_curves=[line_chart(chart) for chart in charts],
+        averages=tables.cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
+        tasks=tables.cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
+        note=tables.size_note(rows),
         repeated=any(len(run.final.repeats) > 1 for run in evaluated),
         baseline=evaluated[0].name if evaluated else "",
         differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
@@ -60,24 +54,13 @@ def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
     return [(color(number), run.name) for number, run in enumerate(runs)]
 
 
-def _protocols_differ(runs: Sequence[EvaluatedRun]) -> bool:
-    """Return whether precision or protocol differ; the model's name, which is a protocol's first word, may differ."""
-    found = {
-        frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
-        for run in runs
-    }
-    return len(found) > 1
-
-
 def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences to the baseline, or None if they have no task in common.
+    """Return a run's differences to the baseline: those of the averages (AmorLIP's Figure 1), and of the tasks, sorted.
 
-    There are those of the averages (AmorLIP's Figure 1) and those of the tasks, sorted (its Figure 2).
+    The tasks are AmorLIP's Figure 2. None means that the runs have no task in common.
     """
     averages = _bars((row for row in rows if row.is_group), index, runs)
-    bars = sorted(
-        _bars((row for row in rows if row.key in TASKS), index, runs), key=lambda bar: bar.value, reverse=True
-    )
+    bars = sorted(_bars((row for row in rows if row.key in TASKS), index, runs), key=lambda bar: -bar.value)
     if not bars:
         return None
     title = f"{runs[index].name} − {runs[0].name}, percentage points"
@@ -95,12 +78,12 @@ def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list
     for row in rows:
         difference = row.differences()[index]
         if difference is not None:
-            before, after = format_value(row.cells[0]), format_value(row.cells[index])
+            before, after = tables.format_value(row.cells[0]), tables.format_value(row.cells[index])
             errors = [] if row.is_group else [run.final.standard_error(row.key) for run in (runs[0], runs[index])]
             error = 100 * math.hypot(*(value or 0.0 for value in errors))
             spread = f", standard error {error:.2f}" if error else ""
             hint = f"{row.title} ({row.metric}): {before} → {after}{spread}"
-            text = format_difference(difference) + (f" ± {error:.2f}" if error else "")
+            text = tables.format_difference(difference) + (f" ± {error:.2f}" if error else "")
             bars.append(Bar(row.title, 100 * difference, text, hint, error))
     return bars
 
@@ -110,25 +93,18 @@ def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
     has_samples = all(checkpoint.samples is not None for run in runs for checkpoint in run.checkpoints)
     x_title = "samples seen" if has_samples else "checkpoint"
 
-    def charts_of(titles: Mapping[str, str]) -> list[Markup]:
-        found = []
-        for key, title in titles.items():
-            curves = []
-            for number, run in enumerate(runs):
-                placed = [
-                    (entry.samples if has_samples else place, entry) for place, entry in enumerate(run.checkpoints, 1)
-                ]
-                scored = [(x, entry.score(key)) for x, entry in placed if x is not None]
-                curves.append(
-                    Curve(run.name, [(x, 100 * value.mean) for x, value in scored if value is not None], number)
-                )
-            curves = [curve for curve in curves if curve.points]
-            if any(len(curve.points) > 1 for curve in curves):
-                found.append(line_chart(Chart(title, curves, x_title)))
-        return found
+    def chart(key: str) -> Chart:
+        curves = []
+        for number, run in enumerate(runs):
+            placed = [
+                (one.samples if has_samples else place, one.score(key)) for place, one in enumerate(run.checkpoints, 1)
+            ]
+            points = [(x, 100 * value.mean) for x, value in placed if x is not None and value is not None]
+            curves.append(Curve(run.name, points, number))
+        return Chart(tables.name_of(key), [curve for curve in curves if curve.points], x_title)
 
-    return {
-        "main": charts_of({title: title for title in _MAIN_GROUPS}),
-        "groups": charts_of({title: title for title in GROUPS if title not in _MAIN_GROUPS}),
-        "tasks": charts_of({key: task.name for key, task in TASKS.items()}),
-    }
+    def drawn(keys: Iterable[str]) -> list[Markup]:
+        return [line_chart(one) for one in map(chart, keys) if any(len(curve.points) > 1 for curve in one.curves)]
+
+    others = [title for title in GROUPS if title not in _MAIN_GROUPS]
+    return {"main": drawn(_MAIN_GROUPS), "groups": drawn(others), "tasks": drawn(TASKS)}

@@ -6,21 +6,19 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from openclip_ext.evaluation.results import RESULTS_FILE, read_results
-from openclip_ext.evaluation.summary import has_other_size, main_metrics
+from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, main_metrics, read_results
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
 
-@dataclass(frozen=True)
-class Value:
-    """Holds a number of a checkpoint: the mean over repeats of the run, and their sample standard deviation."""
+class Value(NamedTuple):
+    """A metric of a checkpoint: mean and sample standard deviation over repeated runs."""
 
     mean: float
     deviation: float | None = None
@@ -28,34 +26,24 @@ class Value:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the results of one checkpoint.
+    """The results of one checkpoint, with its completed epochs and training samples (None means unknown)."""
 
-    Attributes:
-        label: ``epoch_3``, or the name of the folder or file that holds the results.
-        repeats: for each repeat of the run, the main metrics by key of the task.
-        epoch: number of completed epochs; None if unknown.
-        samples: number of training samples seen; None if unknown.
-        protocols: model, precision and protocol of the numbers.
-        other_sizes: keys of tasks whose data does not have DataComp's size.
-        samples_of: number of evaluated samples of each task, by key.
-    """
-
-    label: str
-    repeats: tuple[Mapping[str, float], ...]
+    label: str  # ``epoch_3``, or the name of the folder or file of the results
+    repeats: tuple[Mapping[str, float], ...]  # for each repeat of the run, the main metrics by key of the task
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()
-    other_sizes: frozenset[str] = frozenset()
-    samples_of: Mapping[str, int] = field(default_factory=dict)
+    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the numbers
+    other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
+    samples_of: Mapping[str, int] = field(default_factory=dict)  # evaluated samples of each task
 
     @property
     def tasks(self) -> list[str]:
-        """Return the keys that every repeat has a number for, in DataComp's order; unknown keys come last."""
+        """Keys for which every repeat has a number, in DataComp's order; unknown keys come last."""
         common = set.intersection(*(set(scores) for scores in self.repeats))
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return a task's main metric or a group's average, or None unless every repeat has the task or all of the group."""
+        """Return a task's main metric or a group's average; None if a repeat lacks the task or one of the group."""
         keys = GROUPS.get(key, (key,))
         if not all(key in scores for scores in self.repeats for key in keys):
             return None
@@ -71,12 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the report.
-
-    Attributes:
-        checkpoints: those with results of DataComp's tasks, in the order of training; none if nothing was evaluated.
-        logs: the training logs of the run and its repeats; none if only result files were given.
-    """
+    """A run of the report: its checkpoints with results, in the order of training, and the logs of it and its repeats."""
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
@@ -84,12 +67,12 @@ class EvaluatedRun:
 
     @property
     def final(self) -> Checkpoint:
-        """Return the last of the checkpoints with the most tasks."""
+        """The last of the checkpoints with the most tasks."""
         return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
 def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
-    """Read the runs that a user named by ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
+    """Read the runs at ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
 
     A path is a result file, a folder with one, or a run folder, which has results in ``datacomp/CHECKPOINT/`` and those of
     evaluation during training in ``metrics.jsonl``.
@@ -110,18 +93,18 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
 
 
 def _name_and_path(argument: str) -> tuple[str, Path]:
-    """Split ``NAME=PATH``; the name is empty if there is none."""
     name, separator, path = argument.partition("=")
     return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
 
 def _read_run(path: Path) -> EvaluatedRun:
-    if path.is_file():
-        return EvaluatedRun(_name(path.parent), (_from_file(path, path.stem),))
+    file = path / RESULTS_FILE if (path / RESULTS_FILE).is_file() else path
+    if file.is_file():
+        # RUN/epoch_3 for RUN/datacomp/epoch_3
+        parts = [part for part in file.parent.resolve().parts[-3:] if part != "datacomp"]
+        return EvaluatedRun("/".join(parts[-2:]), (_from_file(file, path.stem if file == path else path.name),))
     if not path.is_dir():
-        raise ValueError(f"{path} does not exist: expected a result file ({RESULTS_FILE}) or a run folder.")
-    if (path / RESULTS_FILE).is_file():
-        return EvaluatedRun(_name(path), (_from_file(path / RESULTS_FILE, path.name),))
+        raise ValueError(f"{path} not found: expected a result file ({RESULTS_FILE}) or a run folder.")
     log = read_log(path)
     found = {}
     for one in log.validations:
@@ -132,41 +115,32 @@ def _read_run(path: Path) -> EvaluatedRun:
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
-        # A full evaluation of the checkpoint replaces that during training.
+        # A full evaluation of the checkpoint replaces the evaluation during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
     if not found and not log.steps:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} is no run folder and has no results: expected {METRICS_FILE}, {RESULTS_FILE} or "
+            f"{path} is neither a run folder nor a folder of results: expected {METRICS_FILE}, {RESULTS_FILE} or "
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     placed = [_place(entry, log.steps) for entry in found.values()]
-    checkpoints = sorted(
-        placed, key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label)
-    )
-    return EvaluatedRun(path.resolve().name, tuple(checkpoints), (log,) if log.steps else ())
-
-
-def _name(folder: Path) -> str:
-    """Return ``RUN/epoch_3`` for ``RUN/datacomp/epoch_3``."""
-    parts = [part for part in folder.resolve().parts[-3:] if part != "datacomp"]
-    return "/".join(parts[-2:])
+    placed.sort(key=lambda one: (math.inf if one.epoch is None else one.epoch, one.samples or 0, one.label))
+    return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps else ())
 
 
 def _from_file(path: Path, label: str) -> Checkpoint:
     lines = read_results(path)
     if not lines:
-        raise ValueError(f"{path} holds no results.")
-    runs = {
-        " ".join(str(line["run"][name]) for name in ("model", "precision", "protocol") if name in line["run"])
-        for line in lines
-        if isinstance(line.get("run"), dict)
-    }
-    other_sizes = frozenset(line["key"] for line in lines if has_other_size(line))
-    samples_of = {line["key"]: line["found"] for line in lines if isinstance(line.get("found"), int)}
+        raise ValueError(f"{path} has no results.")
+    identities = [line["run"] for line in lines if isinstance(line.get("run"), dict)]
+    names = ("model", "precision", "protocol")
     return Checkpoint(
-        label, (main_metrics(lines),), protocols=frozenset(runs), other_sizes=other_sizes, samples_of=samples_of
+        label,
+        (main_metrics(lines),),
+        protocols=frozenset(" ".join(str(run[name]) for name in names if name in run) for run in identities),
+        other_sizes=frozenset(line["key"] for line in lines if has_other_size(line)),
+        samples_of={line["key"]: line["found"] for line in lines if isinstance(line.get("found"), int)},
     )
 
 
@@ -179,7 +153,7 @@ def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkp
     if step is None:  # the last step of every epoch is logged
         samples = max((logged["samples"] for logged in steps if logged["epoch"] < epoch), default=None)
     else:
-        taken, seen = ([0, *(logged[key] + more for logged in steps)] for key, more in (("step", 1), ("samples", 0)))
+        taken, seen = [0, *(logged["step"] + 1 for logged in steps)], [0, *(logged["samples"] for logged in steps)]
         samples = round(float(np.interp(int(step), taken, seen))) if steps else None
     return replace(checkpoint, epoch=epoch, samples=samples)
 
@@ -196,15 +170,15 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
         groups = [[found[label] for found in by_label] for label in by_label[0] if all(label in of for of in by_label)]
     if not groups:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
-        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, they have: {labels}")
-    return EvaluatedRun(name, tuple(map(_merge_checkpoints, groups)), logs)
-
-
-def _merge_checkpoints(parts: Sequence[Checkpoint]) -> Checkpoint:
-    return replace(
-        parts[0],
-        label=", ".join(dict.fromkeys(part.label for part in parts)),
-        repeats=tuple(scores for part in parts for scores in part.repeats),
-        protocols=frozenset().union(*(part.protocols for part in parts)),
-        other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
-    )
+        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, found: {labels}")
+    merged = [
+        replace(
+            parts[0],
+            label=", ".join(dict.fromkeys(part.label for part in parts)),
+            repeats=tuple(scores for part in parts for scores in part.repeats),
+            protocols=frozenset().union(*(part.protocols for part in parts)),
+            other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
+        )
+        for parts in groups
+    ]
+    return EvaluatedRun(name, tuple(merged), logs)

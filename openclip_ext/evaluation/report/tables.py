@@ -1,8 +1,9 @@
 """Make tables of the comparison: Markdown for people, CSV for programs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -10,31 +11,26 @@ from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
 from openclip_ext.pages.rendering import markdown_table
 
-# OpenCLIP's title of the average over 38 tasks.
-OPENCLIP_AVERAGE = "Average perf. on 38 datasets"
 _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the numbers of a task or of a group average.
+    """The numbers of a task or of a group average."""
 
-    Attributes:
-        key: key of the task, or title of the group.
-        metric: the task's main metric; ``average`` for a group.
-        cells: for each run its number, or a text in its place (``partial 12/38``, ``-``).
-        other_sizes: for each run whether data of another size than DataComp's enter the number.
-    """
+    key: str  # of the task, or title of the group
+    metric: str  # the task's main metric; ``average`` for a group
+    cells: tuple[Value | str, ...]  # for each run its number, or a text in its place (``partial 12/38``, ``-``)
+    other_sizes: tuple[bool, ...]  # for each run whether data of another size than DataComp's enters the number
 
-    title: str
-    key: str
-    metric: str
-    cells: tuple[Value | str, ...]
-    other_sizes: tuple[bool, ...]
+    @property
+    def title(self) -> str:
+        """Name of the task, or title of the group."""
+        return name_of(self.key)
 
     @property
     def is_group(self) -> bool:
-        """Return whether this is a group, not a task."""
+        """Whether this is a group, not a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
@@ -46,34 +42,30 @@ class Row:
         ]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Holds the text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
+class Cell(NamedTuple):
+    """The text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
 
     text: str
     style: str = ""
 
 
 def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
-    """Build the rows from the runs' final checkpoints: group averages, then every task that any run has."""
+    """Build the rows from the runs' final checkpoints: group averages, then every task of any run."""
     finals = [run.final for run in runs]
     present = {key for final in finals for key in final.tasks}
     rows = []
     for key in [*GROUPS, *(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
-        members = GROUPS.get(key, (key,))
+        members = {*GROUPS.get(key, (key,))}
         metric = "average" if key in GROUPS else (key in TASKS and TASKS[key].main_metric) or "main metric"
-        cells = tuple(final.score(key) or _partial(members, final.tasks) for final in finals)
-        rows.append(Row(_name(key), key, metric, cells, tuple(bool(one.other_sizes & {*members}) for one in finals)))
+        done = [len(members.intersection(final.tasks)) for final in finals]
+        partial = [f"partial {count}/{len(members)}" if count else "-" for count in done]
+        cells = tuple(final.score(key) or text for final, text in zip(finals, partial, strict=True))
+        rows.append(Row(key, metric, cells, tuple(bool(final.other_sizes & members) for final in finals)))
     return rows
 
 
-def _partial(members: Sequence[str], tasks: Sequence[str]) -> str:
-    done = len(set(members).intersection(tasks))
-    return f"partial {done}/{len(members)}" if done else "-"
-
-
 def size_note(rows: Sequence[Row]) -> str:
-    """Return the meaning of a †; it is empty if no number has one."""
+    """Return the meaning of a †, or nothing if no number has one."""
     is_needed = any(any(row.other_sizes) for row in rows)
     return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
 
@@ -94,9 +86,9 @@ def format_difference(difference: float | None) -> str:
 def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
     """Return the cells of rows that are all groups or all tasks; the head comes first."""
     is_group = all(row.is_group for row in rows)
-    head = ["group"] if is_group else ["task", "metric"]
-    titles = [*head, *(run.name for run in runs), *(f"{run.name} − {runs[0].name}" for run in runs[1:])]
-    return [[Cell(title, "metric" if title == "metric" else "") for title in titles], *map(_cells, rows)]
+    head = [Cell("group")] if is_group else [Cell("task"), Cell("metric", "metric")]
+    names = [run.name for run in runs]
+    return [[*head, *map(Cell, names), *(Cell(f"{name} − {names[0]}") for name in names[1:])], *map(_cells, rows)]
 
 
 def _cells(row: Row) -> list[Cell]:
@@ -117,8 +109,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
     lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
     for is_group in (True, False):
-        part = [row for row in rows if row.is_group == is_group]
-        if part:
+        if part := [row for row in rows if row.is_group == is_group]:
             lines += ["", markdown_table([[cell.text for cell in cells] for cells in cell_table(runs, part)])]
     note = size_note(rows)
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
@@ -146,15 +137,14 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
     keys = [_AVERAGE, *sorted(AVERAGED, key=lambda key: key != "imagenet1k"), *others]
     keys += [title for title in GROUPS if title not in (_AVERAGE, _IMAGENET)]
-    titles = {key: OPENCLIP_AVERAGE if key == _AVERAGE else _name(key) for key in keys}
+    titles = {key: "Average perf. on 38 datasets" if key == _AVERAGE else name_of(key) for key in keys}
     rows = []
     for run, final in zip(runs, finals, strict=True):
-        values = {title: value for key, title in titles.items() if (value := final.score(key)) is not None}
-        row: dict[str, Any] = dict.fromkeys(["name", "pretrained", *titles.values()])
-        row |= {"name": run.name, "pretrained": final.label} | {title: value.mean for title, value in values.items()}
+        values = {title: final.score(key) or Value(math.nan) for key, title in titles.items()}
+        row: dict[str, Any] = {"name": run.name, "pretrained": final.label}
+        row |= {title: value.mean for title, value in values.items()}
         if any(len(final.repeats) > 1 for final in finals):
             row["repeats"] = len(final.repeats)
-            row |= dict.fromkeys(f"{title} sd" for title in titles.values())
             row |= {f"{title} sd": value.deviation for title, value in values.items()}
         if any(final.other_sizes for final in finals):
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
@@ -162,5 +152,6 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
-def _name(key: str) -> str:
+def name_of(key: str) -> str:
+    """Return a task's name, or a group's title itself."""
     return TASKS[key].name if key in TASKS else key

@@ -10,7 +10,7 @@ from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.evaluation.training_log import SUITE_PREFIX, TrainingLog, metric_names
 from openclip_ext.pages.charts import short_number
 
-# Where files lie, and how processes are started.
+# Paths, and how processes are started.
 _NOT_COMPARED = {
     "name", "logs", "log_path", "checkpoint_path", "tensorboard_path", "resume", "rank", "local_rank", "world_size",
     "distributed", "device", "debug", "report_to", "remote_sync", "remote_sync_frequency", "save_every_steps",
@@ -31,12 +31,12 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 
 
 def validation_metrics(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return the metrics of validation except DataComp's tasks, which the report shows apart."""
+    """Return the metrics of validation except DataComp's tasks, which have their own tables."""
     return [name for name in metric_names(log for run in runs for log in run.logs) if not name.startswith(SUITE_PREFIX)]
 
 
 def _differing_settings(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row for each setting that differs between runs, with its values; options of one loss alone say nothing."""
+    """Return a row for each setting of all runs that differs, with its values."""
     logs = [log for run in runs for log in run.logs]
     names = [name for name in (logs[0].settings if logs else ()) if all(name in log.settings for log in logs)]
     rows = []
@@ -48,8 +48,6 @@ def _differing_settings(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _overview(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return rows about the course of the runs."""
-
     def row(title: str, value: Callable[[TrainingLog], float | None], show: Callable[[float], str]) -> list[str]:
         cells = []
         for run in runs:
@@ -69,7 +67,7 @@ def _overview(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _seconds(log: TrainingLog) -> float:
-    """Return the seconds spent in training steps, evaluations and saves aside."""
+    """Return the seconds of training steps, without evaluations and saves."""
     before, total = 0, 0.0
     for step in log.steps:
         total += (step["samples"] - before) / max(step.get("samples_per_second") or math.inf, 1e-9)
@@ -84,10 +82,9 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 
 
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row for each metric of the last validation.
+    """Return a row for each metric: mean ± standard deviation of repeats, and the difference to the first run.
 
-    Repeats are given as mean ± standard deviation, and their difference to the first run with the 95 % interval over the
-    seeds if both runs have the same seeds.
+    The difference has a 95 % interval over the seeds if both runs have the same seeds.
     """
     rows = []
     for name in validation_metrics(runs):
@@ -100,8 +97,7 @@ def _by_seed(run: EvaluatedRun, metric: str) -> dict[Any, float]:
     """Return the last value of a metric for each seed, or number of a repeat."""
     found: dict[Any, float] = {}
     for number, log in enumerate(run.logs):
-        last = [one.values[metric] for one in log.validations if metric in one.values]
-        if last:
+        if last := [one.values[metric] for one in log.validations if metric in one.values]:
             seed = log.settings.get("seed")
             found[seed if seed is not None and seed not in found else f"repeat {number}"] = last[-1]
     return found

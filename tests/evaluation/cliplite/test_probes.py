@@ -17,7 +17,7 @@ from openclip_ext.evaluation.cliplite.probes import (
     PRESENT,
     SVM_COSTS,
     Split,
-    feature_function,
+    image_features,
     main,
     probe_top1,
     probe_voc07,
@@ -51,20 +51,20 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
     maps = resnet.visual.layer4(
         resnet.visual.layer3(resnet.visual.layer2(resnet.visual.layer1(resnet.visual.stem(images))))
     )
-    features = feature_function(resnet, "backbone")(images)
+    features = image_features(resnet, images, "backbone")
     torch.testing.assert_close(features, maps.mean(dim=(2, 3)))
     assert features.shape == (3, 256)
 
     vit = build(tmp_path, "probe-vit")
     small = images[:, :, :32, :32]
-    features = feature_function(vit, "backbone")(small)
+    features = image_features(vit, small, "backbone")
     assert features.shape == (3, 32)
     torch.testing.assert_close(features @ vit.visual.proj, vit.encode_image(small))
-    torch.testing.assert_close(feature_function(vit, "embedding")(small), vit.encode_image(small))
+    torch.testing.assert_close(image_features(vit, small, "embedding"), vit.encode_image(small))
 
     vit.visual = torch.nn.Identity()
-    with pytest.raises(ModelError, match="--features embedding works"):
-        feature_function(vit, "backbone")
+    with pytest.raises(ModelError, match="Use --features embedding"):
+        image_features(vit, small, "backbone")
 
 
 def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
