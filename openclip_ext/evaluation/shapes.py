@@ -152,22 +152,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with the shards of the test split")
     parser.add_argument("--model", default="demo-resnet", help="name of an OpenCLIP model configuration")
-    parser.add_argument("--checkpoint", help="training checkpoint; without one, random weights are scored")
+    parser.add_argument(
+        "--checkpoint", nargs="+", default=[], help="training checkpoints; without one, random weights are scored"
+    )
     parser.add_argument("--untrained", action="store_true", help="also score random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=output_path, help="also write the numbers to this file")
     return parser
 
 
+def _run_name(checkpoint: Path) -> str:
+    """Return the run's name in ``LOGS/NAME/checkpoints/FILE``, or the file's name in another folder."""
+    folder = checkpoint.absolute().parent
+    return folder.parent.name if folder.name == "checkpoints" else checkpoint.name
+
+
 def main(argv: list[str]) -> None:
-    """Score the checkpoint, or random weights, or both, and print the table."""
+    """Score the checkpoints, or random weights, or both, and print the table."""
     args = _parser().parse_args(argv)
     add_model_configs()
     samples = read_samples(args.data_dir)
     models: dict[str, tuple[Any, Any]] = {}
-    if args.checkpoint:
-        loaded = load_model(args.model, args.checkpoint, args.device)
-        models["trained"] = (loaded.model, loaded.preprocess)
+    for checkpoint in args.checkpoint:
+        loaded = load_model(args.model, checkpoint, args.device)
+        title = "trained" if len(args.checkpoint) == 1 else _run_name(Path(checkpoint))
+        models[title] = (loaded.model, loaded.preprocess)
     if args.untrained or not args.checkpoint:
         torch.manual_seed(0)
         with command_line.without_warnings():

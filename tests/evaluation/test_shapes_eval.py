@@ -1,6 +1,7 @@
 """The demo evaluator against a model that knows everything, and stock OpenCLIP's loading."""
 
 import json
+import shutil
 
 import open_clip
 import pytest
@@ -106,6 +107,14 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
+    # Several checkpoints are named by their runs.
+    runs = [tmp_path / "runs" / name / "checkpoints" / "epoch_1.pt" for name in ("queueclip", "openclip")]
+    for run in runs:
+        run.parent.mkdir(parents=True)
+        shutil.copy(checkpoint, run)
+    main([*arguments, "--checkpoint", *map(str, runs)])
+    several = json.loads((tmp_path / "o.json").read_text())
+    assert several["queueclip"] == several["openclip"] == numbers["trained"]
 
 
 def test_wrong_folders_are_refused_with_the_cure(tmp_path):
