@@ -26,8 +26,9 @@ from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.checkpoint.finding import scan
+from openclip_ext.training.checkpoint.format import Checkpoint, checksum, read
+from openclip_ext.training.checkpoint.restoring import load_model, restore_loss
 from openclip_ext.training.config import ModelConfig, model_config
 
 
@@ -108,7 +109,7 @@ def load_run(
     name, options = config["loss"]["name"], config["loss"]["options"]
     wide = None if source.reference is None else source.reference.width
     loss = registry.create_loss(name, embed_dim=width, num_samples=source.num_samples, reference_dim=wide, **options)
-    ckpt.restore_loss(loaded, loss)
+    restore_loss(loaded, loss)
     return FinishedRun(
         folder=run,
         checkpoint=loaded.path,
@@ -163,7 +164,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     if folder is None:
         return embed(run.model, progress, run.precision, run.device, run.source.num_samples)
     shape = [run.source.num_samples, run.embed_dim]
-    of = {"model": ckpt.checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
+    of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
     if about.get("of") == of:
@@ -178,11 +179,11 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
-    path = ckpt.scan(folder).newest if name == "latest" else folder / name
+    path = scan(folder).newest if name == "latest" else folder / name
     if path is None or not path.is_file():
         there = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
         raise UsageError(f"no checkpoint {name} in {folder}; there: {there}")
-    loaded = ckpt.read(path)
+    loaded = read(path)
     if loaded.shared is None:
         raise UsageError(f"{path} holds no state of the loss: it was written by OpenCLIP; give one of this program's")
     return loaded
@@ -205,5 +206,5 @@ def open_model(
     with command_line.without_warnings():
         model, _, preprocess = settings.create(device)
         tokenizer = settings.tokenizer()
-    ckpt.load_model(model, checkpoint.model_file["state_dict"], checkpoint.path)
+    load_model(model, checkpoint.model_file["state_dict"], checkpoint.path)
     return settings, model.eval(), preprocess, tokenizer

@@ -22,7 +22,7 @@ from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.losses.heads import read_heads
-from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
 
@@ -52,7 +52,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
             f"{checkpoint} has heads of the kind {heads.kind!r}, which its embeddings pass through: neither OpenCLIP nor "
             "transformers has them"
         )
-    loaded = ckpt.read(checkpoint)
+    loaded = read(checkpoint)
     settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
     model = model.float()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint import Checkpoint
+from openclip_ext.training.checkpoint.format import Checkpoint
 from openclip_ext.training.config import model_config
 
 CURVES = "curves.png"

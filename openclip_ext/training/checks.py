@@ -1,4 +1,4 @@
-"""Mistakes in a command line that would show only later, told before anything is built or written."""
+"""Checks of a configuration before anything is built or written."""
 
 import importlib.util
 import logging
@@ -22,66 +22,59 @@ from openclip_ext.training.optimizer import check_optimizer, full_name
 
 
 def check(config: TrainingConfig) -> None:
-    """Raise UsageError for the first mistake, with what would be right."""
-    weights = config.model.pretrained
+    """Raise UsageError for the first mistake, with a fix."""
+    weights, data = config.model.pretrained, config.data
     if weights and os.path.isdir(weights):
         raise UsageError(
-            f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. A folder with "
-            f"open_clip_config.json is a model: --model local-dir:{weights}"
+            f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If it has an "
+            f"open_clip_config.json, use --model local-dir:{weights}"
         )
     _check_model(config.model)
-    _check_lora(config.model)
-    if config.data is not None and config.model.torchscript:
-        raise UsageError("--torchscript cannot train: leave it out. --torchcompile makes training faster")
+    if data is not None and config.model.torchscript:
+        raise UsageError("--torchscript cannot train: remove it, or use --torchcompile for speed")
     _check_pixels(config.model)
     check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
-    if config.data is not None and config.data.resolved_type != "synthetic":
-        parse_keys(config.data.image_key, allow_json=False)
-        parse_keys(config.data.caption_key, allow_json=True)
-        if config.data.manifest is not None and not os.path.isfile(config.data.manifest):
-            raise UsageError(f"--manifest {config.data.manifest} is not there; without it one is found or made")
-        files = _local_files(config.data)
-        if files and not any(map(os.path.isfile, files)):  # a few that are missing are counted as bad samples
-            raise UsageError(f"--train-data: none of the {len(files)} files is there, the first is {files[0]}")
+    if data is not None and data.resolved_type != "synthetic":
+        parse_keys(data.image_key, allow_json=False)
+        parse_keys(data.caption_key, allow_json=True)
+        if data.manifest is not None and not os.path.isfile(data.manifest):
+            raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
+        files = _local_files(data)
+        if files and not any(map(os.path.isfile, files)):  # some missing files are counted as bad samples
+            raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
-        raise UsageError("--report-to wandb needs the package wandb, which is not installed: pip install wandb")
+        raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
+    if config.model.lora.rank is not None:
+        if importlib.util.find_spec("peft") is None:
+            raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
+        if not config.model.weights and distributed.is_master():
+            logging.warning("--lora-rank without --pretrained: the adapters are trained on frozen random weights.")
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
-    """Return a warning if a recipe runs with another global batch than it is for; None if it does not."""
+    """Return a warning if a recipe runs with a different global batch, else None."""
     name = config.flags["recipe"]
     wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
     if wanted == global_batch:
         return None
-    each = wanted / (world_size * config.loading.accum_freq)
-    return (
-        f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {global_batch:,}: give --batch-size "
-        f"{each:g}, or do not expect the recipe's results"
-    )
+    fix = f"give --batch-size {wanted / (world_size * config.loading.accum_freq):g}"
+    return f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {global_batch:,}: {fix}"
 
 
 def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
-    """Raise UsageError for flags that are right by themselves, but not together with the loss."""
+    """Raise UsageError for flags that do not fit the loss or the number of processes."""
     assert config.data is not None
+    name, has_head = config.loss.name, loss.model_head() is not None
     if config.data.resampled and loss.needs_index:
-        raise UsageError(
-            f"--dataset-resampled draws samples with replacement, and --loss {config.loss.name} keeps a state for every "
-            "sample that needs each of them once an epoch. Leave out --dataset-resampled"
-        )
-    if config.step.model_ema_decay is not None and loss.model_head() is not None:
-        raise UsageError(
-            f"--loss {config.loss.name} trains modules of its own with the model, which --model-ema-decay would not average; "
-            "leave it out"
-        )
+        raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once an epoch. Remove the flag")
+    if config.step.model_ema_decay is not None and has_head:
+        raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
-        raise UsageError(
-            "--keep-best needs an evaluation, such as --val-data, with a frequency above 0, and a folder, --logs"
-        )
+        raise UsageError("--keep-best needs --logs, and an evaluation such as --val-data with a frequency above 0")
     if config.parallel.fsdp and world_size == 1:
-        logging.warning("--fsdp does nothing in a single process: there is nobody to share the model with.")
+        logging.warning("--fsdp has no effect with a single process.")
     elif config.parallel.fsdp:
-        has_head = loss.model_head() is not None
         parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 
@@ -93,9 +86,7 @@ def _check_model(config: ModelConfig) -> None:
     name, tag = config.file_name, config.pretrained
     if config.is_folder:  # OpenCLIP looks for it
         if tag:
-            raise UsageError(
-                f"--pretrained {tag}: --model {config.name} brings its own weights. Leave out --pretrained"
-            )
+            raise UsageError(f"--pretrained {tag}: --model {config.name} has its own weights. Remove --pretrained")
         return
     known = open_clip.list_models()
     if name not in known:
@@ -103,17 +94,8 @@ def _check_model(config: ModelConfig) -> None:
     if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
         return
     tags = open_clip.list_pretrained_tags_by_model(name)
-    there = f"; tags of {name}: {', '.join(tags)}" if tags else f"; {name} has no tags"
-    raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}{there}")
-
-
-def _check_lora(config: ModelConfig) -> None:
-    if config.lora.rank is None:
-        return
-    if importlib.util.find_spec("peft") is None:
-        raise UsageError("--lora-rank needs the package peft, which is not installed: pip install 'openclip_ext[lora]'")
-    if not config.weights and distributed.is_master():
-        logging.warning("--lora-rank without --pretrained: the adapters are trained on random weights, which stay.")
+    known_tags = f"tags of {name}: {', '.join(tags) or 'none'}"
+    raise UsageError(f"--pretrained {tag} is neither a file nor a tag of {name}{nearest(tag, tags)}; {known_tags}")
 
 
 def _check_pixels(config: ModelConfig) -> None:
@@ -129,18 +111,16 @@ def _check_pixels(config: ModelConfig) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raise UsageError for a device that PyTorch does not know or this machine does not have; None: none was given."""
+    """Raise UsageError for a device that PyTorch does not support or this machine does not have; None was not given."""
     if name is None:
         return
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device {name} is no device of PyTorch: expected cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"--device {name}: PyTorch finds {torch.cuda.device_count()} GPUs on this machine; to train without one give "
-            "--device cpu"
-        )
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
 
 
 def _check_evaluation(config: EvaluationConfig) -> None:
@@ -151,9 +131,7 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         files = _local_files(config.val_data)
         missing = [file for file in files if not os.path.isfile(file)]
         if missing:
-            raise UsageError(
-                f"--val-data: {len(missing)} of {len(files)} files are not there, the first is {missing[0]}"
-            )
+            raise UsageError(f"--val-data: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
 
 
 def _local_files(spec: DataSpec) -> list[str]:

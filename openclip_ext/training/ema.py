@@ -1,4 +1,4 @@
-"""An exponential moving average of the model's weights (``--model-ema-decay``): what is evaluated, and what others load."""
+"""An exponential moving average of the model's weights (``--model-ema-decay``), which is evaluated and exported."""
 
 import contextlib
 from collections import defaultdict
@@ -10,19 +10,18 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 
-# Key of a checkpoint's trained weights where ``state_dict`` is their average.
+# Key of a checkpoint's trained weights if ``state_dict`` is their average.
 TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
-# Numbers that are updated at a time, for which a copy of them needs room: 128 MiB.
+# Elements that are updated at a time; their copy takes 128 MiB.
 _GROUP = 1 << 25
 
 
 class ModelEma:
     """``average ← d·average + (1−d)·weights`` after each optimizer step, ``d = min(decay, 1 − (1+t)^(−2/3))``.
 
-    ``t`` counts optimizer steps from 0; the growing ``d`` lets the start weights be forgotten. BatchNorm's statistics are
-    averaged, too. It has float32 at least, whatever the model has. The model is replicated, so averages are the same on all
-    processes, without communication.
+    ``t`` counts optimizer steps from 0; the growing ``d`` removes the initial weights. BatchNorm's statistics are averaged,
+    too, all in float32 or more. The model is replicated, so averages are equal on all processes without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -43,7 +42,7 @@ class ModelEma:
 
     @torch.no_grad()
     def update(self, step: int, good: Tensor) -> None:
-        """Follow the weights after a step of the run, unless it was not ``good`` (0-d). No wait for the device."""
+        """Include the weights after a step, if it was ``good`` (0-d bool on the device). Without a sync."""
         decay = min(self.decay, 1 - (1 + step) ** -_WARMUP_POWER)
         share = torch.where(good, 1 - decay, 0.0)
         for names in self._groups:
@@ -58,13 +57,12 @@ class ModelEma:
         return {**self._model.state_dict(), **self._averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
         for name, average in self._averages.items():
             average.copy_(state[name.removeprefix("module.")])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the averages in place of its weights, which come back bit for bit."""
+        """Replace the model's weights by the averages; restore them at the end, bit for bit."""
         weights = {name: value.clone() for name, value in self._weights.items()}
         self._copy(self._averages)
         try:

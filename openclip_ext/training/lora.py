@@ -1,10 +1,9 @@
-"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) by the library peft: which layers get them, and how they are saved.
+"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) by the library peft: their layers, and how they are saved.
 
-A model file has the merged weights, which stock OpenCLIP loads. A resume needs the base and the adapters apart: their sum
-is rounded, so neither comes back from it exactly. The same file has them under :data:`UNMERGED`. It needs nothing else then,
-not the file that ``--pretrained`` named, and tensors that have no adapter are stored once for both.
+A model file has the merged weights, which stock OpenCLIP loads. Their sum is rounded, so an exact resume needs base and
+adapters apart: the same file has them under :data:`UNMERGED`. Tensors without an adapter are stored once.
 
-peft is imported where it is used: it is optional, and takes seconds.
+peft is imported in functions: it is optional, and its import takes seconds.
 """
 
 import copy
@@ -23,29 +22,23 @@ from openclip_ext.training import parallel
 from openclip_ext.training.config import LoraConfig
 from openclip_ext.training.ema import TRAINED_KEY
 
-# Entry of a model file: those of its entries that are states of the model, before the adapters were merged.
+# Entry of a model file: its states of the model before the adapters were merged.
 UNMERGED = "unmerged"
 _ADAPTER = "default"  # peft's name for it
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
-    """Give the layers of the towers adapters, and freeze all else but the logit scale and bias. The model stays what it is.
+    """Add adapters to a model in place, and freeze all other parameters except for the logit scale and bias.
 
-    Args:
-        model: the model, changed in place.
-        config: the flags.
-        weights: what the model starts from, for ``adapter_config.json``.
-
-    Raises:
-        UsageError: a tower has no layer for an adapter.
+    ``weights`` (``--pretrained``) is for ``adapter_config.json``. Raises UsageError if a tower has no layer for an adapter.
     """
     import peft
 
     names = adaptable_layers(model, config.targets)
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.scale_numerator,
-        # A list would match by the ends of names: a text tower's layers are named like the end of an image tower's.
+        lora_alpha=2.0 * (config.rank or 0) if config.alpha is None else config.alpha,
+        # A list would match the ends of names, which towers share.
         target_modules="|".join(map(re.escape, names)),
         base_model_name_or_path=weights,
     )
@@ -53,19 +46,16 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
     peft.inject_adapter_in_model(settings, model, _ADAPTER)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            parameter.data = parameter.data.float()  # whose updates 16 bits would round away
-            # peft's layer adds the adapter of an attention's output twice (peft 0.21, github.com/huggingface/peft/pull/3774).
-            # At 0, where it starts, the adapter means the same to this and to a repaired peft.
+            parameter.data = parameter.data.float()  # 16 bits would round updates away
+            # peft 0.21 adds the adapter of an attention's output twice (github.com/huggingface/peft/pull/3774). The adapter
+            # stays at its initial value, 0, which a fixed peft computes alike.
             parameter.requires_grad_(".base_layer.out_proj." not in name)
         elif name in SCALARS:
             parameter.requires_grad_(True)
 
 
 def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
-    """Return the names of all attention and linear layers in the blocks of the towers, ``image``, ``text`` or ``both``.
-
-    A layer outside of the blocks, such as the projection to the embedding, gets none.
-    """
+    """Return the names of all attention and linear layers in the blocks of the towers: ``image``, ``text`` or ``both``."""
     inside = {layer for block in parallel.blocks_of(model) for layer in block.modules()}
     found: dict[str, list[str]] = {"image": [], "text": []}
     for name, layer in model.named_modules():
@@ -76,17 +66,14 @@ def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
     for tower in asked:
         if not found[tower]:
             other = "text" if tower == "image" else "image"
-            raise UsageError(
-                f"--lora-targets {targets}: the {tower} tower has no attention or linear layers for adapters. Give "
-                f"--lora-targets {other}, or leave out --lora-rank"
-            )
+            raise UsageError(f"the {tower} tower has no attention or linear layers: use --lora-targets {other}")
     return [name for tower in asked for name in found[tower]]
 
 
 def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
     if isinstance(layer, nn.MultiheadAttention):
         return layer._qkv_same_embed_dim  # peft adapts no other
-    # These compute with the weight of their layer and never call it. An adapter there would have no effect.
+    # These parents use the weight of the layer and never call it: an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
         layer is getattr(parent, "qkv", None)
         and getattr(parent, "q_bias", None) is not None
@@ -100,10 +87,10 @@ def _attention_layer() -> type[nn.Module]:
     from peft.tuners.lora.layer import MultiheadAttention
 
     class Attention(MultiheadAttention):
-        """An adapted ``nn.MultiheadAttention`` that leaves its frozen weights alone.
+        """An adapted ``nn.MultiheadAttention`` that does not change its frozen weights.
 
         peft's own adds the adapter to the weights in each forward pass and subtracts it afterwards. Both round, so the base
-        drifts from the pretrained model. It also makes new parameters each time, which nobody else holds.
+        drifts from the pretrained model. It also replaces the parameters each time.
         """
 
         def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
@@ -112,12 +99,9 @@ def _attention_layer() -> type[nn.Module]:
             return torch.func.functional_call(self.base_layer, adapted, (query, *args), options)
 
         def _restore_weights(self) -> None:
-            """Do nothing: peft's own makes parameters of what its ``forward`` leaves behind."""
+            """Do nothing: ``forward`` leaves nothing to restore."""
 
     return Attention
-
-
-# --- saving --------------------------------------------------------------------------------------------------------------
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -126,14 +110,14 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def with_merged(content: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model file whose ``state_dict`` is that of the plain model, with the states as they are beside it."""
+    """Return a model file whose ``state_dict`` is the plain model's, with the states as they are in :data:`UNMERGED`."""
     states = {name: content[name] for name in ("state_dict", TRAINED_KEY) if name in content}
     return {**content, "state_dict": merged(states["state_dict"], model), UNMERGED: states}
 
 
 @torch.no_grad()
 def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return a state of an adapted model as one of the plain model, with the adapters in the weights."""
+    """Return the plain model's state for a state of an adapted model: the adapters are added to the weights."""
     result = {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if (down := state.get(f"{name}.lora_A.{_ADAPTER}.weight")) is None:
@@ -141,13 +125,13 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
         plain = name.replace(".base_layer", "")
         weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"
-        # On the host: a second copy may have no room on the device.
+        # On the host: the device may have no memory for a second copy.
         result[weight] = (result[weight] + change.to(result[weight].dtype)).cpu()
     return result
 
 
 def save_adapter(content: dict[str, Any], model: nn.Module, folder: Path) -> None:
-    """Write the adapter of a model file of :func:`with_merged` as peft does: its configuration and its weights."""
+    """Write the adapter of a :func:`with_merged` model file as peft does: its configuration and its weights."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save
 

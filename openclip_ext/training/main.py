@@ -1,6 +1,6 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-PyTorch and OpenCLIP take seconds to import: the command line is read before, so that a mistake in it is told at once.
+The command line is parsed before PyTorch and OpenCLIP are imported, which takes seconds: mistakes are reported at once.
 """
 
 import os
@@ -13,11 +13,9 @@ from openclip_ext.training.flags import parse
 
 
 def main(argv: list[str]) -> None:
-    """Run a training (or, without training data, an evaluation) command line, with OpenCLIP's flags and ours.
+    """Run the command line of a training or, without training data, of an evaluation.
 
-    Raises:
-        UsageError: a wrong command line, or data or a checkpoint that does not fit it.
-        SystemExit: after ``--help``, and a run that SIGTERM or SIGINT has stopped.
+    Raises UsageError for a wrong command line, data or checkpoint; SystemExit after ``--help``, SIGTERM and SIGINT.
     """
     config = parse(argv)
     from openclip_ext.training.run import run
@@ -27,7 +25,7 @@ def main(argv: list[str]) -> None:
 
 def cli() -> None:
     """Run the process's own command line."""
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of torchrun's, or SLURM's
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         with until_pipe_breaks():
             config = parse(sys.argv[1:])
@@ -35,7 +33,7 @@ def cli() -> None:
         if is_first:
             say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
-    # Without a handler it would end the process.
+    # Without a handler SIGUSR1 would end the process.
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)

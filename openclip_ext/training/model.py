@@ -1,4 +1,4 @@
-"""The model of a run, built as OpenCLIP builds it, and the loss that it is prepared for."""
+"""The model of a run, built as OpenCLIP builds it, and its loss."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
 
-# Folder of a run in which its model's configuration is.
+# Subfolder of a run with its model's configuration.
 MODEL_CONFIG = "model_config"
 
 
@@ -53,18 +53,11 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
 
 
 def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path) -> str:
-    """Return the line that loads a checkpoint of the run after ``import open_clip``, without this package.
-
-    Args:
-        config: the model's settings.
-        model: the model, unwrapped.
-        folder: the run's folder.
-        checkpoint: the file.
-    """
+    """Return the line that loads a checkpoint of the run (``folder``) after ``import open_clip``, without this package."""
     arguments = {"pretrained": str(checkpoint), **compat.changed_preprocessing(model)}
     lines = [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})"]
     if sized := compat.is_timm(model) and config.force_image_size is not None:
-        # OpenCLIP would load the weights before it gives the tower this size.
+        # OpenCLIP would load the weights before it resizes the tower.
         arguments |= {"pretrained": None, "pretrained_text": False, "force_image_size": config.force_image_size}
     given = "".join(f", {name}={value!r}" for name, value in arguments.items())
     lines.append(f"model, _, preprocess = open_clip.create_model_and_transforms({config.file_name!r}{given})")
@@ -75,7 +68,7 @@ def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What training and evaluation need of a model; OpenCLIP's models have no common typed base."""
+    """A model with its transforms and tokenizer; OpenCLIP's models have no common typed base."""
 
     model: Any
     images: ImagePipeline
@@ -85,80 +78,61 @@ class BuiltModel:
 
 
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
-    """Build the model from the same random numbers on all ranks; afterwards each rank draws its own."""
+    """Build the model from the same random numbers on all ranks; afterwards each rank has its own random numbers."""
     _seed(seed)
     try:
         model, preprocess_train, preprocess_val = config.create(device)
-    except TypeError as error:  # timm's towers that take no such argument
+    except TypeError as error:  # of timm towers without this argument
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
             raise
-        raise UsageError(
-            f"--force-patch-dropout {config.force_patch_dropout}: the image tower of {config.name} has no patches to drop. "
-            "Leave it out"
-        ) from error
+        raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove it") from error
     except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
-        raise UsageError(
-            f"--pretrained {config.pretrained} is no checkpoint of --model {config.name}: {one_line(error)}"
-        ) from error
-    _lock(model, config)
+        name, reason = config.name, one_line(error)
+        raise UsageError(f"--pretrained {config.pretrained} is no checkpoint of --model {name}: {reason}") from error
+    groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
+    if config.lock_image:
+        flag = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"
+        with _locking(model, flag, "image"):
+            model.visual.lock(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+    if config.lock_text:
+        flag = f"--lock-text-unlocked-layers {layers}" if layers else "--lock-text"
+        with _locking(model, flag, "text"):
+            compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
     if config.lora.rank is not None:
         add_adapters(model, config.lora, config.weights)
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
     if config.force_patch_dropout and not compat.drops_patches(model) and distributed.is_master():
-        logging.warning(f"Without effect on --model {config.name}: --force-patch-dropout {config.force_patch_dropout}.")
+        logging.warning(f"No effect on --model {config.name}: --force-patch-dropout {config.force_patch_dropout}.")
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
     return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
 
 
-def _lock(model: Any, config: ModelConfig) -> None:
-    """Freeze the towers that the flags name; raise UsageError if OpenCLIP cannot, or if nothing of one would be frozen."""
-    groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
-    trainable = _trainable(model)
-    if config.lock_image:
-        asked = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"
-        with _refused(f"{asked} is not possible for this model"):
-            model.visual.lock(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
-        if _trainable(model) == trainable:
-            raise UsageError(
-                f"{asked} leaves nothing of the image tower locked. Give fewer groups, or leave out --lock-image"
-            )
-        trainable = _trainable(model)
-    if config.lock_text:
-        asked = f"--lock-text-unlocked-layers {layers}" if layers else "--lock-text"
-        with _refused(f"{asked} is not possible for this model"):
-            compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
-        if _trainable(model) == trainable:
-            raise UsageError(
-                f"{asked} leaves nothing of the text tower locked. Give fewer layers, or leave out --lock-text"
-            )
-
-
 @contextlib.contextmanager
-def _refused(reason: str) -> Iterator[None]:
+def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
+    """Raise UsageError if OpenCLIP cannot lock a tower as the flag says, or if no parameter of it is locked."""
+
+    def trainable() -> int:
+        return sum(parameter.requires_grad for parameter in model.parameters())
+
+    before = trainable()
     try:
         yield
-    except Exception as error:  # OpenCLIP and timm raise what their code happens to meet
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{reason} ({type(error).__name__}: {one_line(error)})") from error
-
-
-def _trainable(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    except UsageError:
+        raise
+    except Exception as error:  # OpenCLIP and timm raise many kinds
+        raise UsageError(f"{flag} is not possible for this model ({one_line(error) or repr(error)})") from error
+    if trainable() == before:
+        raise UsageError(f"{flag} leaves nothing of the {tower} tower locked. Lower it, or remove --lock-{tower}")
 
 
 def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of its loss: those given, the run's where OpenCLIP has the flag, defaults.
-
-    Raises:
-        UsageError: an option that the loss does not use, or options that do not fit together.
-    """
+    """Return the configuration with all options of its loss: given ones, OpenCLIP's flags of the same name, defaults."""
     loss, flags = config.loss, config.flags
     try:
         registry.check_options(loss.name, **loss.given)
@@ -167,7 +141,7 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
     of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}
     options = used | {name: value for name, value in of_run.items() if name in used} | dict(loss.given)
-    # ``seed`` and ``epochs`` are the run's as well.
+    # The run uses ``seed`` and ``epochs``, too.
     unused = of_run.keys() - used.keys() - {"seed", "epochs"}
     without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
     caption_hash = options.get("equal_captions", "negative") != "negative"
@@ -179,7 +153,7 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
 
 
 def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> LossConfig:
-    """Return the loss with the defaults of a training, as :func:`registry.training_defaults`, for options that nobody gave."""
+    """Return the loss with the defaults of a training (:func:`registry.training_defaults`) for options that were not given."""
     options = registry.training_defaults(config.name, config.given, steps, pretrained)
     of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}
     return replace(config, options=options | {name: config.options[name] for name in of_run} | dict(config.given))
@@ -193,22 +167,17 @@ def build_loss(
     device: torch.device,
     reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set, with a reference model's embeddings if there are some.
-
-    Raises:
-        UsageError: the model trains something that the loss would ignore.
-        ValueError: options that do not fit.
-    """
-    if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or config.has_parts):
-        parts = " with another temperature scheme or a reference model" if config.has_parts else ""
-        raise UsageError(
-            f"{model_name} trains a captioner, too, which --loss {config.name}{parts} would ignore; use --loss openclip"
-        )
+    """Create the loss for a model and a data set; raise UsageError if it would ignore an output of the model."""
+    has_reference = "steer" in config.given
+    has_parts = has_reference or any(config.given.get(part) for part in ("normalizer", "temperature_scheme"))
+    if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
+        parts = " with another temperature scheme or a reference model" if has_parts else ""
+        raise UsageError(f"--loss {config.name}{parts} would ignore the captioner of {model_name}: use --loss openclip")
     if config.without_effect and distributed.is_master():
-        logging.warning(f"Without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
+        logging.warning(f"No effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
     options: dict[str, Any] = dict(config.options)
-    if reference is not None and config.has_reference:
+    if reference is not None and has_reference:
         options["reference_dim"] = reference.width
         if "reference_temperature" not in config.given:
             options["reference_temperature"] = reference.temperature
@@ -217,17 +186,17 @@ def build_loss(
 
 
 def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
-    """Start the modules that the loss trains with the model from the checkpoint that the model starts from."""
+    """Load the projection heads of the checkpoint that the model starts from into the loss."""
     heads: Any = read_heads(pretrained)
     own: Any = loss.model_head()
     if heads is None:
         return
     if own is None:
-        logging.warning(f"{pretrained} holds heads of the kind {heads.kind!r}, which this loss leaves out.")
+        logging.warning(f"{pretrained} has projection heads {heads.kind!r}, which this loss does not use.")
     elif (own.kind, own.config) != (heads.kind, heads.config):
         raise UsageError(
-            f"{pretrained} holds heads {heads.kind} {heads.config}, this run's are {own.kind} {own.config}: give the same "
-            "options, or start from another model"
+            f"{pretrained} has projection heads {heads.kind} {heads.config}, this run has {own.kind} {own.config}: give the "
+            "same options, or start from another model"
         )
     else:
         own.load_state_dict(heads.state_dict())

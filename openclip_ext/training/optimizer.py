@@ -1,9 +1,10 @@
-"""The optimizer and its learning rates: OpenCLIP's, with a rate of its own for the temperature where the loss asks."""
+"""The optimizer and its learning rates: OpenCLIP's, with separate rates for the temperature, towers and layers."""
 
 import itertools
 import logging
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
-from openclip_ext.training.lr_scales import lr_scales
 
-# Of a parameter group: its learning rate over the schedule's. Timm's optimizers have another use for "lr_scale".
+# Entry of a parameter group: its learning rate over the schedule's. Timm's optimizers use "lr_scale" for something else.
 SCALE = "rate_of_schedule"
-# Of a parameter group: what flags say. Other entries may be the optimizer's state.
+# Entries of a parameter group that flags set. Others may be the optimizer's state.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
+_LAYER = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|stages?)\.?(\d+)\.")
+_AFTER = re.compile(r"attn_?pool|(?:^|\.)head")
+_BEFORE = re.compile(r"embed|token|stem|patch|cls_|ln_pre|norm_pre|(?:^|\.)(?:conv|bn)\d")
+_OF_NEITHER = ("logit_scale", "logit_bias")
 
 
 def create_optimizer(
@@ -29,15 +33,11 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with OpenCLIP's parameter groups.
 
-    Args:
-        model: the (possibly DDP-wrapped) model; parameters without ``requires_grad`` are left out.
-        logit_scale_lr: constant learning rate of ``log(1/τ)``, which then gets a group of its own, the last one; None
-            leaves it in OpenCLIP's group without weight decay.
-        head: modules of the loss that are trained with the model, in the same groups.
+    ``logit_scale_lr`` is the constant learning rate of ``log(1/τ)``, in a separate last group; None means that it is in
+    OpenCLIP's group without weight decay. ``head`` are the projection heads of the loss, in the same groups.
     """
-    groups = _parameter_groups(
-        [model] if head is None else [model, head], config.weight_decay, logit_scale_lr is not None
-    )
+    modules = [model] if head is None else [model, head]
+    groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None)
     if not any(group["params"] for group in groups):
         raise UsageError("nothing is left to train: both towers are locked, and the loss learns no temperature")
     towers = config.tower_rates()
@@ -48,8 +48,15 @@ def create_optimizer(
     name = full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
+    from timm.optim import create_optimizer_v2
+
+    # For a model timm makes its own groups, as under OpenCLIP.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers)
-    optimizer = _timm_optimizer(groups if own_groups else model, name.removeprefix("timm/"), config)
+    betas = None if config.beta1 is None else (config.beta1, config.beta2)
+    options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
+    options = {option: value for option, value in options.items() if value is not None}
+    options |= {"lr": config.lr, "weight_decay": config.weight_decay}
+    optimizer = create_optimizer_v2(groups if own_groups else model, name.removeprefix("timm/"), **options)
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
             group["lookahead_k"] = config.lookahead_steps
@@ -57,13 +64,13 @@ def create_optimizer(
 
 
 def full_name(config: OptimizerConfig) -> str:
-    """Return the optimizer's name, however it was spelled: ``adamw`` or ``timm/NAME``."""
+    """Return the optimizer's normalized name: ``adamw`` or ``timm/NAME``."""
     name = config.name.lower()
     return "timm/lamb" if name == "lamb" else name
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise UsageError for an optimizer that does not exist, or settings that it does not take."""
+    """Raise UsageError for an optimizer that does not exist, or settings that it does not accept."""
     name = full_name(config)
     if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
@@ -85,25 +92,19 @@ def check_optimizer(config: OptimizerConfig) -> None:
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
     assert config.beta1 is not None and config.beta2 is not None and config.eps is not None, "checked before"
     parameters = [parameter for group in groups for parameter in group["params"]]
+    # On a GPU only the fused optimizer can skip a step without a sync (``guard.py``).
     on_gpu = all(parameter.is_cuda for parameter in parameters)
-    on_cpu = distributed.world_size() == 1 and all(map(_gains_from_fusing, parameters))
-    # On a GPU only the fused one can skip a step without a wait (``guard.py``).
-    fused = on_gpu or on_cpu or None
+    # On a CPU fusing is faster: 6 ms instead of 49 ms a step for the demo model. 16 bits would round differently, and so
+    # would a run with several processes that changes from DDP to ``--fsdp``.
+    full_precision = (torch.float32, torch.float64)
+    on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
+    fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
-def _gains_from_fusing(parameter: nn.Parameter) -> bool:
-    """Return whether torch's default for it is a loop of small operations: 49 ms a step for the demo model, 6 ms fused.
-
-    In 16 bits both round differently. With several processes the default stays, so that a run may change from whole to
-    sharded parameters (``--fsdp``), for which fusing is not tested, without another rounding.
-    """
-    return parameter.is_cpu and parameter.dtype in (torch.float32, torch.float64)
-
-
 def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict[str, Any]]:
-    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally the logit scale alone."""
+    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally one of the logit scale."""
     gains_and_biases, rest, logit_scale = [], [], []
     for name, parameter in itertools.chain.from_iterable(module.named_parameters() for module in modules):
         if not parameter.requires_grad:
@@ -123,55 +124,70 @@ def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_s
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Divide the groups, in order, into those of equal learning rates, with :data:`SCALE`."""
+    """Split the groups, in order, into groups of equal learning rates, with :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
-    divided: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
     for group in groups:
         by_scale: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             by_scale.setdefault(scale_of.get(id(parameter), 1.0), []).append(parameter)
-        divided += [
-            {**group, "params": parameters, "lr": lr * scale, SCALE: scale} for scale, parameters in by_scale.items()
-        ]
-    return divided
+        split += [{**group, "params": found, "lr": lr * scale, SCALE: scale} for scale, found in by_scale.items()]
+    return split
 
 
-def _timm_optimizer(
-    model_or_groups: nn.Module | list[dict[str, Any]], name: str, config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """Build timm's optimizer; for a model timm makes its own groups, as under OpenCLIP."""
-    from timm.optim import create_optimizer_v2
+def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the learning rate over the schedule's of each trained parameter, by its name in the (wrapped) model.
 
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.eps is not None:
-        options["eps"] = config.eps
-    if config.beta1 is not None:
-        options["betas"] = (config.beta1, config.beta2)
-    if config.momentum is not None:
-        options["momentum"] = config.momentum
-    return create_optimizer_v2(model_or_groups, name, **options)
+    In a tower with ``L`` layers and decay ``δ`` it is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for layer ``l``, and
+    1 for the projection and its norm, all times the tower's rate. ``towers``: ``OptimizerConfig.tower_rates``.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_image = {name: name.removeprefix("module.").startswith("visual.") for name in names}
+    parameters = {
+        "image": [name for name in names if is_image[name]],
+        "text": [name for name in names if not is_image[name] and not name.endswith(_OF_NEITHER)],
+    }
+    scales = dict.fromkeys(names, 1.0)
+    for tower, (factor, decay) in towers.items():
+        own = parameters[tower]
+        if not own:
+            raise UsageError(f"--lr-{tower} and --{tower}-layer-decay have no effect: this tower is not trained")
+        depth = dict.fromkeys(own, 0) if decay == 1 else depths(tower, own)
+        scales |= {name: factor * decay ** depth[name] for name in own}
+    return scales
 
 
-# The way of log τ in a run: from OpenCLIP's start value to where the papers' runs end.
-_WAY_OF_LOG_TAU = math.log(0.07 / 0.03)
+def depths(tower: str, names: list[str]) -> dict[str, int]:
+    """Count the layers between each parameter and the end of its tower, which is 0."""
+    found = {name: _LAYER.search(name) for name in names}
+    numbers = sorted({int(match[1]) for match in found.values() if match})
+    if not numbers:
+        raise UsageError(f"--{tower}-layer-decay: no layers found in this tower ({', '.join(names[:3])}, ...)")
+    depth = {number: len(numbers) - place for place, number in enumerate(numbers)}
+    outside = {name: 0 if _AFTER.search(name) or not _BEFORE.search(name) else len(numbers) + 1 for name in names}
+    return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
+
+
+# The range of log τ in a run: from OpenCLIP's initial value to the end of the papers' runs.
+_LOG_TAU_RANGE = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
-# In fewer steps there is nothing to learn.
+# With fewer steps there is nothing to learn.
 _FEWEST_STEPS = 100
 
 
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Return the learning rate of ``log(1/τ)`` where none was given: the loss's, or more in a short run, so that τ arrives.
+    """Return the learning rate of ``log(1/τ)`` if none was given: the loss's, or more in a short run, so that τ converges.
 
-    Adam moves a parameter by at most about its learning rate a step. The papers' rates are for some 10⁵ steps. None stands
-    for the encoders' rate.
+    Adam moves a parameter by about its learning rate a step, and the papers' rates are for some 10⁵ steps. None means the
+    encoders' rate.
     """
     if default is None or total_steps < _FEWEST_STEPS:
         return default
-    return max(default, min(_WAY_OF_LOG_TAU / total_steps, _LARGEST_LOGIT_SCALE_LR))
+    return max(default, min(_LOG_TAU_RANGE / total_steps, _LARGEST_LOGIT_SCALE_LR))
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Return the schedule's learning rate, of which a tower's may be a fraction."""
+    """Return the schedule's learning rate; a tower's rate may be a fraction of it."""
     group = optimizer.param_groups[0]
     return group["lr"] / group.get(SCALE, 1.0)
 
@@ -182,17 +198,13 @@ def create_schedule(
     steps_per_epoch: int,
     logit_scale_lr: float | None,
 ) -> Callable[[int], None]:
-    """Return a function of the optimizer step over the run that sets the learning rates.
+    """Return a function of the run's optimizer step that sets the learning rates.
 
-    The encoders follow OpenCLIP's schedule; a logit scale with a rate of its own keeps it: no warm-up, no decay
-    (docs/methods/fastclip.md).
+    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant: no warm-up, no decay (docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs
     if config.warmup >= steps and not config.skip and distributed.is_master():
-        logging.warning(
-            f"--warmup {config.warmup:,} is as long as the run, {steps:,} steps: the learning rate does not arrive at --lr "
-            f"{config.lr:g}."
-        )
+        logging.warning(f"--warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
     cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
     encoders = compat.create_scheduler(
         config.name,

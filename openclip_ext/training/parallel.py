@@ -1,13 +1,13 @@
-"""The model on several processes: a replica on each (DDP), or its parameters spread over them (FSDP2, ``--fsdp``).
+"""The model on several processes: a replica on each (DDP), or sharded parameters (FSDP2, ``--fsdp``).
 
-The rest of the training knows neither. Here is what differs: clipping gradients, the optimizer's state, the logit scale, and
-a whole model to evaluate.
+The rest of the training does not distinguish them. This file has the differences: clipping, the optimizer's state, the logit
+scale, and the full model for an evaluation.
 """
 
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.config import ParallelConfig
 
-# Optimizers whose step of a number depends on no other number, so that parts of parameters can be stepped.
+# Optimizers that update each element independently, so that they can update shards of parameters.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")
 _LOOKAHEAD = "lookahead_"
 
@@ -32,7 +32,8 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.fsdp:
         return ShardedDataParallel(model, device, config, keep_whole)
-    return replicate(model, device, static_graph=config.static_graph)
+    devices = None if device.type == "cpu" else [device]
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, static_graph=config.static_graph)
 
 
 def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
@@ -40,49 +41,38 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
     if not config.compile or isinstance(model, ShardedDataParallel):
         return model
     if config.grad_checkpointing and distributed.world_size() > 1:
-        # Dynamo's DDP optimizer does not work together with gradient checkpointing (OpenCLIP does the same).
+        # Dynamo's DDP optimizer does not support gradient checkpointing (OpenCLIP does the same).
         torch._dynamo.config.optimize_ddp = False
-    result = torch.compile(model)
-    assert isinstance(result, nn.Module), "compiling a module gives a module"
-    return result
-
-
-def replicate(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
-    """Wrap the model in DistributedDataParallel."""
-    devices = None if device.type == "cpu" else [device]
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, static_graph=static_graph)
+    return cast(nn.Module, torch.compile(model))
 
 
 class ShardedDataParallel(nn.Module):
-    """A model whose parameters, gradients and optimizer state are spread over the processes (FSDP2).
+    """A model whose parameters, gradients and optimizer state are sharded over the processes (FSDP2).
 
-    It replaces DistributedDataParallel: gradients are the mean over the processes. ``state_dict`` and ``load_state_dict`` are
-    the whole model's, under its own names, and all processes must call them.
+    As with DistributedDataParallel, gradients are the mean over the processes. ``state_dict`` and ``load_state_dict`` are the
+    full model's, under its own names. Both are collective: all ranks call them.
 
-    Every ``--precision`` computes what it computes with replicas; gradients of 16-bit parameters are averaged in float32.
-    FSDP2 cannot shard parameters without dimensions (``logit_scale``), so these get one. Gradients are averaged after each
-    micro-batch; otherwise every process would hold whole gradients.
+    Every ``--precision`` computes the same as with replicas; gradients of 16-bit parameters are averaged in float32. FSDP2
+    cannot shard parameters without dimensions (``logit_scale``), so these get one. Gradients are averaged after each
+    micro-batch; otherwise every process would keep full gradients.
 
-    Args:
-        model: sharded in place.
-        device: the process's device.
-        config: the configuration.
-        keep_whole: whether the master keeps a copy on the host to evaluate (see :func:`whole_model`).
-
-    Raises:
-        UsageError: parameters of several types, as ``--precision bf16`` and ``fp16`` have.
+    The model is sharded in place. With ``keep_whole`` rank 0 keeps a copy on the host for :func:`whole_model`. Raises
+    UsageError for parameters of several dtypes, as ``--precision bf16`` and ``fp16`` have.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, config: ParallelConfig, keep_whole: bool) -> None:
         super().__init__()
-        policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model))
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if len(dtypes) > 1:
+            found = ", ".join(sorted(map(str, dtypes)))
+            raise UsageError(f"--fsdp needs one dtype, found {found}: use --precision amp_bf16 or pure_bf16")
+        is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
         # In a list, so that it is no submodule.
-        self._whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
-        self._scalars = _give_scalars_a_dimension(model)
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (distributed.world_size(),)),
-            "mp_policy": policy,
-        }
+        self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
+        self.scalars = _give_scalars_a_dimension(model)
+        mesh = init_device_mesh(device.type, (distributed.world_size(),))
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if config.keep_gathered:
             options["reshard_after_forward"] = False
         for block in blocks_of(model):
@@ -95,70 +85,25 @@ class ShardedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Any]:
         """Call the model, and return ``logit_scale`` (and ``logit_bias``) as 0-d tensors, as without sharding.
 
-        Under autocast a vector with one element would make OpenCLIP's losses float32.
+        Under autocast, a vector of one element would make OpenCLIP's losses float32.
         """
         outputs = self.module(*inputs, **named)
-        return {name: value.reshape(()) if name in self._scalars else value for name, value in outputs.items()}
+        return {name: value.reshape(()) if name in self.scalars else value for name, value in outputs.items()}
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the whole model's state on the master, in host memory; the other processes get the names only."""
+        """Return the full model's state on rank 0, in host memory, and only the names on other ranks."""
         state = self.module.state_dict(*args, **options)
-        return {name: _gathered(value, name in self._scalars) for name, value in state.items()}
+        return {name: _gathered(value, name in self.scalars) for name, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load the whole model's state, which every process must have."""
+        """Load the full model's state, which every process must have."""
         own = self.module.state_dict()
         parts = {name: _scattered(value, own[name]) if name in own else value for name, value in state_dict.items()}
         return self.module.load_state_dict(parts, *args, **options)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return ``optimizer.state_dict()`` with whole tensors: the same as without sharding."""
-        packed = optimizer.state_dict()
-        parameters, scalars = _parameters_of(optimizer), self._scalar_parameters()
-        state = {
-            number: {name: _gathered(value, id(parameters[number]) in scalars) for name, value in values.items()}
-            for number, values in packed["state"].items()
-        }
-        return {**packed, "state": state}
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-        """Load the state of :meth:`optimizer_state_dict`, or of an optimizer of a whole model."""
-        parameters = _parameters_of(optimizer)
-        state = {
-            number: {
-                # ``step`` is one number for the whole parameter.
-                name: value if name == "step" else _scattered(value, parameters[number])
-                for name, value in values.items()
-            }
-            for number, values in packed["state"].items()
-        }
-        optimizer.load_state_dict({**packed, "state": state})
-
-    def _scalar_parameters(self) -> set[int]:
-        return {id(parameter) for name, parameter in self.module.named_parameters() if name in self._scalars}
-
-    @contextlib.contextmanager
-    def whole(self, needed: bool) -> Iterator[nn.Module | None]:
-        """Do what :func:`whole_model` documents."""
-        if not distributed.broadcast_object(needed):
-            yield None
-            return
-        state = self.state_dict()
-        if not distributed.is_master():
-            yield None
-            return
-        if not self._whole:
-            raise RuntimeError("no copy of the model was kept to evaluate: create it with keep_whole=True")
-        model = self._whole[0]
-        model.load_state_dict(state)
-        try:
-            yield model.to(next(self.module.parameters()).device)
-        finally:
-            model.cpu()
-
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what FSDP2 gathers at a time, inner blocks first: transformer blocks, or stages of a CNN and their blocks."""
+    """Return the modules that FSDP2 gathers one by one, inner ones first: transformer blocks, CNN stages and their blocks."""
     blocks = []
     for stack in model.modules():
         if isinstance(stack, nn.Sequential | nn.ModuleList):
@@ -169,98 +114,105 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check_shardable(optimizer: str, has_scaler: bool, has_head: bool) -> None:
-    """Raise UsageError if ``--fsdp`` works neither with the optimizer nor with a gradient scaler and a loss with modules."""
+    """Raise UsageError if ``--fsdp`` does not support the optimizer, or a gradient scaler with projection heads."""
     if optimizer.replace(_LOOKAHEAD, "") not in SHARDABLE_OPTIMIZERS:
-        raise UsageError(
-            f"--fsdp steps parts of parameters, which --opt {optimizer} is not known to allow. Known: "
-            f"{', '.join(SHARDABLE_OPTIMIZERS)}, and timm/{_LOOKAHEAD}NAME of these. Or leave out --fsdp"
-        )
+        known = ", ".join(SHARDABLE_OPTIMIZERS)
+        raise UsageError(f"--fsdp does not support --opt {optimizer}: expected {known} (or timm/{_LOOKAHEAD}NAME)")
     if has_scaler and has_head:
-        raise UsageError(
-            "--fsdp with --precision amp: torch's GradScaler cannot scale sharded parameters (the model's) and whole ones "
-            "(those of the loss) together. Use --precision amp_bf16, or leave out --fsdp"
-        )
-
-
-# --- for any model, sharded or not -----------------------------------------------------------------------------------
+        raise UsageError("--fsdp with projection heads does not support torch's GradScaler: use --precision amp_bf16")
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``, with whole tensors on the master. All processes must call it."""
+    """Return ``optimizer.state_dict()``, with full tensors on rank 0. Collective: all ranks call it."""
+    packed = optimizer.state_dict()
+    if not isinstance(model, ShardedDataParallel):
+        return packed
+    parameters = _parameters_of(optimizer)
+    scalars = {id(parameter) for name, parameter in model.module.named_parameters() if name in model.scalars}
+    state = {
+        number: {name: _gathered(value, id(parameters[number]) in scalars) for name, value in values.items()}
+        for number, values in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """Load the state of :func:`optimizer_state_dict`, of a sharded model or not."""
     if isinstance(model, ShardedDataParallel):
-        return model.optimizer_state_dict(optimizer)
-    return optimizer.state_dict()
+        parameters = _parameters_of(optimizer)
+        state = {
+            number: {
+                # ``step`` is one number for the full parameter.
+                name: value if name == "step" else _scattered(value, parameters[number])
+                for name, value in values.items()
+            }
+            for number, values in packed["state"].items()
+        }
+        packed = {**packed, "state": state}
+    optimizer.load_state_dict(packed)
 
 
-def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of :func:`optimizer_state_dict`, whatever model it was for."""
-    if isinstance(model, ShardedDataParallel):
-        model.load_optimizer_state_dict(optimizer, state)
-    else:
-        optimizer.load_state_dict(state)
+@contextlib.contextmanager
+def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
+    """Yield the unwrapped model, or a copy of a sharded model, on rank 0, and None on other ranks.
 
-
-def whole_model(model: nn.Module, needed: bool) -> contextlib.AbstractContextManager[nn.Module | None]:
-    """Return a context with the unwrapped model, or a copy of a sharded one, on the master, and None on other processes.
-
-    All processes must enter it. It is None on the master, too, unless the model is ``needed`` there to evaluate.
+    Collective: all ranks enter it. It is None on rank 0, too, if the model is not ``needed`` there.
     """
-    if isinstance(model, ShardedDataParallel):
-        return model.whole(needed)
-    return contextlib.nullcontext(compat.unwrap(model) if needed and distributed.is_master() else None)
+    if not isinstance(model, ShardedDataParallel):
+        yield compat.unwrap(model) if needed and distributed.is_master() else None
+        return
+    state = model.state_dict() if distributed.broadcast_object(needed) else None
+    if state is None or not distributed.is_master():
+        yield None
+        return
+    if not model.whole:
+        raise RuntimeError("there is no copy of the model to evaluate: create it with keep_whole=True")
+    (copied,) = model.whole
+    copied.load_state_dict(state)
+    try:
+        yield copied.to(next(model.module.parameters()).device)
+    finally:
+        copied.cpu()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model itself, out of its wrappers; the parameters of a sharded one are this process's parts."""
+    """Return the model without its wrappers; the parameters of a sharded model are this process's shards."""
     model = compat.unwrap(model)
     return model.module if isinstance(model, ShardedDataParallel) else model
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a parameter or gradient, in the same memory."""
+    """Return this process's shard of a parameter or gradient, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as ``torch.nn.utils.clip_grad_norm_``, even if only some gradients are spread over the processes."""
+    """Clip as ``torch.nn.utils.clip_grad_norm_``, even if only some gradients are sharded."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    spread = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
-    if not spread:
+    shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    if not shards:
         nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=2.0)
         return
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    square = distributed.all_reduce_sum(nn.utils.get_total_norm(spread).double().square())
-    if whole:
-        square += nn.utils.get_total_norm(whole).double().square()
+    full = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    square = distributed.all_reduce_sum(nn.utils.get_total_norm(shards).double().square())
+    if full:
+        square += nn.utils.get_total_norm(full).double().square()
     factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in [*spread, *whole]:
+    for gradient in [*shards, *full]:
         gradient.mul_(factor.to(gradient.dtype))
 
 
 @torch.no_grad()
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether all parameters are finite on all processes, which must all call this. Waits for the device."""
+    """Return whether all parameters are finite on all ranks; a sync. Collective: all ranks call it."""
     finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in parameters]).all()
     return not distributed.any_rank(int(not finite))
 
 
-# --- inside ----------------------------------------------------------------------------------------------------------
-
-
-def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
-    types = {parameter.dtype for parameter in model.parameters()}
-    if len(types) > 1:
-        raise UsageError(
-            f"--fsdp needs parameters of one type, the model's are {', '.join(sorted(str(item) for item in types))}: use "
-            "--precision amp_bf16 or pure_bf16"
-        )
-    return torch.float32 if types & {torch.float16, torch.bfloat16} else None
-
-
 def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
-    """Replace 0-d parameters by one-element vectors; returns their names."""
+    """Replace 0-d parameters by vectors of one element; return their names."""
     names = {name for name, parameter in model.named_parameters() if parameter.ndim == 0}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -271,25 +223,25 @@ def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
 
 
 def _gathered(value: Any, is_scalar: bool) -> Any:
-    """Return the whole tensor on the master and None on other processes; return other values as they are."""
+    """Return the full tensor on rank 0 and None on other ranks; return other values as they are."""
     if not isinstance(value, DTensor):
         return value
-    whole = value.full_tensor()
+    full = value.full_tensor()
     if not distributed.is_master():
         return None
-    return whole.reshape(()).cpu() if is_scalar else whole.cpu()
+    return full.reshape(()).cpu() if is_scalar else full.cpu()
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """Return this process's part of a whole tensor, spread as ``like`` is; return other values as they are."""
+    """Return this process's shard of a full tensor, sharded as ``like`` is; return other values as they are."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):
         return value
-    whole = value.to(like.device, like.dtype).reshape(like.shape)
-    return distribute_tensor(whole, like.device_mesh, like.placements)
+    full = value.to(like.device, like.dtype).reshape(like.shape)
+    return distribute_tensor(full, like.device_mesh, like.placements)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in the order in which ``optimizer.state_dict()`` numbers them."""
+    """Return the parameters in the order of their numbers in ``optimizer.state_dict()``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,34 +1,55 @@
-"""The parser of a training's command line: OpenCLIP's flags and ours together. Nothing heavy is imported here.
+"""The parser of a training's command line: OpenCLIP's flags and ours together; and its help. Nothing here imports torch.
 
 The flags of a run come from its configurations (``openclip_ext/cli/options.py``), the flags of the losses from their options.
+``--help`` is short, ``--loss NAME --help`` describes one loss's flags, ``--help-all`` all flags.
 """
 
 import argparse
-from collections.abc import Callable, Collection
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import Option, OptionError, nearest, own_options
+from openclip_ext.cli.options import Option, OptionError, nearest, option_as_words, own_options
 from openclip_ext.losses.options import HARD_SHARE, OPTIONS, SUMMARIES, rho_of
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS
 
+_WIDTH = 100
+_USAGE = "openclip-ext train --loss NAME --train-data SHARDS --model NAME [FLAG ...]"
+_EXAMPLE = """\
+  openclip-ext train --loss queueclip --train-data 'shards/{00000..00331}.tar' --model ViT-B-32 \\
+      --batch-size 128 --epochs 32 --lr 5e-4 --warmup 2000 --name first"""
+_EVERYDAY = {
+    "--loss NAME": "the loss, see below (default: openclip)",
+    "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', or a CSV file",
+    "--model NAME": "OpenCLIP's name of the model (default: RN50)",
+    "--batch-size N": "samples on each GPU in a step (default: 64)",
+    "--epochs N": "epochs of the data (default: 32)",
+    "--lr RATE": "learning rate after the warm-up (default: 5e-4)",
+    "--warmup STEPS": "steps in which the learning rate rises (default: 10000)",
+    "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
+    "--name NAME": "the run writes into LOGS/NAME (--logs LOGS, default: ./logs)",
+    "--resume latest": "continue from the newest checkpoint of this name",
+}
+_MORE = "openclip-ext losses NAME describes a loss. --loss NAME --help describes its flags, --help-all all flags."
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError for a wrong command line, and knows the flags that were added to it directly."""
+    """A parser that raises UsageError for a wrong command line; ``flags`` are those that were added to it directly."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.flags: list[str] = []
         super().__init__(*args, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument, and note its flags."""
+        """Add an argument, and record its flags."""
         self.flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError: the usage that argparse would print before the message is a page long."""
+        """Raise UsageError; argparse would print a page of usage before the message."""
         raise UsageError(message)
 
 
@@ -36,7 +57,7 @@ def build_parser() -> Parser:
     """Return the parser of all flags: first OpenCLIP's (:attr:`Parser.flags`), then ours, in groups."""
     parser = compat.openclip_parser(Parser)
     parser.prog = "openclip-ext train"
-    parser.set_defaults(device=None)  # whether it was given makes a difference
+    parser.set_defaults(device=None)  # to know whether it was given
     add_loss_flags(parser.add_argument_group("loss"))
     for title, options in run_options().items():
         group = parser.add_argument_group(title)
@@ -57,16 +78,20 @@ def run_options() -> dict[str, list[Option]]:
 
 
 def own_flags() -> list[str]:
-    """Return the flags that OpenCLIP does not have, without the opposites of those that are on or off."""
+    """Return the flags that OpenCLIP does not have, without ``--no-`` forms."""
     of_run = [option.flag for options in run_options().values() for option in options]
-    of_losses = [option.flag for option in OPTIONS.values() if not (option.openclip_flag or option.ablation)]
-    return ["--loss", "--recipe", "--loss-option", HARD_SHARE.flag, *of_losses, *of_run]
+    return ["--loss", "--recipe", "--loss-option", *_loss_flags(), *of_run]
+
+
+def _loss_flags() -> list[str]:
+    own = (option for option in OPTIONS.values() if not (option.openclip_flag or option.ablation))
+    return [HARD_SHARE.flag, *(option.flag for option in own)]
 
 
 def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ()) -> None:
-    """Add ``--loss`` and the options of all losses; ``hidden`` ones are parsed, and not in the help.
+    """Add ``--loss`` and the options of all losses; ``hidden`` options are parsed, but not in the help.
 
-    An option that is not given leaves no trace, so that None can be a value.
+    An option that is not given has no attribute, so that None can be a value.
     """
     options = {option.name: option for option in OPTIONS.values() if not option.openclip_flag}
     names = f"one of: {', '.join(SUMMARIES)}, or my.module:METHOD (default: openclip)"
@@ -89,18 +114,18 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of losses that were given out of parsed arguments, and return them by name."""
+    """Remove the given options of losses from parsed arguments, and return them by name."""
     own = [option for option in OPTIONS.values() if not option.openclip_flag]
     return {option.name: arguments.pop(_dest(option)) for option in own if _dest(option) in arguments}
 
 
 def _dest(option: Option) -> str:
-    """Return an option's name among the parsed arguments, where ``eps`` is Adam's."""
+    """Return an option's attribute of the parsed arguments; ``eps`` is Adam's."""
     return option.flag.removeprefix("--").replace("-", "_")
 
 
 class _SetOption(argparse.Action):
-    """``NAME=VALUE`` does what the option's own flag would."""
+    """``--loss-option NAME=VALUE``, equivalent to the option's own flag."""
 
     def __init__(self, options: dict[str, Option], **settings: Any) -> None:
         super().__init__(**settings)
@@ -119,20 +144,18 @@ class _SetOption(argparse.Action):
 
 
 def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **more: Any) -> None:
-    """Add the flag of an option to a parser or a group; ``more`` are arguments of ``add_argument`` that win."""
+    """Add the flag of an option to a parser or a group; ``more`` overrides arguments of ``add_argument``."""
     text = option.help + (f" [{option.symbol}]" if option.symbol else "")
+    settings: dict[str, Any]
     if option.type is bool:
-        # One that is off by default needs no opposite.
-        action: Any = "store_true" if default is False else argparse.BooleanOptionalAction
-        group.add_argument(
-            option.flag, **{"default": default, "action": action, "help": text.replace("%", "%%"), **more}
-        )
-        return
-    if default not in (None, argparse.SUPPRESS):
-        text += f" (default: {default})"
-    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
-    reads = {"type": _parser_of(option), "metavar": metavar, "help": text.replace("%", "%%")}
-    group.add_argument(option.flag, default=default, **{**reads, **more})
+        # A flag that is off by default needs no --no- form.
+        settings = {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
+    else:
+        if default not in (None, argparse.SUPPRESS):
+            text += f" (default: {default})"
+        metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
+        settings = {"type": _parser_of(option), "metavar": metavar}
+    group.add_argument(option.flag, **{"default": default, "help": text.replace("%", "%%"), **settings, **more})
 
 
 def _parser_of(option: Option) -> Callable[[str], Any]:
@@ -140,7 +163,76 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
         try:
             return option.parse(text)
         except ValueError as error:
-            # argparse names the flag.
+            # argparse adds the flag.
             raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.name}=")) from error
 
     return parse_value
+
+
+def print_help(argv: list[str]) -> bool:
+    """Print the help that a command line requests; return whether it requests any."""
+    chosen = chosen_loss(argv)
+    if "--help-all" in argv:
+        parser = build_parser()
+        parser.usage = _USAGE
+        parser.print_help()
+    elif not {"-h", "--help"} & {*argv}:
+        return False
+    elif chosen in SUMMARIES or ":" in (chosen or ""):
+        print(f"The flags of --loss {chosen}, with their defaults:\n\n{_described(str(chosen))}\n\n{_MORE}")
+    else:
+        print(_short())
+    return True
+
+
+def chosen_loss(argv: list[str]) -> str | None:
+    """Return the value of ``--loss``, without parsing other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--loss", nargs="?")
+    return parser.parse_known_args(argv)[0].loss
+
+
+def _short() -> str:
+    """Return an example, the common flags, a line about each loss, and the names of all other flags."""
+    losses = {loss: summary.partition(". ")[0].rstrip(".") for loss, summary in SUMMARIES.items()}
+    of_losses = ["--loss-option NAME=VALUE", "--recipe", *_loss_flags()]
+    of_run = {title: [option.flag for option in options] for title, options in run_options().items()}
+    parts = [
+        f"usage: {_USAGE}",
+        _EXAMPLE,
+        f"Common flags:\n{_in_columns(_EVERYDAY)}",
+        f"Losses:\n{_in_columns(losses)}",
+        f"More flags of ours, for the loss:\n{_wrapped(of_losses)}",
+        *(f"For {title}:\n{_wrapped(flags)}" for title, flags in of_run.items()),
+        f"Flags of OpenCLIP, with the same meaning:\n{_wrapped(build_parser().flags)}",
+        _MORE,
+    ]
+    return "\n\n".join(parts)
+
+
+def _in_columns(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in rows.items())
+
+
+def _described(loss: str) -> str:
+    """Return the options of a loss that OpenCLIP does not have, each with its default as it would be given."""
+    from openclip_ext.losses import registry  # imports torch
+
+    defaults = registry.training_defaults(registry.find_method(loss).name, {})
+    lines = []
+    for option in sorted(OPTIONS.values(), key=lambda option: option.ablation):
+        if option.name not in defaults or option.openclip_flag:
+            continue
+        meaning = option.help + (f" [{option.symbol}]" if option.symbol else "")
+        meaning += f"; one of {', '.join(option.choices)}" if option.choices else ""
+        lines.append("  " + option_as_words(option, defaults[option.name])[0].replace("=", " ", 1))
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) or "  none"
+
+
+def _wrapped(words: Iterable[str]) -> str:
+    """Return flags in lines that never separate a flag from its value."""
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ") or "  none"

@@ -1,8 +1,9 @@
-"""A run of the training program, from the start of its processes to their end."""
+"""A run of the training program: connect the processes, build the parts in the order of the data flow, train, and end."""
 
 import argparse
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -11,27 +12,37 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import say
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import prepare_for
+from openclip_ext.contrastive.similarities import chunk_bytes
+from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.build import build_trainer
-from openclip_ext.training.checkpoint import Checkpoint, Position, Start
-from openclip_ext.training.checks import check, check_device
+from openclip_ext.training import model as models
+from openclip_ext.training import parallel
+from openclip_ext.training.checkpoint import restoring, saving
+from openclip_ext.training.checkpoint.finding import Start, find_start
+from openclip_ext.training.checkpoint.format import Position, RunIdentity
+from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
-from openclip_ext.training.model import BuiltModel, build_model, loading_line, with_loss_options
+from openclip_ext.training.model import BuiltModel
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.runtime.reporting import Reporter
-from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
+from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
+from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
 from openclip_ext.training.validation import build_evaluators, run_evaluators
 
 
 def run(config: TrainingConfig) -> None:
-    """Do what :func:`openclip_ext.training.main.main` documents; importing this file takes seconds."""
+    """Run a configuration; see :func:`openclip_ext.training.main.main`. Importing this file takes seconds."""
     add_model_configs()
     signals.end_with_torchrun()
     compat.set_backends()
@@ -42,72 +53,187 @@ def run(config: TrainingConfig) -> None:
     handlers = list(logging.root.handlers)
     try:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
-        config = with_loss_options(for_processes(config, date, **vars(processes)))
+        config = models.with_loss_options(for_processes(config, date, **vars(processes)))
         config = replace(config, loading=replace(config.loading, pin_memory=device.type == "cuda"))
         _refuse_other_flags(run_folder.settings(config.stored_flags, config.loss.options))
         check(config)
         with (
             heartbeat.watched(config.rank_patience),
             run_folder.opened(config.folder) as folder,
-            run_folder.synchronised(config.folder),
+            run_folder.synchronized(config.folder),
         ):
-            start = ckpt.find_start(config.resume, config.folder)
-            built = build_model(config.model, device, config.loading.seed)
+            start = find_start(config.resume, config.folder)
+            built = models.build_model(config.model, device, config.loading.seed)
             if config.data is None:
-                _evaluate_only(config, built, folder, start.checkpoint)
+                _evaluate_only(config, built, folder, start)
             else:
                 _train(config, built, folder, start)
     except SystemExit:
-        distributed.barrier()  # a launcher ends all processes when one has left, and the master may have files to copy
+        distributed.barrier()  # launchers kill all processes once one exits; rank 0 may still be copying files
         raise
     except Exception as error:
         _log_failure(error, keep=handlers)
         raise
     finally:
-        _close_log(keep=handlers)
+        # So that ``main`` can be called again in the same process.
+        for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+            logging.root.removeHandler(handler)
+            handler.close()
         distributed.shutdown()
 
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
-    """Raise UsageError on all ranks if one was started with other flags; paths may be others on each node."""
-    first, *others = distributed.all_gather_object(
-        {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
-    )
+    """Raise UsageError on all ranks if one has different flags; paths may differ between nodes. Collective."""
+    compared = {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
+    first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
         if differing:
-            told = f"rank {rank} was started with other flags than rank 0 (in brackets): {', '.join(differing)}"
-            raise UsageError(f"{told}. Start all ranks with the same")
+            raise UsageError(f"rank {rank} needs the flags of rank 0 (in brackets): {', '.join(differing)}")
 
 
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     trainer = build_trainer(config, built, folder, start)
     has_steps_left = trainer.position.epoch < config.length.epochs
     try:
-        trainer.fit(start.checkpoint is not None and ckpt.lacks_evaluation(folder, trainer.position))
+        lacks = distributed.on_master(lambda: restoring.lacks_evaluation(folder, trainer.position))
+        trainer.fit(evaluate_first=start.checkpoint is not None and lacks)
     finally:
         trainer.reporter.close()
     if folder is not None and distributed.is_master() and has_steps_left:
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
-        line = loading_line(config.model, built.model, folder, last)
-        with contextlib.suppress(OSError):  # the run is saved, even if nobody reads this any more
-            print(f"To load the model in stock OpenCLIP:\n  {line}", flush=True)  # the log's last words are of the run
+        line = models.loading_line(config.model, built.model, folder, last)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"To load the model in stock OpenCLIP:\n  {line}", flush=True)
 
 
-def _evaluate_only(
-    config: TrainingConfig, built: BuiltModel, folder: Path | None, checkpoint: Checkpoint | None
-) -> None:
-    """Measure the model (``--pretrained`` or ``--resume``) and end, as OpenCLIP does without training data."""
-    evaluators = [item.evaluator for item in build_evaluators(config.evaluation, built, config.step)]
+def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> Trainer:
+    """Build the parts of a training, restore them from the checkpoint if there is one, and write the run's settings."""
+    assert config.data is not None
+    loader = build_train_loader(
+        config.data,
+        config.loading,
+        preprocess=built.images.transform,
+        tokenizer=built.tokenizer,
+        decoder=built.images.decode,
+    )
+    steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
+    steps = steps_per_epoch * config.length.epochs
+    loss_config = models.for_training(config.loss, steps, bool(config.model.weights))
+    defaults = dict(loss_config.options.items() - config.loss.options.items())
+    if defaults and distributed.is_master():
+        logging.info(f"Defaults of the loss in this training: {defaults}.")
+    config = replace(config, loss=loss_config)
+    loss = models.build_loss(
+        config.loss, config.model.name, built.model, loader.num_samples, built.device, loader.source.reference
+    )
+    check_combination(config, loss, distributed.world_size())
+    model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
+    temperature_lr = loss.logit_scale_lr
+    if "lr_tau" not in config.loss.given:
+        temperature_lr = logit_scale_lr(temperature_lr, steps)
+        if temperature_lr != loss.logit_scale_lr:
+            logging.info(
+                f"lr_tau is {temperature_lr:.3g}, not {loss.logit_scale_lr:g}: the run has only {steps:,} steps."
+            )
+    optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
+    scaler = gradient_scaler(config.step.precision, built.device)
+    identity = RunIdentity(
+        model=config.model.name,
+        loss=config.loss.name,
+        num_samples=loader.num_samples,
+        global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
+        seed=config.loading.seed,
+        optimizer=full_name(config.optimizer),
+        data=loader.source.index_digest,
+        settings=run_folder.settings(config.stored_flags, config.loss.options),
+    )
+    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
+    ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
+    settings = StepSettings.of(config.step, built.device, built.images.normalize)
+    step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
+    if start.checkpoint is not None:
+        saved = (start.checkpoint.shared or {}).get("parts", {})
+        for name, part in stateful_parts(step, loader).items():
+            part.load_state_dict(saved.get(name, {}))
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
+    if distributed.is_master():
+        if changed := restoring.changed_settings(start.checkpoint, identity):
+            logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
+        if steps_left <= 0:
+            logging.info(f"Nothing is left to train: the checkpoint has epoch {position.epoch}, see --epochs.")
+        if warning := other_batch(config, identity.global_batch, distributed.world_size()):
+            logging.warning(warning)
+        if folder is not None:
+            _begin_folder(config, folder, position, start, trains=steps_left > 0)
+        _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
+    return Trainer(
+        step=step,
+        loader=loader,
+        schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
+        length=config.length,
+        policy=config.saving,
+        identity=identity,
+        reporter=Reporter(folder, config.reporting, position.step + steps_left, steps_per_epoch, config.stored_flags),
+        evaluators=build_evaluators(config.evaluation, built, config.step),
+        position=position,
+    )
+
+
+def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
+    """Prepare the model for the loss, and wrap it for the processes."""
+    weights = config.model.weights
+    if is_fresh and weights:
+        models.load_pretrained_heads(loss, weights)
+    keeps_own = bool(weights) and "temperature" not in config.loss.given and loss.learns_logit_scale
+    prepare_for(loss, built.model, set_logit_scale=is_fresh and not keeps_own)
+    return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
+
+
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
+    """Write the run's settings, and cut the folder's content to the position of the run."""
+    checkpoints = folder / "checkpoints"
+    if trains or start.checkpoint is None:
+        run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
+        models.write_model_config(config.model, folder)
+    if start.checkpoint is None:
+        (folder / run_folder.SAVED).unlink(missing_ok=True)
+    restoring.cut_logs(folder, position)
+    for unreadable in start.unreadable:
+        saving.set_aside(unreadable)
+    saving.remove_leftovers(checkpoints)
+    if start.checkpoint is not None:
+        # The run may have been killed between its last save and the removal of older checkpoints.
+        saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
+    if config.copy_codebase:
+        run_folder.copy_codebase(folder)
+
+
+def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
+    batch = identity.global_batch
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = sum(loss.state_size()) / 2**20
+    similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
+    candidates = loss.views * (batch - 1) + 1
+    logging.debug(f"Model:\n{model}")
+    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logging.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} an epoch, {epochs} epochs")
+    logging.info(f"Loss {identity.loss}: state {state:.1f} MiB a rank, similarities {similarities:.1f} MiB a step")
+    logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
+
+
+def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
+    """Evaluate the model (``--pretrained`` or ``--resume``), as OpenCLIP does without training data."""
+    evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
     weights: str | Path | None = config.model.weights
-    if checkpoint is not None:
-        ckpt.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
+    if (checkpoint := start.checkpoint) is not None:
+        restoring.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
         position, weights = checkpoint.position, checkpoint.path
     if distributed.is_master():
         heads = read_heads(weights) if weights else None
         if not weights:
-            logging.warning("Neither --train-data nor --pretrained nor --resume: this measures an untrained model.")
+            logging.warning("Without --train-data, --pretrained and --resume, this evaluates an untrained model.")
         metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
@@ -116,7 +242,7 @@ def _evaluate_only(
 
 
 def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write into the run's log why it ended; the terminal gets it from whoever catches the error."""
+    """Write the error to the run's log only; the caller prints it."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
     logging.root.filter(record)
@@ -125,15 +251,8 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
             handler.handle(record)
 
 
-def _close_log(keep: list[logging.Handler]) -> None:
-    """Leave logging as it was, so that ``main`` can be called again in the same process."""
-    for handler in [handler for handler in logging.root.handlers if handler not in keep]:
-        logging.root.removeHandler(handler)
-        handler.close()
-
-
 def program(config: TrainingConfig) -> None:
-    """Run with messages for errors that a user can mend, not tracebacks; exit status 2 for a wrong command line, else 1."""
+    """Run with messages instead of tracebacks for errors that a user can fix; exit 2 for a wrong command line, else 1."""
     try:
         run(config)
     except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:
@@ -142,10 +261,7 @@ def program(config: TrainingConfig) -> None:
     except RuntimeError as error:
         if not distributed.is_lost_peer(error) or config.folder.debug:
             raise
-        print(
-            "error: another rank has ended, and says why; --resume latest goes on from the last checkpoint",
-            file=sys.stderr,
-        )
+        say("error: another rank failed; see its error. --resume latest continues from the last checkpoint", sys.stderr)
         raise SystemExit(1) from error
     except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and config.folder.debug:

@@ -1,15 +1,12 @@
-"""Slips at the keyboard, and flags of related programs: found before argparse says something that does not help.
-
-Nothing heavy is imported here.
-"""
+"""Typing mistakes, and flags of related programs: found before argparse, whose messages would not help."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 # What word processors and web pages make of ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
-# Flags that only these programs have, and what does the same here.
-_OF_OTHERS = {
+# Flags that only these programs have, and the equivalent here.
+_OTHER_PROGRAMS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
         "multiply-tau": "--loss fastclip, or fastclip-v0 without it",
@@ -41,45 +38,37 @@ _OF_OTHERS = {
         "skip-aggregate": "nothing: the losses gather as the papers do",
     },
 }
-_OURS = {flag: (program, ours) for program, flags in _OF_OTHERS.items() for flag, ours in flags.items()}
+_OURS = {flag: (program, ours) for program, flags in _OTHER_PROGRAMS.items() for flag, ours in flags.items()}
 
 
 def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word that was typed otherwise than meant.
-
-    Args:
-        argv: The command line.
-        known: All flags of the program.
-    """
+    """Raise ValueError for the first word with a typing mistake; ``known`` are all flags of the program."""
     if argv[:1] == ["help"]:
         raise ValueError("help: --help lists the flags")
     for word in argv:
-        for problem in _slips(word, known):
-            raise ValueError(problem)
+        if problem := _slip(word, known):
+            raise ValueError(f"{word}: {problem}")
 
 
-def _slips(word: str, known: Collection[str]) -> Iterator[str]:
+def _slip(word: str, known: Collection[str]) -> str | None:
     if word[:1] in tuple(_DASHES) or (word.startswith("-") and word.lstrip("-")[:1] in tuple(_DASHES)):
-        yield f"{word}: this dash is not the minus sign of a keyboard, as after copying from a document; type --"
+        return "this dash is not the minus sign of a keyboard: type --"
     if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
-        yield f"{word}: these quotes are not those of a keyboard, as after copying from a document; type ' or \""
+        return "these quotes are not those of a keyboard: type ' or \""
     if word in ("-help", "-?"):
-        yield f"{word}: --help lists the flags"
-    if not word.startswith("--"):
-        return
+        return "--help lists the flags"
     flag = word.partition("=")[0]
+    if not word.startswith("--") or flag in known:
+        return None
     plain = flag[2:].replace("_", "-").lower()
-    if flag in known:
-        return
     if plain in _OURS:
         program, ours = _OURS[plain]
-        yield f"{flag} is a flag of {program}; here: {ours}"
-    if f"--{plain}" in known:
-        yield f"there is no {flag}; did you mean --{plain}?"
+        return f"a flag of {program}; here: {ours}"
+    return f"unknown flag; did you mean --{plain}?" if f"--{plain}" in known else None
 
 
 def refuse_expanded_pattern(unknown: Sequence[str]) -> None:
-    """Raise ValueError if words that no flag takes look like files: the shell has expanded a pattern without quotes."""
+    """Raise ValueError if words without a flag are files: the shell has expanded a pattern without quotes."""
     if unknown and all(re.search(r"\.(tar(\.\w+)?|tgz|csv|tsv)$", word) for word in unknown):
         raise ValueError(
             f"{unknown[0]} and {len(unknown) - 1} more words belong to no flag: the shell has expanded a pattern. Quote it, "

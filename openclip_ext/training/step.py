@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward, update; with gradient accumulation that equals the large batch."""
+"""One optimizer step: forward, loss, backward, update. Gradient accumulation is exact: equal to one large batch."""
 
 import contextlib
 import functools
@@ -25,34 +25,21 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step computes.
-
-    Attributes:
-        device: the device of the batches.
-        input_dtype: type of the images, from OpenCLIP's ``--precision``; None: as loaded.
-        autocast: makes the autocast context.
-        grad_clip_norm: largest gradient norm, or None.
-        normalize: from a batch of images in uint8 to float32, or None where they come as floats.
-    """
+    """How a step computes."""
 
     device: torch.device
-    input_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None  # of the images; None: as loaded
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
-    normalize: Callable[[Tensor], Tensor] | None = None
+    normalize: Callable[[Tensor], Tensor] | None = None  # from uint8 images to float32; None: images are floats
 
     @classmethod
     def of(
         cls, config: StepConfig, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None
     ) -> "StepSettings":
-        """Return the settings for a device, and for images that ``normalize`` turns into floats."""
-        return cls(
-            device=device,
-            input_dtype=open_clip.get_input_dtype(config.precision),
-            autocast=compat.autocast_context(config.precision, device),
-            grad_clip_norm=config.grad_clip_norm,
-            normalize=normalize,
-        )
+        """Return the settings for a device, and for images that ``normalize`` converts to floats."""
+        dtype, autocast = open_clip.get_input_dtype(config.precision), compat.autocast_context(config.precision, device)
+        return cls(device, dtype, autocast, config.grad_clip_norm, normalize)
 
 
 def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -60,60 +47,45 @@ def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScale
     return torch.amp.GradScaler(device=device.type) if precision == "amp" else None
 
 
+@dataclass(eq=False)
 class TrainStep:
-    """Runs optimizer steps.
+    """The optimizer steps of a training.
 
-    Args:
-        model: OpenCLIP model returning a dictionary, possibly wrapped (see ``training/parallel.py``) or compiled.
-        loss: a loss of this package, moved to the device.
-        optimizer: over the parameters of the model and of the loss's head.
-        settings: see ``StepSettings``.
-        scaler: gradient scaler for float16, or None.
-        ema: average of the model's weights, or None.
-
-    Attributes:
-        guard: makes sure that a step that is not finite changes nothing, and reports such steps.
+    The model returns a dictionary, and may be wrapped (``training/parallel.py``) or compiled. The loss is on the device. The
+    optimizer updates the parameters of the model and of the loss's projection heads.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: ContrastiveLoss,
-        optimizer: torch.optim.Optimizer,
-        settings: StepSettings,
-        scaler: torch.amp.GradScaler | None = None,
-        ema: ModelEma | None = None,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.settings = settings
-        self.scaler = scaler
-        self.ema = ema
-        self._logit_scale = parallel.unwrap(model).get_parameter(LOGIT_SCALE)
-        head = loss.model_head()
+    model: nn.Module
+    loss: ContrastiveLoss
+    optimizer: torch.optim.Optimizer
+    settings: StepSettings
+    scaler: torch.amp.GradScaler | None = None
+    ema: ModelEma | None = None
+
+    def __post_init__(self) -> None:
+        self._logit_scale = parallel.unwrap(self.model).get_parameter(LOGIT_SCALE)
+        head = self.loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.guard = StepGuard(model, loss)
+        self.guard = StepGuard(self.model, self.loss)
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
-        """Take one optimizer step on one or more micro-batches; it changes nothing if it is not finite.
+        """Take one optimizer step on one or more micro-batches, and return the loss's terms, detached.
 
-        Args:
-            batches: micro-batches of ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image,
-                ``text`` ``(b, L)``, ``index`` ``(b,)``, and where the loss needs them ``caption_hash`` ``(b,)`` and the
-                reference model's embeddings, ``reference_image`` and ``reference_text`` ``(b, d)``.
-            number: number of the step, for the report of :attr:`guard`.
-
-        Returns:
-            The loss's terms, detached.
+        A micro-batch has ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image, ``text`` ``(b, L)``,
+        ``index`` ``(b,)``, and if the loss needs them ``caption_hash`` ``(b,)`` and the reference model's embeddings,
+        ``reference_image`` and ``reference_text`` ``(b, d)``. The guard reports the step by its ``number``.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()
-        terms, outputs = self._one_batch(batches[0]) if len(batches) == 1 else self._cached_features(batches)
-        # Images that were normalized here came as integers, which are finite.
+        if len(batches) == 1:
+            outputs = self._forward(batches[0])
+            terms = self._terms_after_backward(outputs, batches)
+        else:
+            terms, outputs = self._cached_features(batches)
+        # Images that are normalized here were integers, which are finite.
         images = [batch["image"] for batch in batches] if self.settings.normalize is None else []
         outcome = self._update(images, outputs)
         self.guard.finish(outcome, number, index)
@@ -135,49 +107,52 @@ class TrainStep:
             outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, batch["text"])
         return {name: value for name, value in outputs.items() if value is not None}
 
-    def _terms(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
-        index = _joined(batches, "index")
+    def _terms_after_backward(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
         more: dict[str, Any] = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
         if REFERENCE_KEYS[0] in batches[0]:
             more["reference"] = tuple(_joined(batches, name) for name in REFERENCE_KEYS)
         self.guard.before_loss()
         with self.settings.autocast():
-            return self.loss(**outputs, **more, index=index, output_dict=True)
-
-    def _one_batch(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the loss's terms and the model's outputs, after the backward pass."""
-        outputs = self._forward(batch)
-        terms = self._terms(outputs, [batch])
-        self._scaled(_total(terms)).backward()
-        return terms, outputs
+            terms = self.loss(**outputs, **more, index=_joined(batches, "index"), output_dict=True)
+        total = functools.reduce(torch.add, terms.values())
+        (total if self.scaler is None else self.scaler.scale(total)).backward()
+        return terms
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Accumulate gradients exactly: the loss is called once, on all features (GradCache, Gao et al. 2021).
 
-        A first forward pass gives the features without a graph, and the loss their gradients. A second one of each
-        micro-batch, with the same random numbers, passes its share of the gradients to the parameters.
+        A first forward pass gives the features without a graph, and the loss their gradients. A second pass of each
+        micro-batch, with the same random numbers, passes its part of the gradients to the parameters.
         """
         outputs, generators = self._features_without_graph(batches)
-        inputs = {name: _leaf(value) for name, value in outputs.items()}
-        terms = self._terms(inputs, batches)
-        self._scaled(_total(terms)).backward()
+        inputs = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in outputs.items()}
+        terms = self._terms_after_backward(inputs, batches)
         gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
         first = 0
-        for number, batch in enumerate(batches):
-            is_last = number == len(batches) - 1
-            count = len(batch["text"])
-            generators[number].replay()
-            with self._synchronised_only_if(is_last):
-                self._backward_share(self._forward(batch), gradients, slice(first, first + count), is_last)
-            first += count
+        for batch, (cpu, cuda) in zip(batches, generators, strict=True):
+            is_last = batch is batches[-1]
+            rows = slice(first, first + len(batch["text"]))
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self.settings.device)
+            # DDP averages the gradients over the ranks once, with the last micro-batch.
+            with contextlib.nullcontext() if is_last else getattr(self.model, "no_sync", contextlib.nullcontext)():
+                outputs = self._forward(batch)
+                names = [name for name in gradients if outputs[name].requires_grad and (is_last or name not in SCALARS)]
+                parts = [gradients[name] if name in SCALARS else gradients[name][rows] for name in names]
+                parts = [part.to(outputs[name].dtype) for name, part in zip(names, parts, strict=True)]
+                torch.autograd.backward([outputs[name] for name in names], parts)
+            first = rows.stop
         return terms, inputs
 
     @torch.no_grad()
-    def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list["_GeneratorState"]]:
-        outputs, generators = [], []
+    def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list[Any]]:
+        """Return the outputs for all micro-batches, and the states of the random generators before each."""
+        outputs, generators, device = [], [], self.settings.device
         with frozen_batchnorm_statistics(self.model):
             for batch in batches:
-                generators.append(_GeneratorState(self.settings.device))
+                cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+                generators.append((torch.get_rng_state(), cuda))
                 outputs.append(self._forward(batch))
         joined = {
             name: outputs[0][name] if name in SCALARS else torch.cat([output[name] for output in outputs])
@@ -185,31 +160,12 @@ class TrainStep:
         }
         return joined, generators
 
-    def _backward_share(
-        self, outputs: dict[str, Tensor], gradients: dict[str, Tensor], rows: slice, with_scalars: bool
-    ) -> None:
-        tensors, shares = [], []
-        for name, gradient in gradients.items():
-            if not outputs[name].requires_grad or (name in SCALARS and not with_scalars):
-                continue
-            tensors.append(outputs[name])
-            share = gradient if name in SCALARS else gradient[rows]
-            shares.append(share.to(outputs[name].dtype))
-        torch.autograd.backward(tensors, shares)
-
-    def _synchronised_only_if(self, synchronised: bool) -> AbstractContextManager:
-        """Let DDP average the gradients over the ranks once, with the last micro-batch."""
-        no_sync = getattr(self.model, "no_sync", None)
-        return contextlib.nullcontext() if synchronised or no_sync is None else no_sync()
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
     def _average_head_gradients(self) -> None:
-        """Average the gradients of the loss's head over the ranks, as DDP does the model's."""
+        """Average the gradients of the loss's projection heads over the ranks, as DDP does with the model's."""
         if not self._head_parameters or distributed.world_size() == 1:
             return
-        gradients = [_gradient(parameter) for parameter in self._head_parameters]
+        gradients = [parameter.grad for parameter in self._head_parameters if parameter.grad is not None]
+        assert len(gradients) == len(self._head_parameters), "called after the backward pass"
         mean = distributed.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))
         mean /= distributed.world_size()
         parts = mean.split([gradient.numel() for gradient in gradients])
@@ -217,7 +173,6 @@ class TrainStep:
             gradient.copy_(part.view_as(gradient))
 
     def _update(self, images: list[Tensor], outputs: dict[str, Tensor]) -> StepOutcome:
-        """Update the parameters, if the gradients are finite."""
         self._average_head_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -237,14 +192,9 @@ class TrainStep:
 
 
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Return the model's outputs for a loss of two views of each image.
+    """Return the model's outputs for two views of each image, ``(B, 2, 3, H, W)``, encoded as one batch without text.
 
-    Args:
-        model: OpenCLIP model returning a dictionary, possibly wrapped. It gets all views as one batch, and no text.
-        images: ``(B, 2, 3, H, W)``.
-
-    Returns:
-        The outputs with the first views' embeddings as ``image_features`` and the second views' as ``text_features``.
+    The first views' embeddings are ``image_features``, and the second views' ``text_features``.
     """
     outputs = model(images.flatten(0, 1), None)
     features = outputs["image_features"].unflatten(0, images.shape[:2])
@@ -252,34 +202,4 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:
-    """Join an entry of all micro-batches; None if they have none."""
     return torch.cat([batch[name] for batch in batches]) if name in batches[0] else None
-
-
-def _total(terms: dict[str, Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms.values())
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "called after the backward pass"
-    return parameter.grad
-
-
-def _leaf(value: Tensor) -> Tensor:
-    """Return a detached tensor that collects a gradient, if its type can have one."""
-    value = value.detach()
-    return value.requires_grad_() if value.is_floating_point() else value
-
-
-class _GeneratorState:
-    """The state of torch's random generators before a forward pass."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def replay(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)

@@ -1,4 +1,4 @@
-"""Evaluation during training: the evaluator protocol, what the flags ask for, and OpenCLIP's validation."""
+"""Evaluation during training: the evaluator protocol, the evaluators of the flags, and OpenCLIP's validation."""
 
 import logging
 import math
@@ -23,44 +23,33 @@ from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
 RECALL_AT = (1, 5, 10)
-# Metrics of which the least is the best.
+# Parts of the names of metrics whose smallest value is the best.
 _LESS_IS_BETTER = ("loss", "rank")
 
 
 class Evaluator(Protocol):
-    """Anything that measures a model. The trainer knows evaluators only as this."""
+    """A measurement of a model. The trainer knows evaluators only as this."""
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         ...
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure the model, which is in evaluation mode and outside DDP; only the master calls it."""
+        """Measure the model, which is in evaluation mode and unwrapped; only rank 0 calls it."""
         ...
 
 
-@dataclass(frozen=True)
-class ScheduledEvaluator:
-    """An evaluator and how often it runs: every ``every`` epochs and after the last one; never with 0."""
-
-    evaluator: Evaluator
-    every: int
-
-    def is_due(self, completed_epochs: int, epochs: int) -> bool:
-        """Return whether it runs after so many epochs of a run of ``epochs``."""
-        return self.every > 0 and (completed_epochs % self.every == 0 or completed_epochs == epochs)
+# An evaluator, and the number of epochs between its runs; 0 means never.
+ScheduledEvaluator = tuple[Evaluator, int]
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build what is asked for, in OpenCLIP's order; only the master builds (and runs) any."""
+    """Build the evaluators of the flags, in OpenCLIP's order; only rank 0 builds (and runs) any."""
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
-    folders = (
-        ("imagenet", "--imagenet-val", config.imagenet_val),
-        ("imagenetv2", "--imagenet-v2", config.imagenet_v2),
-    )
+    folders = ("imagenet", "--imagenet-val", config.imagenet_val), ("imagenetv2", "--imagenet-v2", config.imagenet_v2)
     imagenet = {
         name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
         for name, flag, folder in folders
@@ -68,29 +57,24 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     }
     if imagenet:
         zero_shot = ImageNetZeroShot(imagenet, built.tokenizer, built.device, step.precision)
-        evaluators.append(ScheduledEvaluator(zero_shot, config.imagenet_every))
-    loading: dict[str, Any] = {"preprocess": built.preprocess_val, "tokenizer": built.tokenizer}
-    loading |= {"batch_size": config.batch_size, "workers": config.workers}
+        evaluators.append((zero_shot, config.imagenet_every))
+    loading: dict[str, Any] = {"batch_size": config.batch_size, "workers": config.workers}
+    loading |= {"preprocess": built.preprocess_val, "tokenizer": built.tokenizer}
     if config.val_data is not None:
         validation = Validation(build_eval_loader(config.val_data, **loading), built.device, step.precision)
-        evaluators.append(ScheduledEvaluator(validation, config.val_every))
+        evaluators.append((validation, config.val_every))
     if config.suite is not None and config.suite_data is not None:
         try:
             from openclip_ext.evaluation.suite import build_suite
         except ImportError as error:
-            raise UsageError(
-                f"--eval-suite needs the package {error.name}: pip install 'openclip_ext[eval]'"
-            ) from error
+            raise UsageError(f"--eval-suite needs {error.name}: pip install 'openclip_ext[eval]'") from error
         suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
-        evaluators += [ScheduledEvaluator(item, config.suite_every) for item in suite]
+        evaluators += [(evaluator, config.suite_every) for evaluator in suite]
     return evaluators
 
 
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
-    """Run evaluators one after another; one that fails is logged and costs nothing but its own numbers.
-
-    With ``must_succeed`` a failure ends the program, as nothing else is to be done.
-    """
+    """Run evaluators; a failure is logged, and only that evaluator's metrics are missing. ``must_succeed``: raise it."""
     model = compat.unwrap(model)
     was_training = model.training
     model.eval()
@@ -102,7 +86,7 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
             except Exception:
                 if must_succeed:
                     raise
-                logging.exception(f"The evaluation {evaluator.name} failed; training goes on without it.")
+                logging.exception(f"The evaluation {evaluator.name} failed; training continues without it.")
     finally:
         model.train(was_training)
     return metrics
@@ -128,7 +112,7 @@ class Validation:
             if "logits" in output and "labels" in output:  # CoCa's captions
                 caption_losses += float(F.cross_entropy(output["logits"].permute(0, 2, 1), output["labels"])) * size
             count += size
-            # On the host: the features of a large validation set do not fit beside the model.
+            # On the host: the device may have no memory for the features of a large validation set.
             images.append(image.cpu())
             texts.append(text.cpu())
         if count == 0:
@@ -141,7 +125,7 @@ class Validation:
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
     """Compute the rank (from 1) and recall of the paired item, both ways, under OpenCLIP's names: ``image_to_text_R@1`` ...
 
-    Row ``i`` of the texts belongs to image ``i``; :func:`ranks_of_best_match` says how ties count.
+    Row ``i`` of the texts belongs to image ``i``. For ties see :func:`ranks_of_best_match`.
     """
     metrics = {}
     directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
@@ -156,15 +140,14 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
-    """Return whether an evaluation is better than all earlier ones of the run, or the first; without metrics it is not.
+    """Return whether an evaluation is the first one or better than all earlier ones, which ``results.jsonl`` has.
 
-    It reads what the evaluations wrote down in ``checkpoints/``, so that a resume needs no state. Of losses and ranks the
-    least is the best, of others the largest.
+    The smallest loss or rank is the best, and the largest value of other metrics. Without metrics it is not the best.
     """
     if not metrics:
         return False
     if metric not in metrics:
-        logging.warning(f"--keep-best {metric}: this evaluation has no such metric, but {', '.join(metrics)}")
+        logging.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
         return False
     sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
     lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]

@@ -45,7 +45,10 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         (["--gpu-memory", "0.01"], "warning  memory: 1 ranks: a GPU needs"),
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: saved at the ends of epochs only"),
-        (["--loss", "fastclip", "--dataset-resampled"], "ERROR    --dataset-resampled draws samples with replacement"),
+        (
+            ["--loss", "fastclip", "--dataset-resampled"],
+            "ERROR    --dataset-resampled: --loss fastclip needs each",
+        ),
         (
             ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],
             "ERROR    nothing is left",

@@ -16,7 +16,7 @@ from openclip_ext.evaluation.datacomp import parse_args
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.model import write_model_config
 from openclip_ext.training.runtime.run_folder import write_settings
 from tests.training.commands import config_of

@@ -50,13 +50,13 @@ def slow_down() -> None:
             self.is_asked = True
             handle(number, frame)
 
-        def agreed(self, now=False):
+        def poll_ranks(self, now=False):
             self.steps += 1
             time.sleep(float(os.environ.get("PACE", "0")))
             deadline = time.monotonic() + 100
             while is_held(self.steps) and not self.is_asked and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return super().agreed(now)
+            return super().poll_ranks(now)
 
     def step(self, batches, number=0, take=TrainStep.__call__):
         terms = take(self, batches, number)

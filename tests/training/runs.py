@@ -75,10 +75,10 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
     calls = itertools.count(1)
 
     class Terminating(trainer.SignalRequests):
-        def agreed(self, now=False):
+        def poll_ranks(self, now=False):
             if next(calls) == stop_after:
                 signal.raise_signal(signal.SIGTERM)
-            return super().agreed(now)
+            return super().poll_ranks(now)
 
     with mock.patch.object(trainer, "SignalRequests", Terminating):
         try:

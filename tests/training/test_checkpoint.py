@@ -14,8 +14,9 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
-from openclip_ext.training import checkpoint as ckpt
-from openclip_ext.training.checkpoint import Position, RunIdentity
+from openclip_ext.training.checkpoint import finding, restoring, saving
+from openclip_ext.training.checkpoint import format as ckpt
+from openclip_ext.training.checkpoint.format import Position, RunIdentity
 from tests.training.runs import contents, flip_a_bit
 
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)
@@ -37,7 +38,7 @@ class SmallLoss(ContrastiveLoss):
 
 def save(folder: Path, position: Position, name: str | None = None) -> Path:
     content = {"epoch": position.epoch, "name": "run", "step": position.step, "optimizer": {}}
-    return ckpt.save(
+    return saving.save(
         folder,
         name or ckpt.checkpoint_name(position),
         {**content, "state_dict": {"weight": torch.full((10,), float(position.step))}},
@@ -57,11 +58,11 @@ def test_names_sort_in_openclips_natural_order():
 
 
 def test_latest_is_the_newest_one(tmp_path):
-    assert ckpt.scan(tmp_path).newest is None
+    assert finding.scan(tmp_path).newest is None
     save(tmp_path, Position(1, 10))
     newest = save(tmp_path, Position(1, 14, 4))
-    assert ckpt.scan(tmp_path).newest == newest
-    assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == ckpt.scan(tmp_path).newest
+    assert finding.scan(tmp_path).newest == newest
+    assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == finding.scan(tmp_path).newest
 
 
 @pytest.mark.parametrize("crash_after", range(8))
@@ -83,15 +84,15 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     with pytest.raises(Killed) if crash_after < 7 else contextlib.nullcontext():
         save(tmp_path, Position(2, 20), name=ckpt.LATEST)
     monkeypatch.undo()
-    latest = ckpt.read(ckpt.scan(tmp_path).newest)
+    latest = ckpt.read(finding.scan(tmp_path).newest)
     assert latest.position.step == (10 if crash_after < 7 else 20)
     assert float(latest.model_file["state_dict"]["weight"][0]) == latest.position.step
     loss = SmallLoss(10, 0.0)
-    ckpt.restore_loss(latest, loss)
+    restoring.restore_loss(latest, loss)
     assert loss.table.read(torch.tensor([3])).tolist() == [[latest.position.step]] * 2
     # And the next save cleans up after the killed one.
     save(tmp_path, Position(3, 30), name=ckpt.LATEST)
-    assert ckpt.read(ckpt.scan(tmp_path).newest).position.step == 30
+    assert ckpt.read(finding.scan(tmp_path).newest).position.step == 30
     assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -113,18 +114,18 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
     save(tmp_path, Position(2, 20))
     DAMAGES[damage](tmp_path / file)
     before = contents(tmp_path)
-    assert ckpt.scan(tmp_path).newest == good
-    assert (damage, file) == ("gone", "epoch_2.pt") or "Passing over a checkpoint" in caplog.text
+    assert finding.scan(tmp_path).newest == good
+    assert (damage, file) == ("gone", "epoch_2.pt") or "Checkpoint skipped: " in caplog.text
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "but a list"),
-        ({"state_dict": {}, "epoch": "three"}, "expected state_dict and epoch"),
-        ({"epoch": 9}, "expected state_dict and epoch"),
-        ({"epoch": 9, "state_dict": {1: 2}}, "expected state_dict and epoch"),
+        ([1, 2], "found list"),
+        ({"state_dict": {}, "epoch": "three"}, "expected state_dict and epoch, found"),
+        ({"epoch": 9}, "expected state_dict and epoch, found"),
+        ({"epoch": 9, "state_dict": {1: 2}}, "expected state_dict and epoch, found"),
         ({"epoch": 9, "state_dict": {}, "step": 7}, "the checkpoint is incomplete"),
         (Path(), "holds more than tensors and plain types, and was not opened"),
     ],
@@ -132,7 +133,7 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
 def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):
     good = save(tmp_path, Position(1, 10))
     torch.save(content, tmp_path / "epoch_9.pt")
-    assert ckpt.scan(tmp_path).newest == good
+    assert finding.scan(tmp_path).newest == good
     assert message in caplog.text
 
 
@@ -140,16 +141,16 @@ def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):
 def test_generators_that_no_save_writes_are_refused_by_name(tmp_path, generators):
     checkpoint = ckpt.read(save(tmp_path, Position(1, 10)))
     torch.save({"random": generators}, checkpoint.rank_files[0])
-    with pytest.raises(UsageError, match=r"rank_0000\.pt holds no random generators as a save writes them \([KV]"):
-        ckpt.restore_loss(checkpoint, SmallLoss(10, 0.0))
+    with pytest.raises(UsageError, match=r"rank_0000\.pt has no valid state of the random generators \([KV]"):
+        restoring.restore_loss(checkpoint, SmallLoss(10, 0.0))
 
 
 @pytest.mark.parametrize("key", ["model", "loss", "optimizer", "num_samples", "seed", "global_batch"])
 def test_another_runs_checkpoint_is_refused_by_name(tmp_path, key):
     checkpoint = ckpt.read(save(tmp_path, Position(1, 14, 4)))
-    ckpt.check_identity(checkpoint, IDENTITY, keeps_samples=False)
+    restoring.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=f"{key}: checkpoint {vars(IDENTITY)[key]}, run 77"):
-        ckpt.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
+        restoring.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
 
 
 def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_refused(tmp_path):
@@ -157,15 +158,15 @@ def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_r
     wide, loss = SmallLoss(4, 0.0).double(), SmallLoss(4, 0.0)
     wide.table.write(torch.tensor([3, 4]), values, torch.ones(2, dtype=torch.bool))
     content = {"epoch": 1, "name": "run", "step": 10, "optimizer": {}, "state_dict": {}}
-    checkpoint = ckpt.read(ckpt.save(tmp_path, "epoch_1", content, wide, Position(1, 10), IDENTITY))
-    ckpt.restore_loss(checkpoint, loss)
+    checkpoint = ckpt.read(saving.save(tmp_path, "epoch_1", content, wide, Position(1, 10), IDENTITY))
+    restoring.restore_loss(checkpoint, loss)
     assert torch.equal(loss.table.read(torch.tensor([3, 4])), values)
     for other, message in (
         (ContrastiveLoss(), r"state of \['table'\], this run's loss keeps \[\]"),
         (SmallLoss(5, 0.0), r"epoch_1\.pt has the state of a loss with other options"),
     ):
         with pytest.raises(UsageError, match=message):
-            ckpt.restore_loss(checkpoint, other)
+            restoring.restore_loss(checkpoint, other)
 
 
 def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
@@ -186,14 +187,17 @@ def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
     good = save(tmp_path, Position(1, 10))
     save(tmp_path, Position(2, 20)).rename(tmp_path / "best.pt")
     before = contents(tmp_path)
-    found = ckpt.scan(tmp_path)
+    found = finding.scan(tmp_path)
     assert found.newest == good
-    assert "epoch_2.state has no epoch_2.pt beside it" in caplog.text
-    ckpt.remove_leftovers(tmp_path, spared=found.unreadable)
-    assert contents(tmp_path) == before
+    assert "epoch_2.state has no epoch_2.pt next to it" in caplog.text
+    for path in found.unreadable:
+        saving.set_aside(path)
+    saving.remove_leftovers(tmp_path)
+    renamed = {name.replace(".state/", ".state.unreadable/") if "_2" in name else name for name in before}
+    assert contents(tmp_path).keys() == renamed
     good.unlink()
     with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
-        ckpt.scan(tmp_path)
+        finding.scan(tmp_path)
 
 
 @pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
@@ -203,12 +207,12 @@ def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, 
 
     good, other = save(tmp_path, Position(1, 10)), save(tmp_path, Position(0, 4, 4))
     before = {name for name in contents(tmp_path) if name.startswith(good.stem)}
-    for removal in (lambda: ckpt.remove(other), lambda: ckpt.remove_leftovers(tmp_path)):
+    for removal in (lambda: saving.remove(other), lambda: saving.remove_leftovers(tmp_path)):
         with monkeypatch.context() as patched:
             patched.setattr(*((shutil, "rmtree") if killed_in == "rmtree" else (Path, "unlink")), kill)
             with pytest.raises(Killed):
                 removal()
-        assert ckpt.scan(tmp_path).newest == good
+        assert finding.scan(tmp_path).newest == good
     assert caplog.text == ""
-    ckpt.remove_leftovers(tmp_path)
+    saving.remove_leftovers(tmp_path)
     assert set(contents(tmp_path)) == before

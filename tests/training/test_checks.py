@@ -13,7 +13,7 @@ from tests.training.runs import run, small_command
 
 def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="needs the package wandb, which is not installed: pip install wandb"):
+    with pytest.raises(UsageError, match="needs the package wandb: pip install wandb"):
         run(small_command(shards, tmp_path, "run", "openclip", "--report-to", "wandb"))
 
 
@@ -37,9 +37,9 @@ LOCKED = "--lock-image --lock-text --lock-text-freeze-layer-norm --temperature-s
         ("queueclip", f"{RESNET} {LOCKED}", "nothing is left to train"),
         ("openclip", "--model-ema-decay 0.9 --loss cliplite", "would not average"),
         ("siglip", "--equal-captions mask", "--equal-captions: not used by the loss 'siglip'.*without labels"),
-        ("fastclip", "--dataset-resampled", "--dataset-resampled draws samples with replacement"),
+        ("fastclip", "--dataset-resampled", "--dataset-resampled: --loss fastclip needs each sample once"),
         ("openclip", "--eval-suite quick --eval-data-dir /nothing", "nothing"),
-        ("openclip", "--keep-best top1", "--keep-best needs an evaluation"),
+        ("openclip", "--keep-best top1", "--keep-best needs --logs, and an evaluation"),
     ],
 )
 def test_what_the_model_the_loss_or_the_data_cannot_do_is_told(shards, tmp_path, loss, flags, message):
@@ -75,7 +75,7 @@ def test_the_program_prints_a_sentence(tmp_path):
     assert result.returncode == 2
     first, *_, last = result.stderr.strip().splitlines()
     assert "importing PyTorch and OpenCLIP" in first
-    assert last == "error: --train-data: none of the 1 files is there, the first is no.csv"
+    assert last == "error: --train-data: none of the 1 files exists, the first is no.csv"
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())
 

@@ -77,11 +77,11 @@ def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, ca
     load_pretrained_heads(loss, str(checkpoint))
     stored = read_heads(checkpoint).state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loss.projections.state_dict().items())
-    with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run's are.*'projection_dim': 32"):
+    with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run has.*'projection_dim': 32"):
         load_pretrained_heads(create_loss("cliplite", embed_dim=64, projection_dim=32), str(checkpoint))
     with caplog.at_level(logging.WARNING):
         load_pretrained_heads(create_loss("openclip"), str(checkpoint))
-    assert "holds heads of the kind 'cliplite', which this loss leaves out" in caplog.text
+    assert "has projection heads 'cliplite', which this loss does not use" in caplog.text
     load_pretrained_heads(create_loss("openclip"), "laion2b")
 
 

@@ -181,7 +181,7 @@ def check_refusal(message: str | None, text: str, before: dict[str, bytes], afte
 def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes], after: dict[str, bytes]) -> None:
     differs = differing(run_folder, whole)
     assert [item for item in differs if item not in LOGS or not is_said(item, text, run_folder, whole)] == []
-    passed_over = re.findall(r"Passing over a checkpoint.*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
+    passed_over = re.findall(r"Checkpoint skipped: .*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
     if not passed_over:
         resumed = re.search(r"Resuming from .*/(epoch_\w+)\.pt", text)
         assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no word on {NEWEST}"

@@ -61,7 +61,7 @@ def test_the_help_has_every_flag_with_the_losses_defaults(capsys):
     assert {"--local-loss", "--train-data", "--aug-cfg", "--save-every-steps", "--recipe"} <= set(short.split())
     assert len(short.splitlines()) < 90 and max(map(len, short.splitlines())) <= 125
     whole = " ".join(help_of(capsys, "--help-all").split())
-    for part in ("--prototypes INT number of prototypes [m]", "--local-loss calculate loss w/ local", "--fsdp spread"):
+    for part in ("--prototypes INT number of prototypes [m]", "--local-loss calculate loss w/ local", "--fsdp shard"):
         assert part in whole
     assert "main.py" not in whole and "--alpha-gradient" not in short + whole
 
@@ -70,7 +70,7 @@ def test_the_help_of_a_loss_describes_its_flags_only(capsys):
     shown = help_of(capsys, "--help", "--loss=neuclip")
     assert "--restart-every 500" in shown and "--gamma" not in shown and "--train-data" not in shown
     assert "none" in help_of(capsys, "--loss", "siglip", "-h")
-    assert "Flags that everybody needs" in help_of(capsys, "--help", "--loss", "unknown")
+    assert "Common flags" in help_of(capsys, "--help", "--loss", "unknown")
 
 
 def test_every_field_of_a_configuration_names_a_flag_with_its_default():

@@ -15,7 +15,7 @@ from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened
@@ -89,7 +89,7 @@ def test_ranks_with_other_flags_are_named(tmp_path: Path):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     said = two_ranks().run(train_with_other_flags, argv, group=False)
     assert said[0] == said[1]
-    assert "rank 1 was started with other flags than rank 0 (in brackets): batch_size 4" in said[0]
+    assert "rank 1 needs the flags of rank 0 (in brackets): batch_size 4" in said[0]
 
 
 def read_checkpoint(folder: Path, **change: object) -> None:
@@ -114,7 +114,7 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int: not as a save"),
+        (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int$"),
         (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
         (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),
         (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),

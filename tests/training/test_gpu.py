@@ -9,7 +9,8 @@ from torch import nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
-from openclip_ext.training import checkpoint, parallel
+from openclip_ext.training import parallel
+from openclip_ext.training.checkpoint.format import random_state, set_random_state
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
@@ -77,9 +78,9 @@ def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
 
 @on_each_device
 def test_a_resume_finds_the_devices_generator(device):
-    state = checkpoint.random_state()
+    state = random_state()
     drawn = torch.rand(5, device=device)
-    checkpoint.set_random_state(state)
+    set_random_state(state)
     assert torch.equal(torch.rand(5, device=device), drawn)
 
 

@@ -98,7 +98,7 @@ def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp
     torch.save(content, tmp_path / "stock.pt")
     argv = small_command(shards, tmp_path, "continued", "neuclip", "--resume", str(tmp_path / "stock.pt"))
     assert run(argv) == 0
-    assert "starts afresh" in caplog.text
+    assert "starts from scratch" in caplog.text
     assert [step for step, *_ in losses_of(tmp_path / "continued")] == list(range(5, 10))
 
 
@@ -117,7 +117,7 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     argv += ["--temperature-max", "0.5", "--wd", "0.9", "--beta1", "0.5"]
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
     told = "beta1 0.5 (before: 0.9); rho 6.5 (before: 3.0); temperature_max 0.5 (before: 1.0); wd 0.9 (before: 0.2)."
-    assert f"The run goes on with other settings: {told}" in caplog.text
+    assert f"The run continues with other settings: {told}" in caplog.text
     assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["options"]["rho"] == 6.5
     caplog.clear()
     assert run(argv) == 0
@@ -137,7 +137,7 @@ def test_state_of_each_sample_is_not_used_for_other_data(shards, tmp_path, caplo
     with pytest.raises(UsageError, match="data: checkpoint"):
         run([*fastclip, "--train-data", others])
     assert run([*neuclip, "--train-data", others]) == 0
-    assert "other data of as many samples" in caplog.text
+    assert "other data of the same size" in caplog.text
     with pytest.raises(UsageError, match="was trained on other data"):
         load_run(tmp_path / "fastclip", "epoch_1.pt", train_data=others)
 
@@ -150,7 +150,7 @@ def test_an_evaluation_that_fails_ends_a_program_that_does_nothing_else(shards, 
     monkeypatch.setattr(Validation, "run", fail)
     with pytest.raises(RuntimeError, match="the data server is down"):
         run(evaluation(tmp_path, "run", "--val-data", shards, "--logs", "none"))
-    assert "this measures an untrained model" in caplog.text
+    assert "this evaluates an untrained model" in caplog.text
 
 
 @contextmanager
@@ -184,10 +184,10 @@ def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
 
 def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
     class Asking(trainer.SignalRequests):
-        def agreed(self, now=False):
+        def poll_ranks(self, now=False):
             if (call := next(calls)) == 3:
                 signal.raise_signal(signal.SIGUSR1)
-            request = super().agreed(now)
+            request = super().poll_ranks(now)
             if call == 4:
                 saved.extend(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
             return request

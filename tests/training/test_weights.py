@@ -12,11 +12,18 @@ from torch import nn
 from openclip_ext import model_configs
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.training import checkpoint as ckpt
+from openclip_ext.training.checkpoint import format as ckpt
+from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
-from openclip_ext.training.lr_scales import depths, lr_scales
-from openclip_ext.training.optimizer import SCALE, create_optimizer, create_schedule, logit_scale_lr
+from openclip_ext.training.optimizer import (
+    SCALE,
+    create_optimizer,
+    create_schedule,
+    depths,
+    logit_scale_lr,
+    lr_scales,
+)
 from openclip_ext.training.validation import is_best
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
@@ -160,7 +167,7 @@ def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
     content = {"epoch": 1, "name": "stock", "state_dict": model.state_dict(), "optimizer": stock.state_dict()}
     torch.save(content, tmp_path / "epoch_1.pt")
     identity = ckpt.RunIdentity("linear", "openclip", "adamw", 40, 8, 0)
-    ckpt.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, model, optimizer, None, ContrastiveLoss())
+    restoring.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, model, optimizer, None, ContrastiveLoss())
     assert optimizer.param_groups[0]["fused"] is True
     before = model.weight.detach().clone()
     optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
@@ -183,7 +190,7 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # its own line does not count
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
-    assert "no such metric, but top5" in caplog.text
+    assert "no such metric in this evaluation, found: top5" in caplog.text
 
 
 # --- together --------------------------------------------------------------------------------------------------------

@@ -1,17 +1,17 @@
-"""Checkpoints: a model file for OpenCLIP, and beside it a folder with the rest of what an exact resume needs.
+"""Checkpoints: a model file for OpenCLIP, and next to it a folder with the rest of what an exact resume needs.
 
-``epoch_K.pt`` (``epoch_K_step_S.pt`` in mid-epoch, ``epoch_latest.pt`` for ``--save-most-recent``) is OpenCLIP's
-dictionary. The folder of the same name with ``.state`` has a sub-folder named by the step::
+``epoch_K.pt`` (``epoch_K_step_S.pt`` mid-epoch, ``epoch_latest.pt`` for ``--save-most-recent``) is OpenCLIP's dictionary. The
+folder of the same name with ``.state`` has a subfolder named by the step::
 
     epoch_3.pt
-    epoch_3.state/step_1200/shared.pt       the same on all ranks: loss, position
+    epoch_3.state/step_1200/shared.pt       equal on all ranks: loss, position
     epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators
-    epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its part of a table of per-sample state
+    epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its shard of a table of per-sample state
     epoch_3.state/step_1200/checksums.json  SHA-256 of all of these and of epoch_3.pt
-    epoch_3.lora/                           with --lora-rank: the adapter for peft, which no resume needs
+    epoch_3.lora/                           with --lora-rank: the adapter for peft; no resume needs it
 
-A save writes everything under temporary names, and renames the state folder first and the model file last. Until that last
-rename the old checkpoint is complete. A resume verifies the checksums.
+A save writes temporary files. It renames the state folder first and the model file last. Until that last rename the old
+checkpoint is complete. A resume verifies the checksums.
 """
 
 import hashlib
@@ -33,50 +33,33 @@ from openclip_ext.files.schema import read_as
 
 LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
-UNREADABLE = ".unreadable"
 ADAPTER = ".lora"
 NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
-_BLOCK = 1 << 22
 _MAX_RANKS = 10**5
 
 
 @dataclass
 class Position:
-    """The position of a run in its steps. What the loader has handed out is the loader's state.
+    """The position of a run in its steps; the loader's state has the position in the data."""
 
-    Attributes:
-        epoch: number of completed epochs.
-        step: optimizer steps of the run.
-        step_in_epoch: optimizer steps of the current epoch.
-        samples: samples that the run was trained on; a resume may change how many a step has.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    step_in_epoch: int = 0
-    samples: int = 0
+    epoch: int = 0  # completed epochs
+    step: int = 0  # optimizer steps of the run
+    step_in_epoch: int = 0  # optimizer steps of the current epoch
+    samples: int = 0  # that the run was trained on; a resume may change the batch size
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint must have in common with the run that resumes from it.
-
-    Attributes:
-        model, loss, optimizer: names.
-        num_samples, data: size of the index space, and :attr:`openclip_ext.data.sources.source.Source.index_digest`.
-        global_batch: samples of an optimizer step.
-        seed: the run's seed.
-        settings: ``run_folder.settings``, which may differ; a warning tells where.
-    """
+    """What a checkpoint must have in common with the run that resumes from it."""
 
     model: str
     loss: str
     optimizer: str
-    num_samples: int
-    global_batch: int
+    num_samples: int  # size of the index space
+    global_batch: int  # samples of an optimizer step
     seed: int
-    data: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest
+    settings: dict[str, Any] = field(default_factory=dict)  # may differ; the differences are logged
 
 
 @dataclass
@@ -93,11 +76,11 @@ class _Shared:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk; ``shared`` is None if stock OpenCLIP has written it."""
 
     path: Path
     model_file: dict[str, Any]
-    shared: dict[str, Any] | None  # None: a checkpoint of stock OpenCLIP
+    shared: dict[str, Any] | None
     rank_files: tuple[Path, ...] = ()
 
     @property
@@ -105,11 +88,6 @@ class Checkpoint:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
         return Position(**self.shared["position"])
-
-    @property
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """The states of the run's parts by name; none of stock OpenCLIP's."""
-        return {} if self.shared is None else self.shared["parts"]
 
 
 def checkpoint_name(position: Position) -> str:
@@ -120,7 +98,7 @@ def checkpoint_name(position: Position) -> str:
 
 
 def table_file(rank_file: Path, table: str) -> Path:
-    """Return the path of a rank's part of a table, given the rank's other file."""
+    """Return the path of a rank's shard of a table, given the rank's other file."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
@@ -132,7 +110,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
     weights = model_file.get("state_dict")
     if not isinstance(weights, dict) or set(map(type, weights)) - {str} or not isinstance(model_file.get("epoch"), int):
         keys = ", ".join(str(key) for key in list(model_file)[:5])
-        raise UsageError(f"{path} holds no training checkpoint (keys: {keys}; expected state_dict and epoch)")
+        raise UsageError(f"{path} is no training checkpoint: expected state_dict and epoch, found {keys}")
     step = model_file.get("step")
     if step is None:
         return Checkpoint(path, model_file, shared=None)
@@ -141,7 +119,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
     try:
         read_as(_Shared, shared, str(folder / "shared.pt"))
     except ValueError as error:
-        raise UsageError(f"{error}: not as a save writes it") from error
+        raise UsageError(str(error)) from error
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(min(shared["world_size"], _MAX_RANKS)))
     files = [*ranks, *(table_file(rank, table) for rank in ranks for table in shared["tables"]), folder / CHECKSUMS]
     missing = [file.name for file in files if not file.is_file()]
@@ -151,25 +129,24 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare every file of a checkpoint with its checksum, if there are any; raise UsageError for one that differs."""
+    """Compare every file of a checkpoint with its checksum, if it has any; raise UsageError if one differs."""
     if checkpoint.shared is None:
         return
     folder = checkpoint.rank_files[0].parent
     try:
         expected = json.loads((folder / CHECKSUMS).read_text())
-        files = {
-            checkpoint.path if name == checkpoint.path.name else folder / name: expected[name] for name in expected
-        }
-        if checkpoint.path not in files:
-            raise ValueError(f"{CHECKSUMS} is of another checkpoint")
+        path = checkpoint.path
+        files = {path if name == path.name else folder / name: expected[name] for name in expected}
+        if path not in files:
+            raise ValueError(f"{CHECKSUMS} belongs to a different checkpoint")
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
             found = dict(zip(files, pool.map(checksum, files), strict=True))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot verify {checkpoint.path}: {error}") from error
-    damaged = [file.name for file in files if found[file] != files[file]]
-    if damaged:
-        raise UsageError(f"{checkpoint.path} is damaged: {', '.join(damaged)} is not as it was written (checksum)")
+    corrupt = [file.name for file in files if found[file] != files[file]]
+    if corrupt:
+        raise UsageError(f"{checkpoint.path} is corrupt: checksum mismatch in {', '.join(corrupt)}")
 
 
 def load(path: Path, mmap: bool = False) -> dict[str, Any]:
@@ -177,7 +154,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: the checkpoint is incomplete") from error
-    except Exception as error:  # torch.load raises many kinds for a damaged file
+    except Exception as error:  # torch.load raises many kinds for a corrupt file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
             reason = "it is empty, cut off, or no file of torch.save"
@@ -185,7 +162,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
             reason = one_line(error)
         raise UsageError(f"cannot read {path}: {reason}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no training checkpoint, but a {type(content).__name__}")
+        raise UsageError(f"{path}: expected a checkpoint dictionary, found {type(content).__name__}")
     return content
 
 
@@ -193,7 +170,7 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
 

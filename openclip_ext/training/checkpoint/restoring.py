@@ -16,14 +16,8 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.schema import read_as
 from openclip_ext.state.table_files import open_table
 from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint.format import (
-    Checkpoint,
-    Position,
-    RunIdentity,
-    load,
-    set_random_state,
-    table_file,
-)
+from openclip_ext.training.checkpoint import format as ckpt
+from openclip_ext.training.checkpoint.format import Checkpoint, Position, RunIdentity
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.lora import UNMERGED, is_adapted
 from openclip_ext.training.optimizer import HYPERPARAMETERS
@@ -38,24 +32,18 @@ def restore(
     scaler: torch.amp.GradScaler | None,
     loss: ContrastiveLoss,
 ) -> Position:
-    """Load a checkpoint into the parts of a run, and return where it goes on; without one it begins.
+    """Load a checkpoint, if there is one, into the parts of a run, and return the run's position.
 
-    ``steps_per_epoch`` positions an OpenCLIP checkpoint, which has epochs only.
-
-    Raises:
-        UsageError: the checkpoint is of another run.
+    ``steps_per_epoch`` positions an OpenCLIP checkpoint, which has epochs only. Raises UsageError for a different run's.
     """
     if checkpoint is None:
         return Position()
     check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
-    content = unmerged(checkpoint, model)
+    content, path = unmerged(checkpoint, model), checkpoint.path
     if "optimizer" not in content:
-        raise UsageError(
-            f"{checkpoint.path} has the model alone, as best.pt does: to continue the run give --resume latest, to start "
-            f"another one from this model --pretrained {checkpoint.path}"
-        )
-    load_model(model, content.get(TRAINED_KEY, content["state_dict"]), checkpoint.path)
-    _load_optimizer(model, optimizer, content.get("optimizer"), checkpoint.path)
+        raise UsageError(f"{path} has the model alone: continue with --resume latest, or give --pretrained {path}")
+    load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
+    _load_optimizer(model, optimizer, content["optimizer"], path)
     if scaler is not None and "scaler" in content:
         scaler.load_state_dict(content["scaler"])
     restore_loss(checkpoint, loss)
@@ -76,14 +64,10 @@ def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
     return content | content.get(UNMERGED, {})
 
 
-# Of a parameter group: how the update is computed, not what it is.
-_IMPLEMENTATION = ("fused", "foreach", "capturable")
-
-
 def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> None:
-    """Load its state; the settings stay those of this run's command line, and the implementation that of its device."""
+    """Load the optimizer state; keep this run's hyperparameters and its device's implementation."""
     own = optimizer.param_groups[0]
-    implementation = {name: own[name] for name in _IMPLEMENTATION if name in own}
+    implementation = {name: own[name] for name in ("fused", "foreach", "capturable") if name in own}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
     try:
         state = read_as(dict[str, Any], saved, "it")
@@ -91,15 +75,15 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
         state["param_groups"] = [group | implementation for group in groups]
         parallel.load_optimizer_state_dict(model, optimizer, state)
         for group, settings in zip(optimizer.param_groups, asked, strict=True):
-            if not settings.keys() <= group.keys():
-                raise ValueError(f"it has no {', '.join(sorted(settings.keys() - group.keys()))}: another optimizer's")
+            if missing := settings.keys() - group.keys():
+                raise ValueError(f"it has no {', '.join(sorted(missing))}, so it belongs to another optimizer")
             group.update(settings)
     except (KeyError, ValueError) as error:
         raise UsageError(f"the optimizer state in {path} does not fit this run: {error}") from error
 
 
 def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
-    """Restore the average of the weights, or begin it with those of the (restored) model; None without a decay."""
+    """Restore the average of the weights, or start it from the (restored) model; None without a decay."""
     if decay is None:
         return None
     ema = ModelEma(model, decay)
@@ -107,28 +91,21 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
     if TRAINED_KEY in content:
         ema.load_state_dict(content["state_dict"])
     elif checkpoint is not None:
-        logging.warning(f"{checkpoint.path} has no average of the weights: it begins here.")
+        logging.warning(f"{checkpoint.path} has no average of the weights: the average starts here.")
     return ema
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove what was logged beyond the checkpoint, and an evaluation that is in one of the logs only: these come again."""
-    evaluated = not _lacks_evaluation(folder, position)
-    json_lines.truncate(
-        folder / "metrics.jsonl",
-        lambda line: line.get("step", math.inf) < position.step + ("evaluation" in line and evaluated),
-    )
-    json_lines.truncate(
-        folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < position.epoch + evaluated
-    )
+    """Remove what was logged beyond the checkpoint, and an evaluation that only one log has: the run repeats both."""
+    evaluated = not lacks_evaluation(folder, position)
+    metrics, results = folder / "metrics.jsonl", folder / "checkpoints" / "results.jsonl"
+    steps, epochs = position.step, position.epoch + evaluated
+    json_lines.truncate(metrics, lambda line: line.get("step", math.inf) < steps + ("evaluation" in line and evaluated))
+    json_lines.truncate(results, lambda line: line.get("epoch", 0) < epochs)
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
-    """Return whether the run was stopped between an epoch's checkpoint and its evaluation, as the master sees its files."""
-    return bool(distributed.broadcast_object(distributed.is_master() and _lacks_evaluation(folder, position)))
-
-
-def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
+    """Return whether the run stopped between an epoch's checkpoint and its evaluation."""
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
     results = json_lines.read(folder / "checkpoints" / "results.jsonl")
@@ -137,31 +114,24 @@ def _lacks_evaluation(folder: Path | None, position: Position) -> bool:
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
-    """Raise UsageError, with every difference, if a checkpoint is of another run.
+    """Raise UsageError, with every difference, if a checkpoint belongs to a different run than the one that resumes.
 
-    Args:
-        checkpoint: the checkpoint.
-        identity: the identity of the run that resumes. In mid-epoch the global batch must agree, too.
-        keeps_samples: whether the loss has a state for each sample, which is useless for other data.
+    Only mid-epoch must the global batch agree. ``keeps_samples``: the loss has per-sample state, useless for other data.
     """
     if checkpoint.shared is None:
         return
     found, asked = checkpoint.shared["identity"], asdict(identity)
     compared = {key for key, value in asked.items() if value is not None and found.get(key) is not None} - {"settings"}
     if checkpoint.position.step_in_epoch == 0:
-        compared.discard("global_batch")  # between epochs the batch may change
+        compared.discard("global_batch")
     if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
         compared.discard("data")
-        logging.warning(
-            f"{checkpoint.path} was trained on other data of as many samples: the run goes on with new ones."
-        )
-    differences = [
-        f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in sorted(compared) if found[key] != asked[key]
-    ]
-    if differences:
+        logging.warning(f"{checkpoint.path} was trained on other data of the same size: continuing with new data.")
+    differing = [key for key in sorted(compared) if found[key] != asked[key]]
+    if differing:
+        differences = "; ".join(f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in differing)
         raise UsageError(
-            f"{checkpoint.path} is of another run ({'; '.join(differences)}). "
-            "Resume with the same settings, or start a new run under another --name"
+            f"{checkpoint.path} belongs to a different run ({differences}). Use the same settings, or another --name"
         )
 
 
@@ -181,36 +151,28 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     """Load the loss's state and this rank's random generators, which the data order does not depend on.
 
-    With another number of ranks than at the save, per-sample state is split anew, and generators stay as they are.
+    If the number of ranks has changed, per-sample state is sharded again, and the generators stay as they are.
     """
-    if checkpoint.shared is None:
-        logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts afresh.")
+    shared, ranks = checkpoint.shared, checkpoint.rank_files
+    if shared is None:
+        logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts from scratch.")
         return
-    parts = {
-        name: [open_table(table_file(file, name)) for file in checkpoint.rank_files]
-        for name in checkpoint.shared["tables"]
-    }
-    loss.restore_state(checkpoint.shared["loss"], parts, checkpoint.path)
-    if checkpoint.shared["world_size"] == distributed.world_size():
-        file = checkpoint.rank_files[distributed.rank()]
-        generators = load(file).get("random", {})
+    parts = {name: [open_table(ckpt.table_file(file, name)) for file in ranks] for name in shared["tables"]}
+    loss.restore_state(shared["loss"], parts, checkpoint.path)
+    if shared["world_size"] == distributed.world_size():
+        file = ranks[distributed.rank()]
+        generators = ckpt.load(file).get("random", {})
         try:
-            set_random_state(generators)
+            ckpt.set_random_state(generators)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UsageError(f"{file} holds no random generators as a save writes them ({error!r})") from error
+            raise UsageError(f"{file} has no valid state of the random generators ({error!r})") from error
 
 
-def load_model(
-    model: torch.nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path = "the checkpoint"
-) -> None:
-    """Load weights into a model, both with or without DistributedDataParallel's prefix ``module.``.
-
-    Raises:
-        UsageError: they do not fit the model; the message names the source.
-    """
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
+    """Load weights, wrapped (``module.``) or not, into a model, wrapped or not; raise UsageError if they do not fit."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:
         model.load_state_dict({name.removeprefix("module."): value for name, value in state_dict.items()})
     except RuntimeError as error:
-        raise UsageError(f"{source} is of another model: {one_line(error)}") from error
+        raise UsageError(f"{source} belongs to another model: {one_line(error)}") from error

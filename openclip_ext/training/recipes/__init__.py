@@ -1,9 +1,8 @@
 """Recipes: the papers' settings as data.
 
-``--recipe cc3m --loss neuclip`` puts :meth:`Recipe.argv` in front of the user's own flags, which therefore win.
-``python -m openclip_ext.training.recipes`` lists them. ``recipes.json`` holds them: for each data set its size and the
-common flags, and for each loss the source, its options, the flags that differ (null: OpenCLIP's default), the published
-results by table, and notes on what the source leaves open. Reading recipes needs no torch.
+``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's own flags, which therefore override it.
+``python -m openclip_ext.training.recipes`` lists them. ``recipes.json`` has for each data set its size and the common flags,
+and for each loss the source, options, flags that differ (null: OpenCLIP's default), published results and notes.
 """
 
 import json
@@ -25,19 +24,12 @@ _KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "s
 
 @dataclass(frozen=True)
 class Result:
-    """A published number.
-
-    Attributes:
-        metric: what was measured, as the table's column calls it.
-        value: in percent.
-        source: paper and table.
-        spread: standard deviation over the paper's runs with different seeds, or None for a single run.
-    """
+    """A published number: ``metric`` as the table's column names it, ``value`` and ``spread`` (over seeds) in percent."""
 
     metric: str
     value: float
+    spread: float | None
     source: str
-    spread: float | None = None
 
     def __str__(self) -> str:
         spread = "" if self.spread is None else f" ± {self.spread:.2f}"
@@ -46,36 +38,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The published settings of one loss on one data set, as a command line.
-
-    Attributes:
-        dataset: the name ``--recipe`` takes.
-        loss: the name ``--loss`` takes.
-        openclip_flags: OpenCLIP's flags without the leading hyphens; True stands for a flag without a value, a list for
-            several values, a dictionary for several of NAME=VALUE.
-        loss_options: options of ``openclip_ext.create_loss``.
-        gpus: number of GPUs that ``batch-size``, which is per GPU, belongs to.
-        dataset_size: image-text pairs the source trained on.
-        samples_seen: the source's training budget, in pairs.
-        source: papers, tables and released commands the values come from.
-        results: what the source reports.
-        notes: what the source leaves open, and what stands here instead.
-    """
+    """The published settings of one loss on one data set, as a command line."""
 
     dataset: str
     loss: str
-    openclip_flags: Mapping[str, Value]
-    loss_options: Mapping[str, Value]
-    gpus: int
-    dataset_size: int
-    samples_seen: int
-    source: str
+    openclip_flags: Mapping[str, Value]  # without hyphens; True: no value, a list: several, a dictionary: NAME=VALUE
+    loss_options: Mapping[str, Value]  # of openclip_ext.create_loss
+    gpus: int  # for ``batch-size``, which is per GPU
+    dataset_size: int  # image-text pairs of the source's training set
+    samples_seen: int  # the source's training budget, in pairs
+    source: str  # papers, tables and released commands
     results: tuple[Result, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the source does not specify, and the value used here
 
     @property
     def global_batch(self) -> int:
-        """Pairs in one optimizer step, over all GPUs."""
+        """Pairs of an optimizer step, over all GPUs."""
         size = self.openclip_flags["batch-size"]
         assert isinstance(size, int), "the batch of a recipe is a number"
         return size * self.gpus
@@ -83,13 +61,11 @@ class Recipe:
     def batch_size(self, gpus: int) -> int:
         """Return the batch per GPU that makes the recipe's global batch on another number of GPUs."""
         if self.global_batch % gpus:
-            raise ValueError(
-                f"the recipe's batch of {self.global_batch} cannot be shared by {gpus} GPUs; ask for a number that divides it"
-            )
+            raise ValueError(f"the batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
         return self.global_batch // gpus
 
     def argv(self) -> list[str]:
-        """Return the recipe as arguments of ``openclip_ext.training.main``; what follows them on a command line wins."""
+        """Return the recipe as arguments of ``openclip_ext.training.main``; later arguments override it."""
         words = ["--loss", self.loss]
         for flag, value in self.openclip_flags.items():
             words += as_words(f"--{flag}", value)
@@ -121,14 +97,14 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """Return the data sets that have recipes, from small to large."""
+    """Return the data sets with recipes, from small to large."""
     return list(dict.fromkeys(recipe.dataset for recipe in _RECIPES))
 
 
 def losses(name: str) -> list[str]:
     """Return the losses with published settings on data set ``name``."""
     if name not in names():
-        raise ValueError(f"unknown recipe {name!r}{nearest(name, names())}; there are: {', '.join(names())}")
+        raise ValueError(f"unknown recipe {name!r}{nearest(name, names())}; known: {', '.join(names())}")
     return [recipe.loss for recipe in _RECIPES if recipe.dataset == name]
 
 
@@ -139,8 +115,8 @@ def get(name: str, loss: str) -> Recipe:
         if (recipe.dataset, recipe.loss) == (name, _ALIASES.get(loss, loss)):
             return replace(recipe, loss=loss)
     raise ValueError(
-        f"recipe {name} has no published settings for the loss {loss!r}{nearest(loss, known)}; it has them for: "
-        f"{', '.join(known)}. Leave out --recipe to train with the defaults"
+        f"recipe {name} has no published settings for the loss {loss!r}{nearest(loss, known)}; known: {', '.join(known)}. "
+        "Remove --recipe to train with the defaults"
     )
 
 
@@ -150,9 +126,7 @@ def _load() -> Iterator[Recipe]:
         for loss, own in shared["losses"].items():
             fields = {**shared, **own}
             if unknown := fields.keys() - _KEYS:
-                raise ValueError(
-                    f"recipes.json: {dataset}, {loss}: unknown {', '.join(unknown)}; expected some of {_KEYS}"
-                )
+                raise ValueError(f"recipes.json: {dataset}, {loss}: expected some of {_KEYS}, found {unknown}")
             flags = {**shared["flags"], **own.get("flags", {})}
             yield Recipe(
                 dataset=dataset,
@@ -163,16 +137,14 @@ def _load() -> Iterator[Recipe]:
                 dataset_size=fields["dataset_size"],
                 samples_seen=fields["samples_seen"],
                 source=own["source"],
-                results=tuple(_results(own.get("results", {}))),
+                results=tuple(
+                    Result(metric, value, spread, table)
+                    for table, columns in own.get("results", {}).items()
+                    for metric, score in columns.items()
+                    for value, spread in [score if isinstance(score, list) else (score, None)]
+                ),
                 notes=tuple(own.get("notes", ())),
             )
-
-
-def _results(tables: dict[str, dict[str, Any]]) -> Iterator[Result]:
-    for source, columns in tables.items():
-        for metric, score in columns.items():
-            value, spread = score if isinstance(score, list) else (score, None)
-            yield Result(metric, value, source, spread)
 
 
 _RECIPES = tuple(_load())

@@ -6,7 +6,7 @@ from openclip_ext.training import recipes
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the names of all recipes, those of one data set, or one recipe with its source and expected results."""
+    """Print the names of all recipes, of one data set's recipes, or one recipe with its source and expected results."""
     parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
     parser.add_argument("loss", nargs="?", help="a loss with published settings on it")
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def batch_flag(gpus: int, training_flags: list[str]) -> str:
-    """Return ``--batch-size=N`` for the recipe that a training's flags name, or "" if they name none."""
+    """Return ``--batch-size=N`` for the recipe of a training's flags, or "" without one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--loss")

@@ -1,5 +1,6 @@
-"""Notice a rank that has stopped, and say which: the others would wait for it in a collective, for hours, without a word."""
+"""Detect and name a stopped rank; otherwise the others block silently in a collective for hours."""
 
+import contextlib
 import logging
 import os
 import platform
@@ -12,33 +13,38 @@ import torch.distributed as dist
 
 from openclip_ext import distributed
 
-# Seconds between two beats.
-INTERVAL = 5.0
+INTERVAL = 5.0  # seconds between two beats
 EXIT_STATUS = 1
 _LEFT = b"left"
 
 
 @contextmanager
 def watched(patience: float | None) -> Iterator[None]:
-    """Let each rank beat, also while it evaluates or saves for hours, and watch the others.
+    """Let each rank beat, also while it evaluates or saves for hours, and watch the other ranks.
 
-    A rank that does not beat for ``patience`` seconds (None: watch nobody) is stopped, or its node is gone. Whoever notices
-    names it in the log and ends its process: it may be inside a collective, out of which no exception leads.
+    A rank without a beat for ``patience`` seconds (None: no rank is watched) has stopped, or its node has failed. The rank
+    that detects it names it in the log and ends its own process, which may be inside a collective that no exception leaves.
     """
     if patience is None or distributed.world_size() == 1:
         yield
         return
-    heartbeat = _Heartbeat(_store(), distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
+    store: Any = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):  # the process group's own connection may block
+        store = store.clone()
+    heartbeat = _Heartbeat(store, distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(INTERVAL):
-            try:
-                missing = heartbeat.beat()
-            except RuntimeError:
-                return  # the store is gone, and with it the master or its torchrun: the collectives fail by themselves
-            if missing:
-                _end(missing, patience)
+        # A RuntimeError: the store is gone with rank 0 or its torchrun. The collectives fail by themselves then.
+        with contextlib.suppress(RuntimeError):
+            while not ended.wait(INTERVAL):
+                if missing := heartbeat.beat():
+                    logging.critical(
+                        f"No heartbeat for {patience:g} s from {', '.join(missing)}. Rank {distributed.rank()} exits; "
+                        "--resume latest continues from the last checkpoint."
+                    )
+                    logging.shutdown()
+                    os._exit(EXIT_STATUS)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
@@ -51,9 +57,9 @@ def watched(patience: float | None) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """This rank's beats, and how many of its own ago it saw each other rank's last one.
+    """This rank's beats, and the number of its beats since each other rank's last one.
 
-    Counting own beats instead of seconds, a run of which all ranks were stopped for a while finds nobody missing.
+    It counts beats, not seconds: if all ranks were stopped for a while, no rank is missing.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: int) -> None:
@@ -65,7 +71,7 @@ class _Heartbeat:
         store.set(self._key(rank), b"0")
 
     def beat(self) -> list[str]:
-        """Beat once; returns the names of the ranks that are missing."""
+        """Beat once; return the names of the missing ranks."""
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats))
         return [self._name(rank) for rank in range(self._world_size) if rank != self._rank and self._is_missing(rank)]
@@ -79,30 +85,13 @@ class _Heartbeat:
 
     def _name(self, rank: int) -> str:
         key = self._key(rank, "name")
-        return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank}, which never began"
+        return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank}, which never started"
 
     def leave(self) -> None:
-        """Tell the others not to wait for beats any more."""
-        try:
+        """Make the other ranks stop expecting beats."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(self._key(self._rank), _LEFT)
-        except RuntimeError:
-            logging.debug("The store was gone at the end of the run.")
 
     @staticmethod
     def _key(rank: int, kind: str = "beat") -> str:
         return f"openclip_ext/{kind}/{rank}"
-
-
-def _store() -> Any:
-    """Return a connection of our own to the store of the process group: the group's may wait in it."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _end(missing: list[str], patience: float) -> None:
-    logging.critical(
-        f"Not heard of for {patience:g} s: {', '.join(missing)}. Rank {distributed.rank()} ends; --resume latest goes on from "
-        "the last checkpoint."
-    )
-    logging.shutdown()
-    os._exit(EXIT_STATUS)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: ``--profile STEPS`` traces some optimizer steps with PyTorch's profiler."""
+"""``--profile STEPS``: trace some optimizer steps with PyTorch's profiler."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,12 +12,11 @@ from openclip_ext import distributed
 
 # Steps before the trace: compilation, caches and a loss's checks of the loop are over by then.
 _FIRST, _WARM_UP = 10, 2
-_ROWS = 40
 
 
 @contextmanager
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Trace some steps of the master, after the first 12; yield what to call after each step. 0 steps or no folder: no trace.
+    """Trace steps of rank 0 after the first 12; yield what to call after each step. Without steps or folder: no trace.
 
     ``folder/profile/`` receives ``trace.json.gz``, for chrome://tracing or Perfetto, and ``table.txt``, the operations that
     took the most time.
@@ -31,7 +30,7 @@ def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
         target.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(target / "trace.json.gz"))
         order = "self_device_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
-        (target / "table.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=_ROWS))
+        (target / "table.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
         logging.info(f"Traced {steps} steps: {target}")
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
@@ -39,6 +38,4 @@ def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
     with profile(activities=activities, schedule=when, on_trace_ready=write) as running:
         yield running.step
     if not (target / "table.txt").exists():
-        logging.warning(
-            f"--profile {steps}: the run ended before its step {_FIRST + _WARM_UP + steps}, so there is no trace"
-        )
+        logging.warning(f"--profile {steps}: no trace, because the run ended before step {_FIRST + _WARM_UP + steps}")

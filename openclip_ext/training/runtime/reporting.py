@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a bar, plain lines in the log, ``metrics.jsonl``, TensorBoard, W&B."""
+"""The reports of a run: a progress bar, log lines, ``metrics.jsonl``, TensorBoard, W&B."""
 
 import logging
 import math
@@ -18,51 +18,48 @@ from openclip_ext import distributed
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import ReportingConfig
 
-# So many logged steps in a row at chance are a collapse, or a start that never was.
+# Consecutive logged steps at chance that count as collapse or failure to learn.
 _CHANCE_REPORTS = 5
-# Random embeddings are well above chance, embeddings that are all alike at it.
+# Random embeddings are well above chance; equal embeddings are at it.
 _CHANCE_SHARE = 0.999
 
 
 class Stopwatch:
-    """Seconds spent waiting for data and in whole steps, since the last report and since the start."""
+    """Seconds of waiting for data and of whole steps, since the last report and since the start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        self._earlier_steps, self._earlier_seconds = 0, 0.0
-        self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
+        self._all_steps, self._all_seconds = 0, 0.0
+        self.reset()
 
     def reset(self) -> None:
-        """Begin a new report."""
-        self._earlier_steps += self.steps
-        self._earlier_seconds += self.seconds
+        """Start a new report."""
         self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def data_arrived(self) -> None:
-        """Call when the step's batches are there."""
+        """Call when the step's batches have arrived."""
         self.data_seconds += time.perf_counter() - self._last
 
     def step_done(self) -> None:
         """Call at the end of the step."""
-        now = time.perf_counter()
-        self.seconds += now - self._last
-        self._last = now
-        self.steps += 1
+        seconds = time.perf_counter() - self._last
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+        self._all_steps, self._all_seconds = self._all_steps + 1, self._all_seconds + seconds
+        self.restart()
 
     def restart(self) -> None:
         """Forget the time since the last step: a checkpoint or an evaluation was in between."""
         self._last = time.perf_counter()
 
     def seconds_for(self, steps: int) -> float:
-        """Return how long so many steps take, at the average pace since the start."""
-        return steps * (self._earlier_seconds + self.seconds) / max(self._earlier_steps + self.steps, 1)
+        """Return the seconds of a number of steps, at the average throughput since the start."""
+        return steps * self._all_seconds / max(self._all_steps, 1)
 
 
 class Reporter:
-    """Writes the run's numbers everywhere they belong. Only the master's reporter does anything.
+    """The writer of the run's numbers to all destinations; only rank 0's writes. W&B stores ``flags``.
 
-    A destination that fails (a full disk, say) is named once in the log and costs the run nothing. Without a folder no files
-    are written. ``flags`` are what W&B stores as the run's configuration.
+    A destination that fails (full disk) is logged once; the run continues. Without a folder no files are written.
     """
 
     def __init__(
@@ -87,9 +84,24 @@ class Reporter:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(self._folder / "tensorboard")
-        self._wandb = (
-            _start_wandb(config, flags or {}, folder) if self.active and "wandb" in config.destinations else None
-        )
+        self._wandb: Any = None
+        if self.active and "wandb" in config.destinations:
+            import wandb
+
+            plain = {
+                name: value for name, value in (flags or {}).items() if isinstance(value, str | int | float | bool)
+            }
+            wandb.init(
+                project=config.wandb_project,
+                name=config.name,
+                id=config.name,
+                notes=config.wandb_notes,
+                resume="auto" if config.resumes else None,
+                config=plain,
+            )
+            if folder is not None:
+                wandb.save(str(folder / "params.txt"))
+            self._wandb = wandb
 
     @contextmanager
     def epoch(self, epoch: int, first_step: int) -> Iterator[None]:
@@ -97,14 +109,8 @@ class Reporter:
         if not (self.active and sys.stderr.isatty()):
             yield
             return
-        description = f"epoch {epoch + 1}/{self.epochs}"
-        with (
-            logging_redirect_tqdm(),
-            tqdm(
-                total=self.steps_per_epoch, initial=first_step, desc=description, unit="step", dynamic_ncols=True
-            ) as bar,
-        ):
-            self._bar = bar
+        options = {"desc": f"epoch {epoch + 1}/{self.epochs}", "unit": "step", "dynamic_ncols": True}
+        with logging_redirect_tqdm(), tqdm(total=self.steps_per_epoch, initial=first_step, **options) as self._bar:
             try:
                 yield
             finally:
@@ -116,17 +122,13 @@ class Reporter:
             self._bar.update()
 
     def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
-        """Report a logged step: ``step``, ``epoch``, ``samples``, ``loss``, and whatever else is known, as plain numbers."""
+        """Report a logged step: ``step``, ``epoch``, ``samples``, ``loss`` and other plain numbers."""
         if not self.active:
             return
         steps = max(stopwatch.steps, 1)
         seconds = stopwatch.seconds / steps
-        timing = {
-            "samples_per_second": record["global_batch"] / max(seconds, 1e-9),
-            "batch_time": seconds,
-            "data_time": stopwatch.data_seconds / steps,
-        }
-        record = {**record, **timing}
+        timing = {"samples_per_second": record["global_batch"] / max(seconds, 1e-9), "batch_time": seconds}
+        record = {**record, **timing, "data_time": stopwatch.data_seconds / steps}
         left = stopwatch.seconds_for(self.total_steps - record["step"] - 1)
         self._log_line(record, left)
         self._warn_at_chance(record)
@@ -152,31 +154,23 @@ class Reporter:
         logging.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
-        """Say it once when a run no longer tells pairs apart: all its other numbers can look healthy.
-
-        In the warm-up a healthy run need not have begun to.
-        """
-        at_chance = (
-            record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * record["chance"]
-        )
-        self._reports_at_chance = self._reports_at_chance + 1 if at_chance else 0
+        """Log once if a run stays at chance after the warm-up: all its other numbers can look healthy."""
+        chance = record["chance"]
+        is_at_chance = record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
+        self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
             logging.warning(
-                f"InfoNCE was at chance ({record['chance']:.4f}) or above in the last {_CHANCE_REPORTS} logged steps: the "
-                "embeddings do not tell the samples apart, and the warm-up is over. They have collapsed, or training has not "
-                "begun. Try a smaller --lr or a longer --warmup"
+                f"InfoNCE at chance ({chance:.4f}) or above for {_CHANCE_REPORTS} logged steps after the warm-up: the "
+                "embeddings collapsed or never started to learn. Try a smaller --lr or a longer --warmup"
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
-        """Write how many samples an epoch went without, if any; ``position`` has its last ``step`` and ``epoch``."""
+        """Write an epoch's number of bad samples, if there are any; ``position`` has its last ``step`` and ``epoch``."""
         if self.active and bad_samples:
             self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
-        """Report an evaluation: OpenCLIP's ``results.jsonl``, a line in ``metrics.jsonl``, TensorBoard, W&B.
-
-        ``position`` is the ``step`` and ``epoch`` (completed epochs) at which the model stood.
-        """
+        """Report an evaluation of the model at a ``step`` and ``epoch`` (completed epochs)."""
         if not self.active or not metrics:
             return
         shown = "\t".join(f"{name}: {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
@@ -186,7 +180,6 @@ class Reporter:
         self._scalars("val", metrics, position["epoch"], wandb_step=position["step"])
 
     def close(self) -> None:
-        """Flush and end what was opened."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -204,7 +197,7 @@ class Reporter:
                 torn = lines.read(1) not in (b"", b"\n")  # by a kill
                 lines.write(b"\n" * torn + self._unwritten[file])
             del self._unwritten[file]
-        except OSError as error:  # the next record takes along what a full disk has not taken
+        except OSError as error:  # the next record writes these lines again
             if end is not None:
                 with suppress(OSError):
                     os.truncate(self._folder / file, end)
@@ -224,20 +217,4 @@ class Reporter:
     def _warn_once(self, destination: str, error: OSError) -> None:
         if destination not in self._failed:
             self._failed.add(destination)
-            logging.warning(f"Cannot write {destination} ({error}); training goes on.")
-
-
-def _start_wandb(config: ReportingConfig, flags: Mapping[str, Any], folder: Path | None) -> Any:
-    import wandb
-
-    wandb.init(
-        project=config.wandb_project,
-        name=config.name,
-        id=config.name,
-        notes=config.wandb_notes,
-        resume="auto" if config.resumes else None,
-        config={name: value for name, value in flags.items() if isinstance(value, str | int | float | bool)},
-    )
-    if folder is not None:
-        wandb.save(str(folder / "params.txt"))
-    return wandb
+            logging.warning(f"Cannot write {destination} ({error}); training continues.")

@@ -22,27 +22,22 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import RunFolderConfig
 
-# Flags and options that say how a run is started and not what it does.
+# Flags and options that decide how a run is started, not what it does.
 _NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
     "world_size", "workers", "log_every_n_steps", "debug",
 }  # fmt: skip
-# Says in the run's folder, beside ``checkpoints/``, that the run has saved one.
+# File of the run folder: the run has saved a checkpoint.
 SAVED = ".saved"
-_WRITTEN = ("config.json", "params.txt", "metrics.jsonl", "out.log")
-# Seconds to wait for another process to leave the run folder.
-LOCK_PATIENCE = 10
+LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folder
 
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder behind.
+    """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder.
 
-    The context has the folder, or None with ``--logs none`` (nothing is written then).
-
-    Raises:
-        UsageError: the folder holds a run already, and this is not ``--resume latest``; another process is at work in it; or
-            it cannot be written to.
+    Yields the folder, or None with ``--logs none``. Raises UsageError if the folder has a run and this is not ``--resume
+    latest``, if another process uses it, or if it cannot be written to.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
@@ -64,42 +59,40 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
 
 
 @functools.cache
-def _failure_told() -> None:
-    with suppress(OSError):  # the terminal may be gone, too
-        print("error: the log file cannot be written; is the disk full? Training goes on.", file=sys.stderr)
+def _warn_log_unwritable() -> None:
+    with suppress(OSError):  # the terminal may be closed, too
+        print("error: the log file cannot be written; is the disk full? Training continues.", file=sys.stderr)
 
 
 def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Say once that the log cannot be written, instead of a traceback for each line; other failures are mistakes."""
+    """Print once that the log cannot be written, instead of a traceback for each line."""
     if isinstance(sys.exc_info()[1], OSError):
-        _failure_told()
+        _warn_log_unwritable()
         if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # what is left in it would fail again at the end
+            handler.stream = None  # its unwritten text would fail again at the end
     else:
         traceback.print_exc()
 
 
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
-    """Make the folder, which no other process may train in until the end of the context, however that comes."""
+    """Make the folder, and lock it until the end of the context. Remove a new folder if no run has begun by then."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        # The lock goes with the process. A killed run's last workers may have it for some seconds more.
+        # The lock ends with the process. A killed run's last workers may keep it for some seconds.
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=LOCK_PATIENCE)
-        for file in (folder / name for name in _WRITTEN):
-            if file.exists():
-                file.open("ab").close()  # raises for a folder, or another user's file
+        for name in ("config.json", "params.txt", "metrics.jsonl", "out.log"):
+            if (folder / name).exists():
+                (folder / name).open("ab").close()  # raises for a folder, or another user's file
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout as error:
         holder = owner.read_text() if owner.is_file() else "another process"
-        raise UsageError(
-            f"run folder {folder} is in use by {holder}: wait until it ends, stop it, or give another --name"
-        ) from error
+        raise UsageError(f"run folder {folder} is in use by {holder}: stop it, or give another --name") from error
     except OSError as error:
         raise UsageError(f"cannot write to the run folder {folder} ({error}): give another --logs") from error
     try:
@@ -107,7 +100,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     except BaseException:
         if new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # something else has been put there
+            with suppress(OSError):  # another program has written there
                 for place in new[1:]:
                     place.rmdir()
         raise
@@ -116,25 +109,22 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether a run has got to its first step, or OpenCLIP has begun one."""
-    checkpoints, settings = folder / "checkpoints", folder / "params.txt"
-    is_openclips = settings.exists() and not (folder / "config.json").exists()
-    return is_openclips or (folder / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    """Return whether a folder has a run with a first step, or a run of OpenCLIP."""
+    checkpoints, is_ours = folder / "checkpoints", (folder / "config.json").exists()
+    if (folder / "metrics.jsonl").exists() or ((folder / "params.txt").exists() and not is_ours):
+        return True
+    return checkpoints.is_dir() and any(checkpoints.iterdir())
 
 
 @contextmanager
-def synchronised(config: RunFolderConfig) -> Iterator[None]:
-    """Copy the run folder again and again, and once more at the end.
-
-    Raises:
-        UsageError: the first copy failed; better now than after a week.
-    """
+def synchronized(config: RunFolderConfig) -> Iterator[None]:
+    """Copy the run folder to ``--remote-sync`` at the start, regularly and at the end; the first copy must succeed."""
     if config.remote is None or not distributed.is_master():
         yield
         return
     copy = str(config.folder), config.remote, config.remote_protocol
     if not compat.remote_sync(*copy):
-        raise UsageError(f"the first copy to --remote-sync {config.remote} failed; see the log above")
+        raise UsageError(f"the first copy to --remote-sync {config.remote} failed: see the log above")
     process = compat.start_remote_sync(config.remote_every, *copy)
     try:
         yield
@@ -145,15 +135,11 @@ def synchronised(config: RunFolderConfig) -> Iterator[None]:
 
 
 def fetch_checkpoints(config: RunFolderConfig) -> None:
-    """Bring checkpoints that only the remote place has: a requeued job can land on another node.
-
-    Raises:
-        UsageError: the protocol cannot be read from (only s3 can, as in OpenCLIP), or the copy failed.
-    """
+    """Copy checkpoints that only ``--remote-sync`` has: a requeued job can start on another node. As in OpenCLIP, only s3."""
     if config.remote is None or config.folder is None:
         return
     if config.remote_protocol != "s3":
-        raise UsageError("--resume latest with --remote-sync works with --remote-sync-protocol s3 only")
+        raise UsageError("--resume latest with --remote-sync needs --remote-sync-protocol s3")
     source = f"{config.remote}/checkpoints"
     command = ["aws", "s3", "sync", source, str(config.folder / "checkpoints")]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -175,7 +161,7 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what a run's numbers depend on."""
+    """Return the versions of the packages that a run's numbers depend on."""
     import open_clip
     import torchvision
 
@@ -189,18 +175,16 @@ def versions() -> dict[str, str]:
 
 
 def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides a run's numbers and files, by name: to compare runs."""
+    """Return the settings that decide a run's numbers and files, by name: to compare runs."""
     return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that JSON can hold, by name."""
     kinds = str | int | float | bool | list | tuple | dict | None
     return {name: value for name, value in sorted(flags.items()) if isinstance(value, kinds)}
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this package's source, where it runs from a clone."""
     command = ["git", "-C", str(Path(openclip_ext.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -212,6 +196,6 @@ def copy_codebase(folder: Path) -> None:
     """Copy this package's source into the run's folder."""
     target = folder / "code" / "openclip_ext"
     if target.exists():
-        logging.info(f"The code is in {target} already.")
+        logging.info(f"The code is already in {target}.")
         return
     shutil.copytree(Path(openclip_ext.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
