@@ -75,7 +75,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["estimate-error"])
     assert stopped.value.code == 2
-    assert "Did you mean estimation-error?" in capsys.readouterr().err
+    assert "did you mean estimation-error?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train --help", "train --help-all", "losses"])

@@ -1,1 +1,1 @@
-"""What all commands share: the console program, options and flags, errors, messages."""
+"""Code that all commands share: the console program, options and flags, errors, messages."""

@@ -1,4 +1,4 @@
-"""Share code among the command lines: exit statuses, types of arguments, progress bars."""
+"""Code of all command lines: exit statuses, argument types, progress bars."""
 
 import argparse
 import contextlib
@@ -14,10 +14,7 @@ from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program; report a user's mistake in one line with exit status 2, and end with status 130 after Ctrl-C.
-
-    ValueErrors and OSErrors of ``main`` count as the user's mistakes.
-    """
+    """Run a program; exit with status 2 and one line after a ValueError or OSError, with 130 after Ctrl-C."""
     try:
         with until_pipe_breaks():
             main(sys.argv[1:])
@@ -30,23 +27,23 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """Return tqdm's bar, which is updated rarely if the output is a log file, where each update is a line."""
+    """Return tqdm's bar, updated rarely in a log file, where each update is a line."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """Parse an argument that names a device of this machine."""
+    """Parse the name of a device of this machine."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{name} is no device of PyTorch: expected cpu, cuda or cuda:N") from error
+        raise argparse.ArgumentTypeError(f"{name}: expected cpu, cuda or cuda:N") from error
     if is_cuda and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU here; give cpu")
+        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU on this machine; use cpu")
     return name
 
 
 def count(text: str) -> int:
-    """Parse an argument that is a positive whole number, such as 1000 or 1e9."""
+    """Parse a positive whole number, such as 1000 or 1e9."""
     value = float(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")

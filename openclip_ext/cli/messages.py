@@ -1,4 +1,4 @@
-"""Text for people: messages and stored settings without secrets, and without what a terminal would obey."""
+"""Messages and stored settings without secrets and without control characters."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ _WORD = (
 )
 _HEADER = r"\b(?:(?:proxy-)?authorization|x-[\w-]*(?:token|key)|private-token|cookie)"
 _VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s&#;|<>'"]+)"""
-# What stands before a secret, and the secret.
+# The text before a secret, and the secret.
 _SECRETS = [
     re.compile(f"(?i)({before}){secret}")
     for before, secret in (
@@ -32,13 +32,13 @@ _SECRETS = [
         (rf"{_HEADER}\s*:\s*(?:(?:bearer|basic|token)\s)?", r"[^\s'\"]+"),
     )
 ]  # fmt: skip
-# Control characters except for tabs and ends of lines, signs that turn the direction of text, bytes that are no UTF-8.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters except tabs and line ends, marks that change the text direction, and bytes that are not UTF-8.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_secrets(value: Any) -> Any:
-    """Mask passwords and tokens if a text has URLs or a ``pipe:`` command; do so in the texts of lists and dictionaries."""
+    """Mask passwords and tokens in texts with a URL or a ``pipe:`` command, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {name: without_secrets(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -53,13 +53,13 @@ def _masked(text: str) -> str:
 
 
 def for_people(text: str) -> str:
-    """Return a text without secrets, in which what a terminal obeys is written as Python writes it."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), _masked(text))
+    """Return a text with secrets masked and control characters escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), _masked(text))
 
 
 @contextlib.contextmanager
 def until_pipe_breaks() -> Iterator[None]:
-    """End quietly when the reader of the output has gone, as after ``| head``."""
+    """Exit quietly when the reader of the output has closed it, as ``| head`` does."""
     try:
         yield
         sys.stdout.flush()
@@ -67,22 +67,21 @@ def until_pipe_breaks() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
-            raise  # of another pipe
-        # Python flushes standard output once more at its end.
+            raise  # another pipe broke
+        # Python flushes standard output again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a text that names data; to ``file`` (default: standard output)."""
+    """Print a text as :func:`for_people` returns it, to ``file`` (default: standard output)."""
     print(for_people(text), file=file or sys.stdout, flush=True)
 
 
 class LogFilter(logging.Filter):
-    """A filter of the root logger that makes this package's messages :func:`for_people`, whatever handles them."""
+    """A filter of the root logger that applies :func:`for_people` to this package's messages."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; always True."""
         if record.pathname.startswith(_PACKAGE):
             record.msg, record.args = for_people(record.getMessage()), None
             if record.exc_info:

@@ -1,8 +1,7 @@
-"""Settings with a name, a type, a default, a meaning and a range: options of losses, and flags of the command line.
+"""Options of losses and flags of the command line, with type, default, meaning and range.
 
-A part's configuration declares a flag with :func:`flag`: what there is to say of it is said once, beside the part that
-uses it. The parser and ``--help`` are made from these fields, and :func:`from_flags` fills a configuration from parsed
-flags. A field without a help text is one of OpenCLIP's flags, which OpenCLIP's own parser reads.
+A configuration declares its flags as fields with :func:`flag`. The parser and ``--help`` are made from these fields, and
+:func:`from_flags` fills a configuration from parsed flags. A field without a help text is a flag of OpenCLIP's own parser.
 """
 
 import dataclasses
@@ -21,13 +20,7 @@ _METADATA = "flag"
 
 
 class OptionError(ValueError):
-    """An option that is not taken, or not with this value.
-
-    The message writes options as Python does (``gamma=0.5``); :func:`with_flags` writes them as a command line does.
-
-    Attributes:
-        option: name of the (first) option that is wrong.
-    """
+    """An error in ``option``; its message has Python's form (``gamma=0.5``), which :func:`with_flags` converts."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -35,7 +28,7 @@ class OptionError(ValueError):
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return ``; did you mean ...?`` with the known word that is most like this one, or nothing."""
+    """Return ``; did you mean ...?`` with the most similar known word, or an empty text."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else ""
@@ -45,11 +38,9 @@ _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 
 def with_flags(message: str, options: "Mapping[str, Option]") -> str:
-    """Return a message as a command line writes it: with ``--gamma 0.5`` for ``gamma=0.5``.
+    """Return an :class:`OptionError`'s message with flags: ``--gamma 0.5`` for ``gamma=0.5``.
 
-    Args:
-        message: of an :class:`OptionError`.
-        options: options whose flags are not their names with hyphens, by name.
+    ``options`` contains the options whose flags are not their names with hyphens, by name.
     """
 
     def as_flag(assignment: re.Match[str]) -> str:
@@ -69,22 +60,19 @@ def with_flags(message: str, options: "Mapping[str, Option]") -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting: an option of a loss, or a flag of the training program.
+    """An option of a loss, or a flag of the training program.
 
     Attributes:
         name: the keyword of ``create_loss``, or the flag's Python name.
-        type: what a value is parsed as (``bool`` options become ``--name`` / ``--no-name``).
-        default: the value unless the loss or its parts have a default of their own.
-        help: its effect, for ``--help`` and the documentation.
+        type: ``bool`` options become ``--name`` and ``--no-name``.
+        default: the value, unless the loss or its parts have their own default.
         symbol: the papers' symbol.
-        choices: the accepted values, or None for any.
-        minimum, maximum: the accepted range, both ends included.
-        exclusive_minimum, exclusive_maximum: an open lower or upper end.
-        flag: the command-line flag, unless it is the name with hyphens.
-        nullable: None ("none" on the command line) is a value; ``help`` says what it means.
-        openclip_flag: OpenCLIP's command line has this flag already.
-        ablation: only ablations set it, by ``--loss-option NAME=VALUE``; it has no flag.
-        hint: what to do instead of giving a value that is refused.
+        choices: the accepted values. None (default) means any.
+        flag: the flag. Empty (default) means the name with hyphens.
+        nullable: accepts None ("none" on the command line), which ``help`` explains.
+        openclip_flag: OpenCLIP's parser has this flag.
+        ablation: has no flag, only ``--loss-option NAME=VALUE``.
+        hint: advice for users who gave a rejected value.
     """
 
     name: str
@@ -107,75 +95,60 @@ class Option:
         object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
 
     def check(self, value: Any) -> Any:
-        """Return ``value`` as the option's type.
-
-        Raises:
-            OptionError: it is not a value of this option; the message says what was found and what is accepted.
-        """
-        if value is None:
-            if self.nullable:
-                return None
-            raise OptionError(self.name, f"{self.name}=None: expected {self.accepted()}")
-        converted = self._convert(value)
+        """Return ``value`` as the option's type; OptionError if it is not accepted."""
+        if value is None and self.nullable:
+            return None
+        wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self._accepted()}")
+        if value is None or isinstance(value, bool) is not (self.type is bool):
+            raise wrong
+        if self.type is int and isinstance(value, float) and not value.is_integer():
+            raise wrong
+        try:
+            converted = self.type(value)
+        except (TypeError, ValueError):
+            raise wrong from None
+        is_number = self.type in (int, float)
+        if is_number and not (
+            math.isfinite(converted) and all(holds(converted, at) for at, _, holds in self._bounds())
+        ):
+            raise wrong
         if self.choices is not None and converted not in self.choices:
-            raise OptionError(self.name, f"{self.name}={value!r}: expected one of {', '.join(self.choices)}")
-        if self._out_of_range(converted):
-            raise OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
+            raise wrong
         return converted
 
     def parse(self, text: str) -> Any:
-        """Convert a command line's text; ``none`` is None for a nullable option.
-
-        Raises:
-            OptionError: as :meth:`check`.
-        """
+        """Convert a text of the command line as :meth:`check` does; ``none`` is None for a nullable option."""
         if self.nullable and text.lower() == "none":
             return None
         if self.type is bool:
             return self.check({"true": True, "false": False}.get(text.lower(), text))
         return self.check(text)
 
-    def _convert(self, value: Any) -> Any:
-        wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self.accepted()}")
-        if isinstance(value, bool) is not (self.type is bool):
-            raise wrong
-        if self.type is int and isinstance(value, float) and not value.is_integer():
-            raise wrong
-        try:
-            return self.type(value)
-        except (TypeError, ValueError):
-            raise wrong from None
-
     def _bounds(self) -> list[tuple[float, str, Callable[[float, float], bool]]]:
-        """Return each bound with its text, and what holds for a value inside of it."""
         bounds = ((getattr(self, name), text, holds) for name, (text, holds) in _BOUNDS.items())
         return [bound for bound in bounds if bound[0] is not None]
 
-    def _out_of_range(self, value: Any) -> bool:
-        if self.type not in (int, float):
-            return False
-        return not (math.isfinite(value) and all(holds(value, bound) for bound, _, holds in self._bounds()))
-
-    def accepted(self) -> str:
-        """Return the accepted values in words."""
+    def _accepted(self) -> str:
+        if self.choices is not None:
+            return f"one of {', '.join(self.choices)}"
         text = _TYPE_NAMES[self.type] + "".join(text.format(bound) for bound, text, _ in self._bounds())
         return f"{text}; {self.hint}" if self.hint else text
 
 
 def as_words(flag: str, value: Any) -> list[str]:
-    """Return a flag with its value as words of a command line."""
+    """Return the words of a command line that set a flag."""
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict):
         return [flag, *(f"{name}={setting}" for name, setting in value.items())]
     if isinstance(value, list):
         return [flag, *map(str, value)]
-    # An equals sign, since argparse would take a negative number in a word of its own for a flag.
+    # The equals sign keeps argparse from reading a negative number as a flag.
     return [f"{flag}={'none' if value is None else value}"]
 
 
 def option_as_words(option: Option, value: Any) -> list[str]:
-    """Return a loss's option with its value as words of a command line."""
+    """Return the words of a command line that set an option of a loss."""
     if option.ablation:
         return [f"--loss-option={option.name}={'none' if value is None else str(value).lower()}"]
     return as_words(option.flag, value)
@@ -190,9 +163,6 @@ _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
 
-# --- fields of configurations -----------------------------------------------------------------------------------------
-
-
 def flag(
     default: Any = dataclasses.MISSING,
     help: str = "",
@@ -201,31 +171,30 @@ def flag(
     needs: str = "",
     **limits: Any,
 ) -> Any:
-    """Declare a field of a configuration that a flag of the command line sets.
+    """Declare a field of a configuration that a flag sets.
 
     Args:
-        default: the field's default; without one the field is required.
-        help: what the flag does, if it is ours.
-        dest: the flag's Python name where it is not the field's.
-        needs: Python name of another flag, without which this one has no effect.
-        limits: the accepted values, as :class:`Option` takes them: ``minimum``, ``choices``, and so on.
+        help: the flag's effect; empty for OpenCLIP's flags.
+        dest: the flag's Python name, if it differs from the field's name.
+        needs: Python name of the flag without which this one has no effect.
+        limits: further fields of :class:`Option`: ``minimum``, ``choices``, and so on.
     """
-    said = {"help": help, "dest": dest, "needs": needs, "limits": limits}
-    return dataclasses.field(default=default, metadata={_METADATA: said})
+    declared = {"help": help, "dest": dest, "needs": needs, "limits": limits}
+    return dataclasses.field(default=default, metadata={_METADATA: declared})
 
 
 def flag_fields(config: type) -> list[dataclasses.Field]:
-    """Return the fields of a configuration that flags set."""
+    """Return the fields that flags set."""
     return [field for field in dataclasses.fields(config) if _METADATA in field.metadata]
 
 
 def python_name(field: dataclasses.Field) -> str:
-    """Return the Python name of a field's flag, its attribute of the parser's namespace."""
+    """Return the Python name of a field's flag."""
     return field.metadata[_METADATA]["dest"] or field.name
 
 
 def own_options(configs: Iterable[type]) -> list[Option]:
-    """Return the flags of configurations that OpenCLIP does not have."""
+    """Return the flags of some configurations, without those of OpenCLIP's parser."""
     return [
         _option(config, field)
         for config in configs
@@ -235,37 +204,29 @@ def own_options(configs: Iterable[type]) -> list[Option]:
 
 
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
-    """Fill a configuration from flags.
-
-    Args:
-        config: the configuration's class.
-        flags: all flags by their Python names.
-        others: fields that are no flags, or whose values are not those of their flags.
-    """
+    """Create a configuration from the values of all flags by Python name; ``others`` replaces or adds fields."""
     fields = (field for field in flag_fields(config) if field.name not in others)
     return config(**{field.name: flags[python_name(field)] for field in fields}, **others)
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:
-    """Raise OptionError for a flag that is out of its range, or has no effect without another one.
+    """Raise OptionError for a flag of a configuration that is out of range, or that needs another flag.
 
-    Args:
-        config: the configuration's class.
-        flags: all flags by their Python names; None is not checked.
+    ``flags`` has the values of all flags by Python name. None is not checked.
     """
     for field in flag_fields(config):
-        said, name = field.metadata[_METADATA], python_name(field)
-        value = flags[name]
-        if said["limits"] and value is not None:
+        declared, name = field.metadata[_METADATA], python_name(field)
+        value, needs = flags[name], declared["needs"]
+        if declared["limits"] and value is not None:
             _option(config, field).check(value)
-        if said["needs"] and value != field.default and not flags[said["needs"]]:
-            raise OptionError(name, f"{name}= needs {said['needs']}=")
+        if needs and value != field.default and not flags[needs]:
+            raise OptionError(name, f"{name}= needs {needs}=")
 
 
 def _option(config: type, field: dataclasses.Field) -> Option:
-    said = field.metadata[_METADATA]
+    declared = field.metadata[_METADATA]
     hint = typing.get_type_hints(config)[field.name]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind in (bool, int, float, str))
     nullable = types.NoneType in kinds
-    return Option(python_name(field), kind, field.default, said["help"], nullable=nullable, **said["limits"])
+    return Option(python_name(field), kind, field.default, declared["help"], nullable=nullable, **declared["limits"])

@@ -1,9 +1,8 @@
-"""The console program ``openclip-ext``: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
+"""The console program: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
 
-Nothing heavy is imported before a command is chosen, so that ``openclip-ext --help`` answers at once.
+It imports only the chosen command, so that ``openclip-ext --help`` is fast.
 """
 
-import difflib
 import importlib
 import runpy
 import sys
@@ -13,10 +12,11 @@ from typing import NamedTuple
 
 from openclip_ext import __version__
 from openclip_ext.cli.messages import until_pipe_breaks
+from openclip_ext.cli.options import nearest
 
 
 class Command(NamedTuple):
-    """A module that ``python -m`` runs, and the line about it in ``--help``."""
+    """A module that ``python -m`` runs, and its line in ``--help``."""
 
     module: str
     summary: str
@@ -28,21 +28,26 @@ COMMANDS = {
     "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
     "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
     "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
-    "compare": Command("openclip_ext.compare", "find the loss that brings the most on your data"),
+    "compare": Command("openclip_ext.compare", "find the best loss for your data"),
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
     ),
-    "inspect": Command(
-        "openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in a run's data"
-    ),
+    "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in data"),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
-    "export": Command("openclip_ext.export", "a folder that OpenCLIP and transformers load, from a checkpoint"),
+    "export": Command("openclip_ext.export", "turn a checkpoint into a folder that OpenCLIP and transformers load"),
     "download": Command("openclip_ext.evaluation.download", "fetch DataComp's evaluation sets, and check them"),
     "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),
     "report": Command("openclip_ext.evaluation.report", "compare evaluated runs in tables and charts"),
 }
 
+_HELP = """\
+usage: openclip-ext [--help] [--version] [--completion] COMMAND ...
+
+commands (openclip-ext COMMAND --help describes one):
+{commands}
+
+eval "$(openclip-ext --completion)" lets bash, and zsh with bashcompinit, complete commands, flags and losses."""
 _COMPLETION = """\
 _openclip_ext() {{
   local words="{commands}"
@@ -54,25 +59,24 @@ complete -o default -F _openclip_ext openclip-ext"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command line.
-
-    Args:
-        argv: the arguments after the program's name (default: the process's own).
+    """Run one command line, by default the process's own arguments.
 
     Raises:
-        SystemExit: with the command's exit status; 2 for a command that does not exist, 130 after Ctrl-C.
+        SystemExit: with the command's exit status; 2 for an unknown command, 130 after Ctrl-C.
     """
     try:
         with until_pipe_breaks():
             _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
-    except KeyboardInterrupt:  # also while a command imports for seconds what it needs
+    except KeyboardInterrupt:  # for example while a command imports its libraries
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def _run(name: str, *rest: str) -> None:
     if name in ("-h", "--help"):
-        print(_help())
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+        print(_HELP.format(commands="\n".join(lines)))
     elif name == "--version":
         print(f"openclip-ext {__version__}")
     elif name == "--completion":
@@ -80,30 +84,10 @@ def _run(name: str, *rest: str) -> None:
         print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        # It may have been imported already, as its own program.
+        # An earlier call in this process may have imported it.
         warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:
-        print(f"openclip-ext: {_unknown(name)}", file=sys.stderr)
+        commands = f"expected one of {', '.join(COMMANDS)}"
+        print(f"openclip-ext: unknown command {name!r}: {commands}{nearest(name, COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    commands = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: openclip-ext [--help] [--version] [--completion] COMMAND ...",
-            "",
-            "commands (openclip-ext COMMAND --help describes one):",
-            *commands,
-            "",
-            'eval "$(openclip-ext --completion)" lets bash, and zsh with bashcompinit, complete commands, flags and losses.',
-        ]
-    )
-
-
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
-    return f"there is no command {name!r}.{suggestion} Commands: {', '.join(COMMANDS)}."

@@ -16,22 +16,12 @@ from tqdm import tqdm
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.cli.options import option_as_words
+from openclip_ext.compare import plan as planner
 from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
-from openclip_ext.compare.plan import (
-    CONTENDERS,
-    FINALISTS,
-    SEEDS,
-    Costs,
-    Stage,
-    equal_epochs,
-    least_seconds,
-    plan_next,
-    plan_tuning,
-)
 from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
 from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
@@ -45,32 +35,29 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 
-# Share of --minutes that is reserved for runs that turn out slower than planned, and share that measuring the pace takes, at
-# most so many seconds.
-_RESERVE, _PROBE_SHARE, _PROBE_SECONDS = 0.1, 0.02, 10.0
+# Share of --minutes reserved for runs that are slower than planned.
+_RESERVE = 0.1
+# Share of --minutes for measuring the throughput, and its maximum.
+_PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A setting can be stopped after this share of a run, if another setting is ahead by so many half widths of the interval over
-# the samples. One half width is too few, since the interval of one seed does not cover other seeds. Of the pairs of settings
-# in docs/benchmarks/icons that were 3 points apart at an eighth of their runs, 7 of 100 changed places later; at a quarter it
-# was 7 of 249, which ended at most 1.5 points apart.
+# A setting stops after this share of a run if another setting is ahead by this many half widths of the interval over the
+# samples. One half width is not enough, because the interval of one seed does not cover other seeds. In
+# docs/benchmarks/icons, 7 of 249 pairs of settings that were 3 points apart at a quarter of their runs changed places later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
 def main(argv: list[str]) -> None:
-    """Compare losses and write the report; after a signal, report the finished runs and exit with status 130.
-
-    The exit status is 1 if there is no result, because runs failed or the time was over.
-    """
+    """Compare losses and write the report; exit with status 130 after a signal, and with 1 without a result."""
     started = time.monotonic() - time.process_time()  # includes the imports
     config, training = parse(argv)
+    deadline = started + 60 * config.minutes
     try:
         with held(config.folder):  # also protects the cache
-            plan = read_plan(config, training)  # a folder of other flags is refused before the data are decoded
-            if not plan:
-                _refuse_short_time(config, training, started + 60 * config.minutes - time.monotonic() - _REPORT_SECONDS)
+            if not read_plan(config, training):  # rejects a folder of other flags before the data are decoded
+                _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
-            comparison = Comparison(config, training, data, started + 60 * config.minutes)
+            comparison = Comparison(config, training, data, deadline)
             stopped = comparison.run()
             has_result = comparison.write_report(notes)
     except (BadDataError, DoesNotFit) as error:
@@ -83,24 +70,24 @@ def main(argv: list[str]) -> None:
 
 
 def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
-    """Raise ValueError if the time is over before the least number of steps, before the data are decoded."""
+    """Raise ValueError if the time is too short for the minimum number of steps."""
     batch = training.loading.batch_size * training.loading.accum_freq
-    needed = least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
+    needed = planner.least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
     if seconds * (1 - _RESERVE) < needed:
         least = math.ceil(config.minutes + (needed / (1 - _RESERVE) - seconds) / 60)
         raise ValueError(
             f"the time is too short: --minutes {config.minutes:g}, and the shortest comparison of {len(config.losses)} losses "
-            f"takes {needed / 60:.1f} minutes of training alone at this model's pace. Give --minutes {least} or, as reading "
-            "and scoring take time, too, twice as many; or fewer --losses, or a smaller --model"
+            f"needs {needed / 60:.1f} minutes for training alone. Give --minutes {least} or, for reading and scoring, twice "
+            "as many; or fewer --losses, or a smaller --model"
         )
 
 
 class Comparison:
-    """The comparison of one output folder, until a deadline of ``time.monotonic()``.
+    """A comparison in one output folder, until a deadline of ``time.monotonic()``.
 
     Attributes:
-        plan: the content of ``plan.json``; empty before the first plan.
-        contests: the runs of the planned stages whose losses and settings are known.
+        plan: content of ``plan.json``; empty before the first plan.
+        contests: runs of the planned stages whose losses and settings are known.
     """
 
     def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
@@ -110,12 +97,11 @@ class Comparison:
         self.context = config_digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
-        self.workers = make_pool(
-            config.executor, config.processes, __name__, config.folder / "jobs", config.slurm, self.stop
-        )
-        self._under_way: dict[str, dict[str, Any]] = {}
+        jobs = config.folder / "jobs"
+        self.workers = make_pool(config.executor, config.processes, __name__, jobs, config.slurm, self.stop)
+        self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
-        # The samples that a run may see at most: the whole batches of ``--epochs`` epochs.
+        # The most samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
         self.contests: list[Contest] = []
         self.plan = read_plan(config, training)
@@ -124,11 +110,11 @@ class Comparison:
         self._open_stages()
 
     def run(self) -> bool:
-        """Work until everything is finished, the time is over or a signal comes; return whether a signal came."""
+        """Execute all stages until the time is over or a signal arrives; return whether a signal arrived."""
         try:
             if not self.plan:
                 self._plan_tuning()
-            self._drop_stage_not_begun()
+            self._drop_unstarted_stage()
             while self._work() and self._begin_stage():
                 pass
         except KeyboardInterrupt:
@@ -140,25 +126,25 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def _open_stages(self) -> None:
-        """Add the contests of the planned stages that can be known: each has the best runs of the stage before."""
+        """Add the contests of planned stages; a stage has the best runs of the finished stage before."""
         for stage in self.plan.get("stages", [])[len(self.contests) :]:
             if not self.contests:
-                tried = {loss: range(min(self.plan["tried"], len(of))) for loss, of in self.candidates.items()}
-                families = {loss: [self._make_run(loss, n, stage["samples"]) for n in of] for loss, of in tried.items()}
+                tried = {loss: found[: self.plan["tried"]] for loss, found in self.candidates.items()}
+                length = stage["samples"]
+                families = {loss: [self._make_run(loss, *one, length) for one in own] for loss, own in tried.items()}
             elif self.contests[-1].pending(self.results.known):
                 return
             else:
-                length = self._length(stage["samples"])
+                changes = self._length(stage["samples"])
                 best = winners(self.contests[-1], self.results.known)
-                families = {loss: [replace(run, **length) for run in runs] for loss, runs in best.items()}
+                families = {loss: [replace(run, **changes) for run in runs] for loss, runs in best.items()}
             self.contests.append(Contest(families, stage["seeds"]))
 
     def _length(self, samples: int) -> dict[str, Any]:
-        epochs, epoch_samples = equal_epochs(samples, self.pilot.batch, self.pilot.data.num_samples)
+        epochs, epoch_samples = planner.equal_epochs(samples, self.pilot.batch, self.pilot.data.num_samples)
         return {"epochs": epochs, "epoch_samples": epoch_samples}
 
-    def _make_run(self, loss: str, candidate: int, samples: int) -> Run:
-        options, factor = self.candidates[loss][candidate]
+    def _make_run(self, loss: str, options: space.Options, factor: float, samples: int) -> Run:
         training = self.pilot.config
         return Run(
             data=self.context,
@@ -167,7 +153,7 @@ class Comparison:
             batch_size=self.pilot.batch,
             **self._length(samples),
             lr=training.optimizer.lr * factor,
-            seed=SEEDS[0],
+            seed=planner.SEEDS[0],
             family=loss,
             setting={"loss": loss, "options": options},
         )
@@ -179,13 +165,13 @@ class Comparison:
         self._open_stages()
 
     def _plan_tuning(self) -> None:
-        """Measure how wrong a batch is and how fast the baseline runs; plan the first stage as if all losses cost the same."""
+        """Measure the batch's error and the baseline's throughput; plan the first stage as if all losses cost the same."""
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
-        run = self._make_run(space.BASELINE, 0, 10_000 * self.pilot.batch)
+        run = self._make_run(space.BASELINE, *self.candidates[space.BASELINE][0], 10_000 * self.pilot.batch)
         probes = self.workers.run([partial(self.pilot.probe, run, seconds)] * self.config.processes)
         per_sample, per_run = (statistics.fmean(probe[key] for probe in probes) for key in ("per_sample", "per_run"))
-        tried, stage = plan_tuning(
-            Costs(dict.fromkeys(self.config.losses, per_sample), per_run),
+        tried, stage = planner.plan_tuning(
+            planner.Costs(dict.fromkeys(self.config.losses, per_sample), per_run),
             self._seconds_left * (1 - _RESERVE),
             self.config.processes,
             self.pilot.batch,
@@ -195,15 +181,15 @@ class Comparison:
         about = {"flags": self.flags, "context": self.context, "judged": probes[0]}
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
-    def _drop_stage_not_begun(self) -> None:
-        """Drop a stage that an earlier call planned but had no time for, so that it is planned for this call's time."""
+    def _drop_unstarted_stage(self) -> None:
+        """Drop a stage that an earlier call planned but did not start, so that this call plans it for its own time."""
         stages, rows = self.plan["stages"], self.results.rows
         if 1 < len(self.contests) == len(stages) and not any(run.id in rows for run in self.contests[-1].decided(rows)):
             self.contests.pop()
             self._write_plan(stages=stages[:-1])
 
     def _begin_stage(self) -> bool:
-        """Begin the next stage, planned from the pace of the runs so far; return False if there is no time for one."""
+        """Start the next stage, planned from the costs so far; return False if there is no time for it."""
         known, stages, last = self.results.known, self.plan["stages"], self.contests[-1]
         if len(self.contests) == len(stages):
             costs = measured_costs(last, winners(last, known), known)
@@ -211,21 +197,21 @@ class Comparison:
                 return False
             left = self._seconds_left * (1 - _RESERVE)
             limits = (self.config.processes, self.pilot.batch, self._most_samples)
-            following = plan_next(Stage(**stages[-1]), costs, left, *limits)
-            if following is None:
+            stage = planner.plan_next(planner.Stage(**stages[-1]), costs, left, *limits)
+            if stage is None:
                 return False
-            stages = [*stages, asdict(following)]
+            stages = [*stages, asdict(stage)]
         self._write_plan(stages=stages)
         return True
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the row of a run that should stop here, because another setting is clearly ahead at equal samples."""
-        self._under_way[name] = so_far
+        """Return a row that stops a run if another setting is clearly ahead at equal samples, else None."""
+        self._running[name] = so_far
         if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
         at, scores = str(so_far["samples"]), unpack(so_far["points"][str(so_far["samples"])])
         equal = ("data", "family", "seed", "epochs", "epoch_samples")
-        for other in [*self.results.rows.values(), *self._under_way.values()]:
+        for other in [*self.results.rows.values(), *self._running.values()]:
             if at not in other["points"] or any(other[key] != so_far[key] for key in equal):
                 continue
             ahead = unpack(other["points"][at]) - scores
@@ -235,7 +221,7 @@ class Comparison:
         return None
 
     def _work(self) -> bool:
-        """Execute the remaining runs of the stage; return False if the time is over before they are finished."""
+        """Execute the remaining runs of the stage; return False if the time ends first."""
         contest, rows = self.contests[-1], self.results.rows
         samples = self.plan["stages"][len(self.contests) - 1]["samples"]
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
@@ -244,11 +230,11 @@ class Comparison:
             total=runs * samples, initial=done + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
         ) as bar:
 
-            def goes_on() -> bool:
+            def has_time() -> bool:
                 bar.update(done + self.workers.samples - bar.n)
                 return self._seconds_left > 0
 
-            def ended(name: str, row: dict[str, Any] | None, failure: str) -> None:
+            def on_end(name: str, row: dict[str, Any] | None, failure: str) -> None:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
@@ -257,10 +243,10 @@ class Comparison:
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
 
-            return self.workers.work_off(tasks, ended, goes_on)
+            return self.workers.work_off(tasks, on_end, has_time)
 
     def write_report(self, notes: list[str]) -> bool:
-        """Write the report of the finished runs, and print where it is; return whether it recommends a loss."""
+        """Write the report of the finished runs; return whether it recommends a loss."""
         if not self.plan:
             print("no run is finished yet, so there is no report")
             return False
@@ -281,11 +267,9 @@ class Comparison:
             captions=self.pilot.data.test.captions(),
             command_line=self.command_line,
         )
-        for name, text in (
-            ("report.json", json_lines.dumps(asdict(found), indent=2) + "\n"),
-            ("report.md", report.markdown(found)),
-            ("report.html", report.page(found)),
-        ):
+        content = json_lines.dumps(asdict(found), indent=2) + "\n"
+        texts = {"report.json": content, "report.md": report.markdown(found), "report.html": report.page(found)}
+        for name, text in texts.items():
             (self.config.folder / name).write_text(text, encoding="utf-8")
         print(found.text_of_judgement)
         print(found.sentence)
@@ -310,46 +294,47 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; it is empty if there is none."""
+    """Return the plan in the output folder; empty if there is none."""
     path = config.folder / "plan.json"
     if not path.exists():
         return {}
     try:
         plan = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it to plan anew") from error
+        raise ValueError(f"{path} is corrupt ({error}): remove it to plan again") from error
     if plan.get("flags") != digest_of_flags(config, training):
         raise ValueError(_OTHER.format(config.output, "flags or versions"))
     return plan
 
 
 def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
-    """Return the runs that a finished stage passes on: the best settings of the baseline and of the best losses."""
-    best = {
-        loss: statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
-        for loss in contest.families
-    }
-    first, *others = best
-    going_on = [first, *sorted(others, key=lambda loss: -best[loss])[:CONTENDERS]]
-    ranked = {loss: contest.ranked(loss, results)[:FINALISTS] for loss in going_on}
-    return {
-        loss: [run for run in runs if run is runs[0] or score(results[run.id]) >= 0] for loss, runs in ranked.items()
-    }
+    """Return the runs that enter the next stage: the best settings of the baseline and of the best losses."""
+
+    def mean_score(loss: str) -> float:
+        return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
+
+    baseline, *others = contest.families
+    found = {}
+    for loss in [baseline, *sorted(others, key=lambda loss: -mean_score(loss))[: planner.CONTENDERS]]:
+        first, *rest = contest.ranked(loss, results)[: planner.FINALISTS]
+        found[loss] = [first, *(run for run in rest if score(results[run.id]) >= 0)]
+    return found
 
 
-def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> Costs | None:
-    """Return the costs of some losses' finished runs in a stage; None if one of the losses has no finished run."""
+def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> planner.Costs | None:
+    """Return the costs of some losses' finished runs; None if a loss has no finished run."""
     rows = [results[run.id] for run in contest.decided(results) if results.get(run.id, {}).get("curve")]
-    of_loss = {loss: [row for row in rows if row["family"] == loss] for loss in losses}
-    if not all(of_loss.values()):
-        return None
-    samples = {loss: sum(row["curve"][-1][0] for row in of) for loss, of in of_loss.items()}
-    per_sample = {loss: sum(row["seconds"] for row in of) / samples[loss] for loss, of in of_loss.items()}
-    return Costs(per_sample, statistics.fmean(row["all_seconds"] - row["seconds"] for row in rows))
+    per_sample = {}
+    for loss in losses:
+        own = [row for row in rows if row["family"] == loss]
+        if not own:
+            return None
+        per_sample[loss] = sum(row["seconds"] for row in own) / sum(row["curve"][-1][0] for row in own)
+    return planner.Costs(per_sample, statistics.fmean(row["all_seconds"] - row["seconds"] for row in rows))
 
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of everything that decides the runs, except the data and each run's own loss and options."""
+    """Return a digest of all that determines the runs, except the data and each run's loss and options."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
     parts = [asdict(getattr(training, name)) for name in names]
     return config_digest([parts, config.anchors, config.population, versions()])

@@ -23,7 +23,7 @@ from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_flag, add_loss_flags, take_loss_options
 
-# Python names of the training flags that have the same meaning here; others are refused.
+# Python names of the training flags that have the same meaning in compare; others are rejected.
 _USED_FLAGS = """
     train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
@@ -37,44 +37,39 @@ _USED_FLAGS = """
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Holds the arguments of ``openclip-ext compare``; ``training`` are the training flags as given."""
+    """Arguments of ``openclip-ext compare``; ``training`` contains the training flags as given."""
 
     shards: str
     losses: tuple[str, ...]
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
-    val: str | None = flag(None, "validation data in the form of SHARDS (default: a tenth of SHARDS is held out)")
-    classes: str | None = flag(
-        None, "file with one class name per line; each sample's member cls holds a line number, from 0"
-    )
+    val: str | None = flag(None, "validation data, as SHARDS (default: a tenth of SHARDS is held out)")
+    classes: str | None = flag(None, "file with a class name per line; a sample's member cls is a line number, from 0")
     minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
     processes: int = flag(0, "number of runs at a time; 0: one for each GPU, or each core", minimum=0)
-    executor: str = flag(
-        "local", "run on this machine, or as jobs of a cluster through submitit", choices=("local", "slurm")
-    )
+    executor: str = flag("local", "run on this machine, or as SLURM jobs through submitit", choices=("local", "slurm"))
     slurm: str = flag("", "parameters of the jobs for sbatch, by submitit's names: partition=gpu,gpus_per_node=1")
     cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
     anchors: int = flag(1000, "number of samples whose normalizers are compared with the exact ones", minimum=1)
-    population: int = flag(10_000, "number of training samples that the exact normalizers are over", minimum=2)
+    population: int = flag(10_000, "number of training samples for the exact normalizers", minimum=2)
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the results."""
         return Path(self.output)
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the configurations of the comparison and of the training."""
+    """Return the configurations of the comparison and of the trainings."""
     add_model_configs()
     parser = _parser()
     args, training = parser.parse_known_args(argv)
-    # Of ``--model ViT-B-32 SHARDS`` the parser, which does not know ``--model``, takes the model for SHARDS.
+    # In ``--model ViT-B-32 SHARDS``, the parser, which has no ``--model``, reads the model as SHARDS.
     _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
     if unknown:
-        raise UsageError(f"{unknown[0]} stands before SHARDS: give SHARDS first, then the flags of training")
+        raise UsageError(f"{unknown[0]} before SHARDS: give SHARDS first, then the training flags")
     if args.loss is not None:
-        raise UsageError("--loss chooses one loss; --losses says which to compare")
+        raise UsageError("--loss selects one loss: use --losses to compare several")
     if args.executor == "slurm" and not args.processes:
         raise UsageError("--executor slurm needs --processes, the number of jobs at a time")
     if args.slurm and args.executor != "slurm":
@@ -96,15 +91,15 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
-    """Return the training's configuration; refuse flags that have another meaning here or none."""
+    """Return the training's configuration; reject flags that have another meaning here or no effect."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
-        raise UsageError("--recipe has the settings of one loss at the length of a paper's runs; leave it out")
+        raise UsageError("--recipe has the settings of one loss at a paper's length; remove it")
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; leave it out")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; remove it")
     if training.loading.batch_size < 2:
-        raise UsageError(f"--batch-size is {training.loading.batch_size}, must be at least 2")
+        raise UsageError(f"--batch-size {training.loading.batch_size}: expected at least 2")
     check_device(training.device)
     device = torch.device(training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     training = replace(with_loss_options(training), device=str(device))
@@ -116,14 +111,11 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
 
 def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
     if BASELINE not in losses or len(losses) < 2:
-        raise UsageError(
-            f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, separated by commas"
-        )
+        raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, with commas")
     for name in options:
-        if name == "normalizer":
-            raise UsageError("--normalizer makes one loss of those that are compared; leave it out")
-        if name in space.SEARCHED_OPTIONS:
-            raise UsageError(f"{OPTIONS[name].flag} has no effect on compare, which searches over it; leave it out")
+        if name in ("normalizer", *space.SEARCHED_OPTIONS):
+            reason = "would make all losses equal" if name == "normalizer" else "is tuned by compare"
+            raise UsageError(f"{OPTIONS[name].flag} {reason}; remove it")
     used: set[str] = set()
     refusals: list[str] = []
     for name in losses:
@@ -131,19 +123,16 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         used |= {option for setting in settings for option in setting}
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
-            raise UsageError(f"--losses: {name} compares two views of an image, and cannot be scored by retrieval")
+            raise UsageError(f"--losses: {name} compares two views of an image: retrieval cannot score it")
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext compare",
-        allow_abbrev=False,
-        description="Which loss brings the most on your data, model and batch size? Takes the flags of training, too.",
-    )
-    parser.add_argument("shards", metavar="SHARDS", help="training data, as --train-data takes them")
+    description = "Find the best loss for your data, model and batch size. Accepts the flags of training, too."
+    parser = argparse.ArgumentParser(prog="openclip-ext compare", allow_abbrev=False, description=description)
+    parser.add_argument("shards", metavar="SHARDS", help="training data, as in --train-data")
     default = ",".join(space.DEFAULT_LOSSES)
     parser.add_argument("--losses", default=default, help=f"separated by commas (default: {default})")
     for option in own_options([CompareConfig]):

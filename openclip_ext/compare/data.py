@@ -1,4 +1,4 @@
-"""Decode, divide and check the data of a comparison."""
+"""Decode, split and check the data of a comparison."""
 
 import contextlib
 from collections.abc import Sequence
@@ -29,26 +29,23 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     train, held_out = _decode(config, training, len(names) or None, notes)
     val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
-        raise ValueError(
-            "the validation samples have one caption only, so that nothing can be retrieved: give others with --val"
-        )
+        raise ValueError("all validation samples have the same caption: give others with --val")
     tokens = None
     if isinstance(train, Cache):
         num_samples, identity = len(train), train.digest
         tokens = Tokens.of([*train.captions(), *held_out.captions(), *names], training.model.tokenizer())
     else:
         num_samples, identity = _streamed(train, config, training)
-        notes.append("the training images are larger than --cache and are decoded again for each run")
+        notes.append("the training images do not fit into --cache and are decoded again for each run")
     batch = training.loading.batch_size * training.loading.accum_freq
     if num_samples < 2 * batch:
-        raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: lower --batch-size")
+        raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: reduce --batch-size")
     reference = _reference(training.data, train)
     identity = config_digest([identity, held_out.digest, names, *([] if reference is None else [reference.about])])
     return PilotData(train, num_samples, val, test, tuple(names), tokens, identity, reference), notes
 
 
 def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore | None:
-    """Return a reference model's embeddings of the training samples, if the command line names them."""
     if spec is None or spec.reference is None:
         return None
     store = build_source(spec, str).reference  # type: ignore[arg-type]
@@ -59,13 +56,13 @@ def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore
 def _decode(
     config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
 ) -> tuple[Cache | DataSpec, Cache]:
-    """Return the training samples, or where to read them if they are too large, and the validation samples."""
+    """Return the training samples, or their files if they do not fit into the cache, and the validation samples."""
     spec = training.data
     assert spec is not None, "the command line gives the shards"
     image_size = _image_size(training)
 
     def decoded(spec: DataSpec, classes: int | None) -> Cache:
-        spec = replace(spec, reference=None)  # another reference needs no other cache
+        spec = replace(spec, reference=None)  # the cache does not depend on it
         folder = config.folder / "cache" / config_digest([asdict(spec), _files(spec), image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
@@ -73,11 +70,11 @@ def _decode(
         try:
             whole = decoded(spec, classes)
         except DoesNotFit as error:
-            raise ValueError(f"{error}; give more, or validation data with --val") from None
+            raise ValueError(f"{error}: increase it, or give validation data with --val") from None
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
-            f"{len(held):,} samples drawn from {without_secrets(config.shards)} and not trained on; with near-duplicates "
-            "among the training samples the scores are too high for all losses"
+            f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "
+            "the training samples increase the scores of all losses"
         )
         return whole.part(rest), whole.part(held)
     train: Cache | DataSpec = spec
@@ -92,29 +89,27 @@ def _decode(
 
 
 def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
-    """Return number and digest of training samples that each run reads from their files."""
+    """Return the number and digest of training samples that each run reads from their files."""
     loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
-        raise ValueError(
-            f"the manifest leaves samples out, and the others do not fit into --cache {config.cache:g}: give more"
-        )
+        raise ValueError(f"the manifest leaves samples out, which needs a larger --cache than {config.cache:g}")
     return loader.num_samples, loader.source.digest
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Draw a seeded share of ``count`` samples; return its positions and those of the rest, both in order."""
+    """Sample a share of ``count`` positions with a fixed seed; return them and the rest, both sorted."""
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
-            f"{size} of {count} samples are too few to score with, at least {_FEWEST_VALIDATION} are needed, and validation "
-            "samples are halved: give at least 40 with --val, or at least 400 training samples without it"
+            f"{size} of {count} samples are too few to score with: give at least 40 with --val, or at least 400 training "
+            "samples without it"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     return sorted(order[:size]), sorted(order[size:])
 
 
 def _files(spec: DataSpec) -> list[Sequence[Any]]:
-    """Return the names of a data set's files, with size and time of change if they are local."""
+    """Return the names of a data set's files, with size and modification time if they are local."""
     files = [spec.manifest] if spec.manifest else []
     if spec.resolved_type == "webdataset":
         assert spec.source is not None
@@ -127,7 +122,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
         try:
             status = Path(file).stat()
             found.append((file, status.st_size, status.st_mtime_ns))
-        except (OSError, ValueError):  # not a local file, or no file at all
+        except (OSError, ValueError):  # not a local file
             found.append((file,))
     return found
 
@@ -140,7 +135,7 @@ def _class_names(path: str | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--classes {path} cannot be read: {error}") from error
     if len(names) < 2:
-        raise ValueError(f"--classes {path} has {len(names)} lines: expected the name of a class on each of at least 2")
+        raise ValueError(f"--classes {path} has {len(names)} lines: expected at least 2, each with a class name")
     return names
 
 

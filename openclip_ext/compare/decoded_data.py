@@ -1,7 +1,7 @@
 """Decode the data of many short runs once: images into a memory-mapped file, texts into tokens.
 
-Training uses the ordinary loader, so the order of samples and the augmentation depend only on the seed. A training set that
-does not fit into the cache is read from its files.
+Runs use the training loader, so the order of samples and the augmentation depend only on the seed. A training set that does
+not fit into the cache is read from its files.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.text import find_causal_tower, shrink
 from openclip_ext.files.writing import write_atomically
 
-# Stored images are at most this many times as large as the model's input, so random crops lose nothing visible.
+# Maximum size of stored images relative to the model's input, so that random crops lose no visible detail.
 _LARGEST = 2
 _PIXELS, _TABLE = "pixels.bin", "samples.json"
-# The size of all images is estimated from this many.
+# Number of images from which the size of all images is estimated.
 _PROBE = 100
 
 
 class DoesNotFit(Exception):
-    """Says that the decoded images are larger than the cache may be."""
+    """The decoded images are larger than the cache's limit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Cache:
     @classmethod
     def open(cls, folder: Path) -> "Cache":
         """Return a cache of all samples in a folder."""
-        return cls(folder, tuple(range(len(_read_table(folder)["captions"]))))
+        return cls(folder, tuple(range(len(cls(folder, ())._table["captions"]))))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,7 +61,7 @@ class Cache:
 
     @cached_property
     def _table(self) -> dict[str, Any]:
-        return _read_table(self.folder)
+        return json.loads((self.folder / _TABLE).read_text())
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -73,7 +73,6 @@ class Cache:
         return config_digest([self._table["digest"], self.rows])
 
     def captions(self) -> list[str]:
-        """Return the samples' captions."""
         return [self._table["captions"][row] for row in self.rows]
 
     def indices(self) -> list[int]:
@@ -81,7 +80,7 @@ class Cache:
         return [self._table["indices"][row] for row in self.rows]
 
     def classes(self) -> list[int] | None:
-        """Return the samples' classes, or None if they have none."""
+        """Return the samples' classes; None if they have no classes."""
         classes = self._table["classes"]
         return None if classes is None else [classes[row] for row in self.rows]
 
@@ -93,30 +92,21 @@ class Cache:
         return self._pixels[end - 3 * height * width : end].reshape(height, width, 3)
 
     def image(self, position: int) -> Image.Image:
-        """Return a sample's image."""
         return Image.fromarray(self.pixels(position))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "rows": self.rows}
 
 
-def _read_table(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / _TABLE).read_text())
-
-
 def write_cache(
-    spec: DataSpec,
-    folder: Path,
-    image_size: int,
-    limit: float = float("inf"),
-    classes: int | None = None,
+    spec: DataSpec, folder: Path, image_size: int, limit: float = float("inf"), classes: int | None = None
 ) -> Cache:
-    """Decode a data set into a folder, or open the folder if it is complete already.
+    """Decode a data set into a folder, or open the folder if it is complete.
 
     Args:
         image_size: side of the model's images.
-        limit: bytes that the decoded images may take.
-        classes: number of classes; each sample's class is read from its member ``cls``. None: no classes are read.
+        limit: maximum bytes of the decoded images.
+        classes: number of classes, read from each sample's member ``cls``. None (default) reads no classes.
 
     Raises:
         DoesNotFit: the images are larger than the limit.
@@ -127,7 +117,7 @@ def write_cache(
         return Cache.open(folder)
     folder.mkdir(parents=True, exist_ok=True)
     source = build_source(spec, str)  # type: ignore[arg-type]
-    expected = source.num_kept  # a manifest may leave samples out
+    expected = source.num_kept
     indices: list[int] = []
     captions: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -141,15 +131,13 @@ def write_cache(
             shapes.append(pixels.shape[:2])
             indices.append(index)
             if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
-                raise DoesNotFit(
-                    f"the decoded images of {spec.source} would take {size / 2**30:.2g} GiB, --cache allows "
-                    f"{limit / 2**30:.2g}"
-                )
+                needed, allowed = (f"{value / 2**30:.2g}" for value in (size, limit))
+                raise DoesNotFit(f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}")
     bad = expected - len(captions)
     if bad > spec.max_bad_fraction * expected:
         raise BadDataError(
-            f"{bad:,} of the {expected:,} samples of {spec.source} have no readable image or caption, "
-            f"more than the allowed {spec.max_bad_fraction:.1%} (--max-bad-fraction)"
+            f"{bad:,} of the {expected:,} samples of {spec.source} have no readable image or caption, more than the allowed "
+            f"{spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
     table = {"captions": captions, "shapes": shapes, "classes": labels, "indices": indices}
@@ -160,7 +148,6 @@ def write_cache(
 
 
 def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
-    """Yield index, image and caption of every readable sample, and show the progress."""
     read = source.reader()
     for index in progress_bar(range(source.num_samples), desc="decoding", unit="sample", leave=False):
         if not source.is_left_out(index):
@@ -171,7 +158,7 @@ def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
-    """Return pixels ``(H, W, 3)`` uint8; shrink the image if its shorter side is longer than ``side``."""
+    """Return pixels ``(H, W, 3)`` uint8, with the shorter side at most ``side``."""
     if (shorter := min(image.size)) > side:
         width, height = (max(1, round(length * side / shorter)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -187,7 +174,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
         text = read(index).fields.get("cls", b"").decode().strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(
-                f"sample {index} of {spec.source} has the class {text!r}: its member cls should hold a line number of the "
+                f"sample {index} of {spec.source} has the class {text!r} in its member cls: expected a line number of the "
                 f"--classes file, from 0 to {count - 1}"
             )
         classes.append(int(text))
@@ -195,7 +182,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
 
 
 class _CachedSource(Source):
-    """Serves a cache to the training loader; a sample's index is its position."""
+    """A cache as a source of the training loader; a sample's index is its position."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -210,23 +197,22 @@ class _CachedSource(Source):
 
 
 class Tokens(NamedTuple):
-    """The distinct texts that a run can meet, and their tokens ``(T, L)``."""
+    """Distinct texts of a run, and their tokens ``(T, L)``."""
 
     texts: tuple[str, ...]
     rows: np.ndarray
 
     @classmethod
     def of(cls, texts: Iterable[str], tokenizer: Callable) -> "Tokens":
-        """Tokenize texts."""
         unique = tuple(dict.fromkeys(texts))
         return cls(unique, tokenizer(list(unique)).numpy().astype(np.int32))
 
 
 class KnownTexts:
-    """Looks up the tokens of known texts, and shrinks the model's text tower to their length and vocabulary.
+    """A tokenizer that looks up known texts; it shrinks the model's text tower to their length and vocabulary.
 
-    The model changes in place if its text tower is causal and trained as a whole, see :func:`shrink`. If the texts are not
-    known beforehand, the tokenizer and the model stay as they are.
+    The model changes in place if its text tower is causal and fully trained, see :func:`shrink`. Without known texts, the
+    model stays unchanged and the tokenizer is used.
     """
 
     def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
@@ -238,7 +224,7 @@ class KnownTexts:
         self._rows = torch.from_numpy(tokens.rows.astype(np.int64))
         tower = find_causal_tower(model)
         if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
-            # A text ends at its last token that is not 0; before that, 0 is a token, too ("!").
+            # A text ends at its last token that is not 0; 0 is also the token "!".
             length = int(tokens.rows.nonzero()[1].max(initial=0)) + 1
             vocabulary, self._rows = self._rows[:, :length].unique(return_inverse=True)
             shrink(tower[1], vocabulary, length)
@@ -251,16 +237,15 @@ class KnownTexts:
 
 @dataclass(frozen=True)
 class PilotData:
-    """The data that runs train on and are scored on.
+    """The data for training and scoring runs.
 
     Attributes:
-        train: the decoded training samples, or where to read them from.
-        num_samples: number of training samples, and of indices.
-        val: samples that choose among settings.
-        test: samples that give the reported numbers.
-        names: the names of the classes, if any.
+        train: decoded training samples, or their files.
+        val: samples for the choice among settings.
+        test: samples for the reported numbers.
+        names: class names, if any.
         tokens: tokens of all texts; None if the training texts are not in memory.
-        reference: a reference model's embeddings of the training samples, if the losses get them.
+        reference: a reference model's embeddings of the training samples. None (default) means no reference model.
     """
 
     train: Cache | DataSpec
@@ -275,7 +260,7 @@ class PilotData:
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
     ) -> TrainLoader:
-        """Return the ordinary training loader over these samples."""
+        """Return the training loader over these samples."""
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Perform the runs of a comparison: train as the training program does, score by retrieval, and measure normalizers."""
+"""Perform the runs of a comparison: train, score by retrieval, and measure normalizers."""
 
 import base64
 import resource
@@ -26,16 +26,13 @@ from openclip_ext.training.config import TrainingConfig
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
-# Exact normalizers are over at least so many batches.
+# Minimum number of batches in the population of the exact normalizers.
 _BATCHES = 8
 
 
 @dataclass(frozen=True)
 class ComparePilot:
-    """Performs the runs of a comparison in the worker processes.
-
-    The normalizers of ``anchors`` samples are compared with exact ones over ``population`` training samples.
-    """
+    """Runs of a comparison, for worker processes; normalizers of ``anchors`` samples are exact over ``population`` samples."""
 
     config: TrainingConfig
     data: PilotData
@@ -44,14 +41,12 @@ class ComparePilot:
 
     @property
     def batch(self) -> int:
-        """Return the samples of an optimizer step."""
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Train and score a run.
+        """Train and score a run; ``seen`` receives the samples of each step, and at some points the row so far.
 
-        ``seen`` gets the samples of each step, and at some points the row so far. ``points`` of a row holds reciprocal ranks
-        of the choosing half by the number of samples seen; they decide whether a setting is stopped.
+        A row's ``points`` are the reciprocal ranks of the validation half by number of samples, which can stop a setting.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
@@ -78,29 +73,28 @@ class ComparePilot:
             "points": points,
             "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
-        # This takes as long as a short run, so only the second seed does it, which only the best setting of a loss runs.
+        # Measuring takes as long as a short run, so only the second seed does it, with the best setting of each loss.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
         row |= {} if normalizers is None else {"normalizers": normalizers}
         return row | {"all_seconds": time.perf_counter() - start}
 
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Return how wrong a batch is about its normalizers before training, and what runs cost.
+        """Return the errors of a batch's normalizers before training, and costs in seconds.
 
-        ``per_sample`` is the seconds of training for a sample, measured for ``seconds``; ``per_run`` is the seconds of
-        everything else in a run.
+        ``per_sample`` is the time of training on a sample, measured for ``seconds``; ``per_run`` is the rest of a run.
         """
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        training = PilotRun(self.config, self.data, run, device)  # the first one is in evaluation mode now
+        training = PilotRun(self.config, self.data, run, device)  # the first is in evaluation mode now
         rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             now = time.perf_counter()
-            if step == 1:  # it is slower than the rest
+            if step == 1:  # slower than the others
                 first = now
             elif now - first > seconds:
                 break
@@ -111,11 +105,11 @@ class ComparePilot:
         return found | {"per_sample": per_sample, "per_run": rest}
 
     def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
-        """Compare the log-normalizers of the loss and of the batch with those over many training samples.
+        """Return errors of the loss's and the batch's log-normalizers against many training samples; None after divergence.
 
-        Returns None if the model has diverged. Model and loss stay in evaluation mode.
+        Model and loss stay in evaluation mode.
         """
-        # A batch has no error against itself, so the population must be larger.
+        # A batch has no error against itself, so the population is larger.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()
@@ -129,8 +123,8 @@ class ComparePilot:
         measure = partial(of_run, **vars(found))
         is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
         own = measure(training.loss) if is_global else None
-        # The loss's own temperatures are better, as they may differ by sample. But a normalizer that contains the positive
-        # pair is another quantity.
+        # The loss's temperatures are better, because they may differ by sample. But a normalizer that contains the positive
+        # pair is a different quantity.
         comparable = own is not None and not training.loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
@@ -141,9 +135,9 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Rank retrieval in both directions, and zero-shot classification if there are class names; ranks ``(N,)`` are from 0.
+    """Return ranks ``(N,)`` from 0 of retrieval in both directions, and of zero-shot classification with class names.
 
-    In retrieval, any sample of the same caption is right.
+    In retrieval, any sample with the same caption is right.
     """
     captions, classes = samples.captions(), samples.classes()
     to_classify = [names] if names and classes is not None else []
@@ -166,22 +160,22 @@ def recall(found: Mapping[str, Tensor]) -> float:
 
 
 def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
-    """Return reciprocal ranks ``(N,)``, the mean of both directions. They tell models apart with fewer samples than R@1."""
+    """Return reciprocal ranks ``(N,)``, the mean of both directions; they need fewer samples than R@1 to rank models."""
     return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
 def pack(values: Tensor) -> str:
-    """Encode values between 0 and 1 as text, to three digits."""
+    """Encode values from 0 to 1 as text, to three digits."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
 def unpack(packed: str) -> Tensor:
-    """Undo :func:`pack`; return ``(N,)`` float64."""
+    """Decode the text of :func:`pack` to ``(N,)`` float64."""
     return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of tensors on the GPU, or of the process's resident memory if there is no GPU."""
+    """Return the peak bytes of tensors on the GPU, or the peak resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

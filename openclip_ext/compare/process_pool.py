@@ -1,7 +1,6 @@
 """Execute several runs at a time, each in its own process, one for each GPU or core.
 
-A process is a fork of a server that has imported everything, so it starts at once. A run that fails or is killed affects no
-other run.
+A process is a fork of a server that has imported all modules, so it starts fast. A run that fails affects no other run.
 """
 
 import contextlib
@@ -18,99 +17,91 @@ import torch
 from openclip_ext.data.processes import available_cores
 
 _POLL_SECONDS = 0.3
-# The failure of a task that a signal ended begins so.
+# First word of the failure of a task that a signal killed.
 KILLED = "killed"
-# A process runs ``task(device, seen)``. ``seen`` takes the number of samples of each step, or a dictionary with the task's
+# A process runs ``task(device, seen)``. ``seen`` receives the number of samples of each step, or a dictionary with the task's
 # intermediate result.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
-# Takes a task's name and intermediate result; returns a final result if the task should be stopped there, else None.
+# Receives a task's name and intermediate result; returns a final result to stop the task, else None.
 Judge = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 
-class _UnderWay(NamedTuple):
+class _Running(NamedTuple):
     process: Any
     connection: Connection
     slot: int
 
 
 class TaskPool(ABC):
-    """Runs some tasks at a time. A subclass says where.
+    """A pool that runs some tasks at a time. Subclasses define the place.
 
     Args:
-        processes: largest number of tasks at a time.
+        processes: maximum number of tasks at a time.
         judge: called with every intermediate result; decides whether to stop the task.
 
     Attributes:
-        samples: number of samples that all tasks have seen so far.
+        samples: number of samples that all tasks have processed so far.
     """
 
     def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
         self.processes, self._judge = processes, judge
         self.samples = 0
-        self._under_way: dict[str, Any] = {}
+        self._running: dict[str, Any] = {}
 
     @abstractmethod
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
         """Wait briefly for tasks to end; return name, result and failure of the tasks that have ended."""
 
     @abstractmethod
-    def _start(self, name: str, task: Task) -> None:
-        """Start a task."""
+    def _start(self, name: str, task: Task) -> None: ...
 
     @abstractmethod
-    def _kill(self, entry: Any) -> None:
-        """End a task that was started."""
+    def _kill(self, entry: Any) -> None: ...
 
     def work_off(
-        self, pending: Callable[[], Mapping[str, Task]], ended: Ended, goes_on: Callable[[], bool] = lambda: True
+        self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Run tasks until none is left; return False if ``goes_on`` said to stop before, which kills the running tasks.
+        """Run tasks until none is left; return False if ``keep_going`` returned False first, which kills the running tasks.
 
         Args:
             pending: returns the tasks that have not ended and can start, by name, the most urgent first.
-            ended: called with name, result and failure of each task; the result is None after a failure.
-            goes_on: called several times a second; says whether to continue.
+            on_end: called with name, result and failure of each task; the result is None after a failure.
+            keep_going: called several times a second; whether to continue.
         """
         try:
-            while goes_on():
+            while keep_going():
                 for name, task in pending().items():
-                    if len(self._under_way) < self.processes and name not in self._under_way:
+                    if len(self._running) < self.processes and name not in self._running:
                         self._start(name, task)
-                if not self._under_way:
+                if not self._running:
                     return True
                 for found in self.finished():
-                    ended(*found)
+                    on_end(*found)
             return False
         finally:
-            for entry in self._under_way.values():
+            for entry in self._running.values():
                 self._kill(entry)
-            self._under_way.clear()
+            self._running.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """Run tasks and return their results, in order."""
         results: dict[str, dict[str, Any]] = {}
 
-        def ended(name: str, result: dict[str, Any] | None, failure: str) -> None:
+        def on_end(name: str, result: dict[str, Any] | None, failure: str) -> None:
             if result is None:
                 raise ValueError(failure_words(failure))
             results[name] = result
 
         named = {str(number): task for number, task in enumerate(tasks)}
-        self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, ended)
+        self.work_off(lambda: {name: task for name, task in named.items() if name not in results}, on_end)
         return [results[name] for name in named]
 
 
 class ProcessPool(TaskPool):
-    """Runs tasks in processes of this machine.
+    """A pool of processes on this machine; their server imports the module ``preload``."""
 
-    Args:
-        processes: largest number of processes at a time.
-        preload: module that the server imports.
-        judge: as in :class:`TaskPool`.
-    """
-
-    _under_way: dict[str, _UnderWay]
+    _running: dict[str, _Running]
 
     def __init__(self, processes: int, preload: str, judge: Judge = lambda name, state: None) -> None:
         super().__init__(processes, judge)
@@ -118,31 +109,31 @@ class ProcessPool(TaskPool):
         self._context.set_forkserver_preload([preload])
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        wait([entry.connection for entry in self._under_way.values()], _POLL_SECONDS)
+        wait([entry.connection for entry in self._running.values()], _POLL_SECONDS)
         found = []
-        for name, entry in list(self._under_way.items()):
+        for name, entry in list(self._running.items()):
             ended = self._read(name, entry)
             if ended is not None:
                 self._kill(entry)
-                del self._under_way[name]
+                del self._running[name]
                 found.append((name, *ended))
         return found
 
     def _start(self, name: str, task: Task) -> None:
-        taken = {entry.slot for entry in self._under_way.values()}
+        taken = {entry.slot for entry in self._running.values()}
         slot = next(slot for slot in range(self.processes) if slot not in taken)
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
         process.start()
         sender.close()
-        self._under_way[name] = _UnderWay(process, receiver, slot)
+        self._running[name] = _Running(process, receiver, slot)
 
-    def _kill(self, entry: _UnderWay) -> None:
+    def _kill(self, entry: _Running) -> None:
         entry.process.kill()
         entry.process.join()
 
-    def _read(self, name: str, entry: _UnderWay) -> tuple[dict[str, Any] | None, str] | None:
-        """Read a task's messages; return its result and failure if it has ended or should be stopped."""
+    def _read(self, name: str, entry: _Running) -> tuple[dict[str, Any] | None, str] | None:
+        """Read a task's messages; return its result and failure if it has ended or should stop."""
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
@@ -152,13 +143,13 @@ class ProcessPool(TaskPool):
                     return message
                 elif stopped := self._judge(name, message):
                     return stopped, ""
-        except (EOFError, OSError):  # an OSError if it ended within a message
+        except (EOFError, OSError):  # an OSError if the process ended within a message
             entry.process.join()
-            return None, _end_of_process(entry.process.exitcode)
+            return None, _exit_reason(entry.process.exitcode)
         return None
 
 
-def _end_of_process(status: int) -> str:
+def _exit_reason(status: int) -> str:
     if status >= 0:
         return f"its process ended with exit status {status}"
     name = signal.Signals(-status).name
@@ -167,7 +158,7 @@ def _end_of_process(status: int) -> str:
 
 
 def failure_words(failure: str) -> str:
-    """Return the sentence about a run that failed or was killed."""
+    """Return a sentence about a run that failed or was killed."""
     return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 
@@ -177,7 +168,6 @@ def default_processes() -> int:
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
-    """Run a task in its process and send the result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles Ctrl-C
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())
@@ -185,7 +175,7 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, available_cores() // processes))
-    with contextlib.suppress(OSError):  # the main program is gone
+    with contextlib.suppress(OSError):  # the main program has ended
         sender.send(outcome(task, device, sender.send))
 
 

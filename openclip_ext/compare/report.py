@@ -1,4 +1,4 @@
-"""Report finished runs in numbers and words, as Markdown and as one HTML page without external resources."""
+"""Report finished runs as Markdown and as a self-contained HTML page."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from openclip_ext.evaluation.statistics import Difference, group_numbers, paired
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
 
-# A gain in R@1 that is too small to matter.
+# Gains in R@1 up to this are negligible.
 _NEGLIGIBLE = 0.01
 _METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
 
@@ -28,10 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Describes what was compared: the training, the data, and the limits of time.
-
-    No run is longer than ``most_epochs``, which is less than --epochs if a remainder fills no batch.
-    """
+    """Training, data and time limits of a comparison; ``most_epochs`` is --epochs in full batches."""
 
     data: str
     model: str
@@ -45,15 +42,13 @@ class About:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Holds the results of a loss with its best setting.
+    """Results of a loss with its best setting.
 
     Attributes:
-        epochs: length of the runs.
         scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
         each_seed: R@1 of each seed.
-        gain: R@1 minus that of ``openclip`` in runs of this length, averaged over the seeds that both have, or None.
-        difference: ``gain`` with its interval; None if there are fewer than two such seeds.
-        zero_shot_difference: the same for zero-shot accuracy.
+        gain: R@1 minus ``openclip``'s in runs of this length, averaged over the seeds that both have; None without one.
+        difference, zero_shot_difference: gain with its interval; None with fewer than two such seeds.
         gains: epochs, gain and number of seeds for all lengths, the shortest first.
         curves: ``(samples, seconds, R@1)`` for each seed.
         normalizers: errors of the log-normalizers of the loss and of the batch, at the end of the second seed.
@@ -81,14 +76,14 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds the content of the report.
+    """Content of the report.
 
     Attributes:
         recommended: the loss to use.
-        text_of_judgement: a sentence on how wrong a batch is before training.
+        text_of_judgement: a sentence on the error of a batch before training.
         results: results of the losses, the best first.
         runs: means of each setting over its seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
-        stopped: number of runs that were stopped because another setting of their loss was clearly ahead.
+        stopped: number of runs that stopped because another setting of their loss was clearly ahead.
         left_behind: losses that did not reach the last stage.
         chance: R@1 of guessing.
     """
@@ -119,23 +114,20 @@ def make_report(
     Args:
         contests: the runs of each stage.
         results: rows of finished, stopped and failed runs.
-        judged: how wrong a batch was about its normalizers before the first run.
-        captions: captions of the samples that give the numbers.
+        judged: the batch's errors before the first run.
+        captions: captions of the test samples.
         command_line: returns the training command line of a run.
     """
     groups = group_numbers(captions)
-    stages = [
-        {loss: _finished(contest.best(loss, results), results) for loss in contest.families} for contest in contests
-    ]
+    stages = [{loss: _finished(one.best(loss, results), results) for loss in one.families} for one in contests]
     found, chosen = [], {}
     for loss in contests[0].families:
         own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
         if own:
-            # The last stage in which the loss has an interval, or else the last in which it has a pair.
+            # The last stage in which the loss has an interval, or the last in which it has a pair.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
-    # The runs of the losses that were left behind are shorter.
     found.sort(key=lambda result: (-result.epochs, -_gain(result)))
     longest = [result for result in found if result.epochs == found[0].epochs]
     best = chosen[_leader(longest).loss][0] if found else {}
@@ -164,10 +156,7 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of guessing, the mean of both directions; samples of one group have equal captions.
-
-    Each distinct caption is ranked once, and any image with that caption is right.
-    """
+    """Return R@1 of guessing, the mean of both directions; a group's samples have equal captions, which rank once."""
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
@@ -182,17 +171,16 @@ def _epochs(row: Row, about: About) -> float:
 
 
 def _gain_at(rows: Mapping[int, Row], baseline: Mapping[int, Row], about: About) -> tuple[float, float, int] | None:
-    """Return epochs, mean gain over the baseline and number of common seeds; None if there is no common seed."""
+    """Return epochs, mean gain over the baseline and number of common seeds; None without a common seed."""
     gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
     return (_epochs(next(iter(rows.values())), about), statistics.fmean(gains), len(gains)) if gains else None
 
 
 def _setting_row(rows: Sequence[Row], about: About) -> tuple[str, str, float, float, int, float, float]:
-    recall = statistics.fmean(_recall(row) for row in rows)
     first = rows[0]
     words = setting_words(first["family"], first["setting"]["options"])
-    choice = statistics.fmean(map(score, rows))
-    return first["family"], words, first["lr"], _epochs(first, about), len(rows), choice, recall
+    means = [statistics.fmean(map(function, rows)) for function in (score, _recall)]
+    return first["family"], words, first["lr"], _epochs(first, about), len(rows), means[0], means[1]
 
 
 def _loss_result(
@@ -205,9 +193,7 @@ def _loss_result(
 ) -> LossResult:
     every = list(rows.values())
     loss, setting, lr, epochs, *_ = _setting_row(every, about)
-    scores = {
-        name: float(torch.stack([unpack(row["hits"][name]) for row in every]).mean()) for name in every[0]["hits"]
-    }
+    scores = {name: float(torch.stack([_hits(row, [name]) for row in every]).mean()) for name in every[0]["hits"]}
     each_seed = tuple(_recall(row) for row in every)
     gain = _gain_at(rows, baseline, about)
     paired = {} if loss == BASELINE else rows
@@ -251,11 +237,8 @@ def _difference(
     return paired_difference(stacked[0], stacked[1], groups)
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
 def _leader(found: Sequence[LossResult]) -> LossResult:
-    """Return the best loss that beats the baseline with confidence, or the best of all if none does."""
+    """Return the best loss that beats the baseline with confidence, or the best loss if there is none."""
     sure = [result for result in found if result.difference is not None and result.difference.low > 0]
     return max(sure or found, key=_gain)
 
@@ -270,18 +253,18 @@ def conclude(
     to_best: Mapping[str, Difference | None],
     failures: Sequence[str] = (),
 ) -> tuple[str, str | None]:
-    """Return the result in a sentence, with what longer runs may bring, and the loss to take.
+    """Return a sentence with the result and the effect of longer runs, and the recommended loss.
 
-    ``to_best`` holds the difference of the best loss to each, in runs of the same length, ``failures`` why runs ended.
+    ``to_best`` has the difference of the best loss to each in runs of the same length, ``failures`` the failures of runs.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
+        if not failures:
+            return "No result yet: there are fewer than two paired runs; the same command continues from here.", None
         killed = sum(failure.startswith(KILLED) for failure in failures)
         counts = {"were killed": killed, "failed": len(failures) - killed}
         ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)
-        why = f": {ends}, for the reasons below, and" if failures else " yet:"
-        goes_on = "runs them again" if failures else "goes on from here"
-        return f"No result{why} there are fewer than two paired runs; the same command {goes_on}.", None
+        return f"No result: {ends}, for the reasons below. The same command runs them again.", None
     best = _leader(others)
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"
@@ -291,44 +274,42 @@ def conclude(
         equal = [loss for loss, gap in gaps.items() if gap.low <= 0 <= gap.high]
         sentence += f"; no difference between {best.loss} and {', '.join(equal)}" if equal else ""
         return " ".join([f"{sentence}.", *outlook(best, about)]), best.loss
-    sentence = (
-        f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} comes nearest, {difference}"
-    )
+    sentence = f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} is nearest, {difference}"
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
     return " ".join([f"{sentence}.", *outlook(best, about), f"Take {BASELINE} with its best setting."]), BASELINE
 
 
 def outlook(best: LossResult, about: About) -> list[str]:
-    """Return sentences on how a loss's gain grew with the length of the runs, and which length may decide.
+    """Return sentences on the growth of a loss's gain with the length of the runs, and on the length that may decide.
 
-    The growth with each doubling is taken from the shortest and the longest runs, which may have other settings and few
-    seeds. So it is a guess, not a measurement.
+    The growth with each doubling is an extrapolation from the shortest and the longest runs, which may have different
+    settings and few seeds.
     """
     gap = best.difference
-    # Runs end with a whole batch, so a little before --epochs.
+    # Runs end with a full batch, slightly before --epochs.
     if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
         return []
     shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
     if shortest < best.epochs:
         growth = (gap.mean - early) / math.log2(best.epochs / shortest)
         planned = gap.mean + growth * math.log2(about.most_epochs / best.epochs)
-        said = (
+        sentence = (
             f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
-            f"this goes on, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
+            f"this continues, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-        # The length at which an interval of the present width excludes 0.
+        # The length at which an interval of the same width excludes 0.
         doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
     else:
-        said = f"Runs of {best.epochs:.1f} epochs leave open what longer ones bring."
+        sentence = f"Longer runs than {best.epochs:.1f} epochs may change this."
         doublings = min(1.0, math.log2(about.most_epochs / best.epochs))
     if gap.low > 0:
-        return [said]
+        return [sentence]
     epochs = best.epochs * 2**doublings
     if epochs > 1.01 * about.most_epochs:
-        return [f"{said} No length up to --epochs is likely to tell; more seeds may, which the same command adds."]
+        return [f"{sentence} No length up to --epochs is likely to decide; the same command adds seeds, which may."]
     minutes = math.ceil(2**doublings * about.minutes)
-    return [f"{said} About {epochs:.0f} epochs may tell: the same command with --minutes {minutes} goes on to them."]
+    return [f"{sentence} About {epochs:.0f} epochs may decide: continue with the same command and --minutes {minutes}."]
 
 
 def points(difference: Difference) -> str:
@@ -350,7 +331,7 @@ def _factor(error: Mapping[str, float]) -> list[str]:
 
 
 def judgement(measured: Mapping[str, Any], batch: int) -> str:
-    """Describe how wrong a batch is about its normalizers."""
+    """Describe the error of a batch's normalizers."""
     median, low, high = _factor(measured["batch"])
     return (
         f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
@@ -358,11 +339,8 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
     )
 
 
-# --- the whole report ------------------------------------------------------------------------------------------------
-
-
 def lines(report: Report) -> list[str]:
-    """Return the paragraphs that explain the numbers."""
+    """Return paragraphs that explain the numbers."""
     return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
 
 
@@ -373,7 +351,7 @@ def _shown_difference(result: LossResult) -> str:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    """Return the tables by title; the first row of each is its head."""
+    """Return the tables by title, each with a head row."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
@@ -384,7 +362,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
-        # The interval comes early, where the screen of a telephone shows it.
+        # The interval comes early to fit the screen of a phone.
         head = [one.loss, _shown_difference(one), _plain(one.scores["R@1"]), f"{one.epochs:.1f}"]
         result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
@@ -420,7 +398,7 @@ def markdown(report: Report) -> str:
 
 def page(report: Report) -> str:
     """Return the report as an HTML page with learning curves as inline SVG."""
-    # The curves leave out the shorter runs of losses that were left behind.
+    # The losses that were left behind have shorter runs.
     drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
         line_chart(Chart("R@1", _curves(drawn, column), label, from_zero=True), size=(520, 300))
@@ -440,11 +418,10 @@ def page(report: Report) -> str:
 
 
 def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
-    """Return each loss's R@1 in percent over samples (column 0) or seconds, averaged over the seeds that all losses have."""
+    """Return the losses' R@1 in percent over samples (column 0) or seconds, averaged over the seeds that all have."""
     common = min(len(one.curves) for one in results)
     found = []
     for number, one in enumerate(results):
-        # All seeds have the same points in samples, so times and scores can be averaged.
         points = [
             tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
         ]

@@ -1,4 +1,4 @@
-"""Define runs, store their results, and decide which run next: all settings with one seed, then the best with the others."""
+"""Runs, their order (all settings with one seed, then the best settings with the other seeds), and their results."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """Describes one training run completely, except for the code. Its row of results begins with these fields.
+    """A complete description of a training run, except the code; its row of results starts with these fields.
 
     Attributes:
-        data: digest of the data, and of everything that no other field describes.
+        data: digest of the data, and of all that no other field describes.
         schedule: name of the combination of batch size and length.
         batch_size: samples of an optimizer step.
-        seed: seed of start weights, order and augmentation.
-        family: the settings of a family compete with each other; families are compared.
-        setting: ``loss`` and ``options`` for ``create_loss``, and further keys that the kind of experiment knows.
-        epoch_samples: samples of an epoch; None means all, in whole batches.
+        seed: seed of initial weights, order and augmentation.
+        family: settings of a family compete; families are compared.
+        setting: ``loss`` and ``options`` for ``create_loss``, and further keys of the experiment.
+        epoch_samples: samples of an epoch. None (default) means all, in full batches.
     """
 
     data: str
@@ -40,9 +40,9 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return a digest that is equal for equal runs; the names of family and schedule do not enter it.
+        """Return a digest of the run without the names of family and schedule.
 
-        The rows in docs/benchmarks have these ids, also for runs without ``epoch_samples``: they must not change.
+        The rows in docs/benchmarks have these ids, so they must not change, even without ``epoch_samples``.
         """
         content = {name: value for name, value in asdict(self).items() if name not in ("family", "schedule")}
         if self.epoch_samples is None:
@@ -52,34 +52,34 @@ class Run:
 
 @dataclass(frozen=True)
 class Contest:
-    """Tunes several families equally, and compares them with paired seeds.
+    """A comparison of equally tuned families with paired seeds.
 
-    ``families`` holds for each family a run of every setting with the first seed; the first family is the baseline.
+    ``families`` has for each family a run of every setting with the first seed; the first family is the baseline.
     """
 
     families: Mapping[str, Sequence[Run]]
     seeds: Sequence[int]
 
     def ranked(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of a family's settings, the best first; no runs while some are unfinished."""
+        """Return the runs of a family's settings, the best first; empty while some are unfinished."""
         tried = self.families[family]
         if any(run.id not in results for run in tried):
             return []
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs that are decided so far, a list for each setting with its seeds; the best comes first."""
-        ranked = self.ranked(family, results)
-        if not ranked:
+        """Return the runs decided so far, a list for each setting with its seeds; the best setting comes first."""
+        best = self.best(family, results)
+        if not best:
             return [[run] for run in self.families[family]]
-        return [[replace(ranked[0], seed=seed) for seed in self.seeds], *([run] for run in ranked[1:])]
+        return [best, *([run] for run in self.ranked(family, results)[1:])]
 
     def best(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of the best setting with all seeds; none before it is chosen."""
-        return self.by_setting(family, results)[0] if self.ranked(family, results) else []
+        """Return the runs of the best setting with all seeds; empty before it is chosen."""
+        return [replace(run, seed=seed) for run in self.ranked(family, results)[:1] for seed in self.seeds]
 
     def decided(self, results: Results) -> list[Run]:
-        """Return all decided runs, seed by seed and family by family, so that pairs are complete early."""
+        """Return all decided runs in the order of seeds and settings, so that pairs are complete early."""
         placed = [
             (self.seeds.index(run.seed), place, run)
             for family in self.families
@@ -94,40 +94,37 @@ class Contest:
 
 
 def score(row: Mapping[str, Any]) -> float:
-    """Return the score on validation data, by which settings are chosen and of which nothing is reported.
-
-    It is negative for a run that was stopped or failed, which therefore comes after all finished runs.
-    """
+    """Return the validation score that chooses settings; it is negative for a run that stopped or failed."""
     return row["val"]["mean"]
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of a file by id; no rows if there is no file. A line that a killed process left is skipped."""
+    """Return the rows of a file by id without broken lines; empty if there is no file."""
     return {row["id"]: row for row in json_lines.read(path) if "id" in row}
 
 
 class ResultsFile:
-    """A file with a JSON line for each finished run, which one process at a time may write: see :func:`held`.
+    """A file with a JSON line for each finished run; callers lock its folder.
 
     Attributes:
         rows: rows of finished runs by id.
-        failed: rows of failed runs, which are not written, so the next call tries these runs again.
+        failed: rows of failed runs, which are not in the file, so that the next call runs them again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with path.open("ab") as file:
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)  # drops an incomplete last line
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)  # removes an incomplete last line
         self.rows = read_results(path)
         self.failed: dict[str, dict[str, Any]] = {}
 
     @property
     def known(self) -> dict[str, dict[str, Any]]:
-        """Return the rows of the runs that have ended, well or not."""
+        """Return the rows of finished and failed runs."""
         return {**self.rows, **self.failed}
 
     def keep(self, name: str, row: dict[str, Any] | None, failure: str = "") -> None:
-        """Append the row of a run that has ended, or note its failure."""
+        """Append the row of a finished run, or record its failure."""
         if row is None:
             self.failed[name] = {"id": name, "val": {"mean": -1.0}, "failed": failure}
             return

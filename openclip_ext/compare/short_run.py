@@ -1,4 +1,4 @@
-"""Perform one run on decoded data with the trainer's parts, without checkpoints, logs or other processes."""
+"""Perform one run on decoded data with the trainer's parts, without checkpoints, logs and other processes."""
 
 import itertools
 import math
@@ -22,12 +22,13 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule, l
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
 _CHUNK = 256
-_CURVE = (0.125, 0.25, 0.5)  # shares of a run at which it is scored, besides its end
-CURVE_POINTS = len(_CURVE) + 1
+# Shares of a run at which it is scored.
+_CURVE = (0.125, 0.25, 0.5, 1.0)
+CURVE_POINTS = len(_CURVE)
 
 
 def seconds_a_sample(config: TrainingConfig) -> float:
-    """Return how long a forward and a backward pass of the model take on a sample, on one thread: a step takes no less."""
+    """Return the seconds of a forward and backward pass per sample on one thread, the minimum of a step."""
     add_model_configs()
     device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
     with without_warnings():
@@ -43,7 +44,7 @@ def seconds_a_sample(config: TrainingConfig) -> float:
             outputs = built.model(images, texts)
         loss = (outputs["image_features"] * outputs["text_features"]).sum()
         loss.backward()
-        loss.item()  # waits for the device
+        loss.item()  # synchronizes with the device
         return time.perf_counter() - started
 
     threads = torch.get_num_threads()
@@ -56,21 +57,21 @@ def seconds_a_sample(config: TrainingConfig) -> float:
 
 
 def warmup_steps(asked: int, steps: int) -> int:
-    """Return the warm-up of a run of ``steps`` steps: what was asked for, but at most a tenth of the run."""
+    """Return the warm-up steps of a run of ``steps`` steps: ``asked``, but at most a tenth of the run."""
     return min(asked, steps // 10)
 
 
 class PilotRun:
-    """Trains one run as the training program does. Subclasses override what their kind of experiment does differently.
+    """One run that trains as the training program does; subclasses override the differences of an experiment.
 
     Args:
-        config: configuration of the training; the run overrules its loss, rates and lengths.
+        config: the training's configuration, of which the run replaces loss, learning rate and length.
 
     Attributes:
         batch: samples of an optimizer step.
-        steps: optimizer steps of the whole run; samples that fill no batch are left out.
-        seconds: time spent in training steps so far.
-        diverged: whether the run ended early because too many steps in a row were not finite.
+        steps: optimizer steps of the run, all with full batches.
+        seconds: time of the training steps so far.
+        diverged: whether the run ended early after too many consecutive skipped steps.
     """
 
     def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
@@ -94,21 +95,18 @@ class PilotRun:
         schedule = replace(config.schedule, lr=run.lr, epochs=run.epochs, warmup=warmup)
         self._set_rates = create_schedule(schedule, optimizer, self.steps_per_epoch, rate)
         self.settings = StepSettings.of(config.step, device, self.normalize())
-        self._step = TrainStep(
-            self.model, self.loss, optimizer, self.settings, gradient_scaler(config.step.precision, device)
-        )
+        scaler = gradient_scaler(config.step.precision, device)
+        self._step = TrainStep(self.model, self.loss, optimizer, self.settings, scaler)
         self.loader = self.build_loader()
         self.seconds = 0.0
         self.diverged = False
 
-    # --- what subclasses override --------------------------------------------------------------------------------------
-
     def shared_options(self) -> dict[str, Any]:
-        """Return options that a loss gets if it uses them and its setting does not name them."""
+        """Return default options for losses that use them."""
         return {"seed": self.run.seed, "epochs": self.run.epochs}
 
     def prepare(self) -> None:
-        """Set the starting state of model and loss."""
+        """Set the initial state of model and loss."""
         weights = self.config.model.weights
         if weights:
             load_pretrained_heads(self.loss, weights)
@@ -117,11 +115,11 @@ class PilotRun:
         prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
 
     def logit_scale_lr(self) -> float | None:
-        """Return the learning rate of the model's logit scale; None means that of the encoders."""
+        """Return the learning rate of the model's logit scale; None means the encoders' learning rate."""
         return logit_scale_lr(self.loss.logit_scale_lr, self.steps)
 
     def normalize(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function from a batch of images to the model's input; None if batches are that already."""
+        """Return the function from a batch of images to the model's input; None if batches are the input."""
         return self.built.images.normalize
 
     def build_loader(self) -> Any:
@@ -130,10 +128,8 @@ class PilotRun:
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
     def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
-        """Return the model's input for some of the samples that are scored."""
+        """Return the model's input for some samples of a scored set."""
         return torch.stack([self.built.preprocess_val(samples.image(row)) for row in rows])
-
-    # --- training and scoring ------------------------------------------------------------------------------------------
 
     def run_steps(self) -> Iterator[int]:
         """Train step by step; yield the number of steps so far."""
@@ -161,12 +157,12 @@ class PilotRun:
     def train(
         self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
     ) -> list[list[float]]:
-        """Train to the end; return the curve: samples, seconds of training and score at some points of the run and at its end.
+        """Train to the end; return the curve: samples, seconds of training and score at some points of the run.
 
-        ``seen`` is called with the number of samples of each step, ``score`` with the number of samples so far. The points
-        are the ends of the epochs with ``each_epoch``.
+        ``seen`` receives the number of samples of each step, ``score`` the number of samples so far. With ``each_epoch``, the
+        points are the ends of epochs.
         """
-        points = {max(1, round(share * self.steps)) for share in (*_CURVE, 1.0)}
+        points = {max(1, round(share * self.steps)) for share in _CURVE}
         if each_epoch:
             points = {self.steps_per_epoch * epoch for epoch in range(1, self.run.epochs + 1)}
         curve = []
@@ -177,12 +173,12 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median temperature of the last step's anchors, or the model's temperature."""
+        """Return the median temperature of the last step's anchors, else the model's temperature."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @torch.no_grad()
     def embed(self, samples: Cache, *texts: Sequence[str]) -> list[Tensor]:
-        """Return embeddings ``(N, d)`` in float32 of the samples' images, and of each list of texts, in evaluation mode."""
+        """Return float32 embeddings ``(N, d)`` of the samples' images, and of each list of texts, in evaluation mode."""
         was_training = self.model.training
         model: Any = with_heads(self.model.eval(), self.loss.model_head())
         found = []

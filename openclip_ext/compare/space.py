@@ -1,6 +1,6 @@
-"""List what is tried for each loss: settings of the temperature, each at several learning rates.
+"""List the candidates of each loss: settings of the temperature, each with several learning rates.
 
-All losses get equally many candidates, the first ones of :func:`candidates`, which lists the most promising first.
+Each loss tries the same number of candidates, the first of :func:`candidates`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from openclip_ext.losses.options import REFERENCE_OPTIONS
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# Options for runs of a few epochs, for losses that use them: a moving average that remembers many epochs is far behind
-# (docs/experiments/papers-claims.md#ablations), and an MLP that starts again in each epoch does not become accurate.
+# Options for runs of a few epochs: a moving average over many epochs is too slow
+# (docs/experiments/papers-claims.md#ablations), and an MLP that restarts in each epoch does not become accurate.
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
@@ -23,7 +23,7 @@ FOR_SHORT_RUNS: Mapping[str, Any] = {
     "target_every": 1,
 }
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "rho_switch", "lr_tau")
-# So many settings at the first rate come before the other rates of the most promising ones.
+# Number of settings at the first learning rate that come before other learning rates.
 _BEFORE_RATES = 4
 
 # Options for ``create_loss``.
@@ -42,18 +42,18 @@ def _learned(rho: float) -> Options:
     return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
-# Settings of losses made of parts, the most promising first (by the tables of docs/results.md); {} is the published setting.
+# Settings of losses made of parts, the most promising first (tables of docs/results.md); {} is the published setting.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
 )
-# Settings of OpenCLIP's loss, which has no ρ if it learns the temperature. In a few hundred steps of large batches, a high
-# constant temperature is far better (docs/experiments/batch-sizes.md#small-and-large-batches).
+# Settings of OpenCLIP's loss, which has no ρ if it learns the temperature. In a few hundred steps with large batches, a high
+# constant temperature is better (docs/experiments/batch-sizes.md#small-and-large-batches).
 _BASELINE_SETTINGS: Sequence[Options] = (
     *({}, {"temperature_scheme": "global", "temperature": 0.03}, _constant(0.1), _constant(0.05)),
     *(_solved(4.0), _solved(5.0), _constant(0.03)),
 )
-# Settings of losses that are known for their temperature scheme, which they keep.
+# Settings of losses that keep their own temperature scheme.
 _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
     "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{
@@ -64,12 +64,11 @@ _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
 
 
 def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[str]]:
-    """Return the settings that a loss takes, the most promising first, and the reasons why others cannot be built.
+    """Return the settings that a loss accepts, the most promising first, and the reasons against the others.
 
-    If several settings amount to the same options of the loss, only the first is returned. Of the user's ``fixed`` options a
-    setting has those that the loss uses.
+    Settings with equal options are returned once. They include the user's ``fixed`` options that the loss uses.
     """
-    if loss == BASELINE:  # what a reference model brings is measured against a training without one
+    if loss == BASELINE:  # trainings with a reference model are compared with a training without it
         fixed = {name: value for name, value in fixed.items() if name not in REFERENCE_OPTIONS}
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
@@ -93,12 +92,12 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
 
 
 def own_scheme(loss: str) -> str:
-    """Return a loss's default temperature scheme; it is ``global`` for OpenCLIP's own losses, which learn a temperature."""
+    """Return a loss's default temperature scheme: ``global`` for OpenCLIP's losses, which learn a temperature."""
     return registry.find_method(loss).temperature_scheme or "global"
 
 
 def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that a loss uses together with these; none if it cannot be built so."""
+    """Return the options that a loss uses with these options; empty if the combination is invalid."""
     try:
         return registry.options_used_by(loss, **options)
     except ValueError:
@@ -106,11 +105,11 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return settings and learning-rate factors in the order they are tried: first settings, which matter more."""
+    """Return settings and learning rate factors in the order of trial: settings first, because they matter more."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]
-    return [*first, *(one for one in every if one not in first)]
+    return [*first, *(candidate for candidate in every if candidate not in first)]
 
 
 def setting_words(loss: str, options: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Tools that inspect a run: the error of its estimates, and what a training will need."""
+"""Tools around a training: checks, plans, curves, estimation errors, and the inspection of its data."""

@@ -13,17 +13,17 @@ from openclip_ext.evaluation.training_log import TrainingLog, metric_names, read
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import Chart, draw_curves
 
-_METRICS = 2  # of validation, at most
+_METRICS = 2  # maximum number of validation metrics
 
 
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
-    """Draw runs with logged steps over the samples seen; a run has the same color in all panels."""
+    """Draw runs with logged steps over the samples seen, each with one color in all panels."""
     metrics = sorted(metric_names(logs.values()), key=_order_of_metrics)[:_METRICS]
     draw(training_charts({name: [log] for name, log in logs.items()}, metrics), output)
 
 
 def draw(charts: Sequence[Chart], output: Path) -> None:
-    """Draw charts, two in a row, with one legend."""
+    """Draw charts with one legend, two in a row."""
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).ravel()
@@ -37,29 +37,27 @@ def draw(charts: Sequence[Chart], output: Path) -> None:
 
 
 def _order_of_metrics(name: str) -> int:
-    """Return the place of a metric: recalls at 1 first, then accuracies, then the rest."""
     return next((place for place, part in enumerate(("R@1", "top1", "average")) if name.endswith(part)), 9)
 
 
 def main(argv: list[str]) -> None:
-    """Draw runs into a picture."""
+    """Draw runs into a figure."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
-    parser.add_argument(
-        "--output", type=output_path, required=True, help="picture to write; the extension says the format"
-    )
+    parser.add_argument("--output", type=output_path, required=True, help="figure; the extension is the format")
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
     logs = {}
     for name, run in zip(names, args.runs, strict=True):
         if not run.is_dir():
-            raise ValueError(f"no run folder {run}: give LOGS/NAME of a training")
+            raise ValueError(f"no run folder {run}: expected LOGS/NAME of a training")
         logs[name if names.count(name) == 1 else str(run)] = read_log(run)
     logged = {name: log for name, log in logs.items() if log.steps}
     if not logged:
         raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
-    for name in (name for name in logs if name not in logged):
-        print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
+    for name in logs:
+        if name not in logged:
+            print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
     plot(logged, args.output)
     print(args.output)
 

@@ -1,21 +1,19 @@
 """Check a training before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
 
-It runs on a login node without a GPU and trains nothing. It prints a line for each examination, and says how to cure what it
-finds. The exit status is 1 if something would stop the run. Like the first start of a run, it writes the manifest of new
-shards.
+It needs no GPU and trains nothing. It prints a line for each check, with a fix for each problem. The exit status is 1 if a
+problem would stop the run. It writes the manifest of new shards, as a run does.
 """
 
 import argparse
 import os
 import shutil
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import open_clip
+import requests
 import torch
 
 from openclip_ext import compat
@@ -36,33 +34,33 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
 _GIB = 2**30
-# A checkpoint holds each parameter and AdamW's two moments in float32.
-_BYTES_OF_A_PARAMETER = 12
-# With adapters it holds each parameter twice at most, merged and not.
-_BYTES_WITH_ADAPTERS = 8
-# The state of so many samples shows whether a loss can be built.
+# Bytes of a parameter in a checkpoint, in float32: the parameter and AdamW's two moments.
+_PARAMETER_BYTES = 12
+# With adapters: up to two copies, merged and not.
+_ADAPTED_PARAMETER_BYTES = 8
+# Number of samples in the state of the loss that is built as a check.
 _FEW_SAMPLES = 1000
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
 Finding = tuple[str, str]
 
 
 class Doctor:
-    """Examines a training of ``world_size`` processes, in the order in which a run would reach each problem."""
+    """Checks of a training with ``world_size`` processes, in the order of a run."""
 
     def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
         self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
-        self.steps: int | None = None  # of an epoch
+        self.steps: int | None = None  # per epoch
         self.reference: EmbeddingStore | None = None
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what was found; an examination that raises an exception is a finding, too."""
-        steps = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
-        for examine in steps:
+        """Yield the findings; an error of a check is a finding, too."""
+        checks = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
+        for run_check in checks:
             try:
-                yield from examine()
+                yield from run_check()
             except (ValueError, OSError, ImportError, BadDataError) as error:
                 yield ERROR, str(error)
 
@@ -76,10 +74,8 @@ class Doctor:
         if here and "MASTER_ADDR" not in os.environ:
             yield ERROR, f"launcher: {here[0]} without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
         else:
-            yield (
-                OK,
-                f"launcher: {'its variables are set' if here else 'none here'}; {self.world_size} processes planned",
-            )
+            found = "its variables are set" if here else "none here"
+            yield OK, f"launcher: {found}; {self.world_size} processes planned"
 
     def _caches(self) -> Iterator[Finding]:
         model = self.config.model
@@ -91,14 +87,14 @@ class Doctor:
             needed.add(model.name.removeprefix("hf-hub:"))
         missing = [name for name in sorted(filter(None, needed)) if not _is_cached(name, model.cache_dir)]
         if missing:
-            what = f"caches: {', '.join(missing)} of the Hugging Face hub is not downloaded yet"
-            fix = "run open_clip.create_model(MODEL, pretrained=TAG) once where there is a network"
+            problem = f"caches: {', '.join(missing)} of the Hugging Face hub not found"
+            fix = "run open_clip.create_model(MODEL, pretrained=TAG) once on a machine with a network"
             if _reaches_hub():
-                yield WARNING, f"{what}; if the nodes have no network, {fix}"
+                yield WARNING, f"{problem}. If the nodes have no network, {fix}"
             else:
-                yield ERROR, f"{what}, and the hub cannot be reached from here; {fix}, and copy the cache"
+                yield ERROR, f"{problem}, and the hub is unavailable here: {fix}, and copy the cache"
         else:
-            yield OK, "caches: nothing of the Hugging Face hub is left to download for the model"
+            yield OK, "caches: the model needs no download from the Hugging Face hub"
 
     def _data(self) -> Iterator[Finding]:
         spec = self.config.data
@@ -122,11 +118,11 @@ class Doctor:
         if self.reference is not None:
             yield OK, f"reference: embeddings of {self.reference.about.get('model')} for these samples"
         yield OK, f"batch: {self.global_batch:,} samples, {self.steps:,} steps an epoch"
-        if (told := other_batch(self.config, self.global_batch, self.world_size)) is not None:
-            yield WARNING, f"batch: {told}"
+        if (mismatch := other_batch(self.config, self.global_batch, self.world_size)) is not None:
+            yield WARNING, f"batch: {mismatch}"
 
     def _build(self) -> Iterator[Finding]:
-        """Build model, loss and optimizer as the run does, without values: on PyTorch's meta device."""
+        """Build model, loss and optimizer as the run does, but on the meta device."""
         if self.steps is None or ":" in self.config.model.name:
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
@@ -147,7 +143,7 @@ class Doctor:
         if self.samples is None or self.samples < self.global_batch:
             return
         if ":" in model.name or step.precision not in PRECISIONS:
-            yield WARNING, "memory: cannot be planned for this --model and --precision"
+            yield WARNING, "memory: no plan for this --model and --precision"
             return
         training = Training(
             loss=self.config.loss.name,
@@ -164,8 +160,8 @@ class Doctor:
         if warning := self.plan.warning(self.plan.asked):
             yield WARNING, f"memory: {warning}"
         else:
-            need, there = self.plan.asked.gpu / _GIB, self.gpu_memory / _GIB
-            yield OK, f"memory: a GPU needs {need:.1f} GiB of {there:.1f} (openclip-ext plan says for what)"
+            need, available = self.plan.asked.gpu / _GIB, self.gpu_memory / _GIB
+            yield OK, f"memory: a GPU needs {need:.1f} GiB of {available:.1f} (details: openclip-ext plan)"
 
     def _folder(self) -> Iterator[Finding]:
         folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length
@@ -173,25 +169,24 @@ class Doctor:
             yield WARNING, "folder: --logs none saves nothing"
             return
         if not self.config.folder.resume_latest and run_folder.has_begun(folder):
-            yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or give another --name"
+            yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or use another --name"
         place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
         with tempfile.TemporaryFile(dir=place):
             free = shutil.disk_usage(place).free
         if self.plan is None or self.samples is None:
             return
         kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
-        count = kept + 1  # the new one is written before an old one is removed
-        of_each = _BYTES_OF_A_PARAMETER if self.config.model.lora.rank is None else _BYTES_WITH_ADAPTERS
-        size = of_each * self.plan.parameters + self.plan.of_sample * self.samples
-        told = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
-        hint = "free some, choose another --logs, raise --save-frequency, or --delete-previous-checkpoint"
-        yield (OK, told) if free > count * size else (ERROR, f"{told}: {hint}")
+        count = kept + 1  # a new checkpoint is written before an old one is deleted
+        parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
+        size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples
+        space = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
+        fix = "free space, use another --logs, increase --save-frequency, or --delete-previous-checkpoint"
+        yield (OK, space) if free > count * size else (ERROR, f"{space}: {fix}")
         if self.config.data is not None and not saving.every_steps:
             yield WARNING, "folder: saved at the ends of epochs only; --save-every-steps saves more often"
 
 
 def _is_cached(repository: str, cache_dir: str | None) -> bool:
-    """Return whether a repository of the Hugging Face hub is in this machine's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(cache_dir or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
@@ -199,25 +194,19 @@ def _is_cached(repository: str, cache_dir: str | None) -> bool:
 
 
 def _reaches_hub() -> bool:
-    """Return whether the Hugging Face hub answers."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
+        requests.head(constants.ENDPOINT, timeout=5)
     except OSError:
         return False
-    return True
+    return not constants.HF_HUB_OFFLINE
 
 
 def main(argv: list[str]) -> None:
-    """Print the findings, and exit; the status is 1 if something would stop the run."""
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext doctor", allow_abbrev=False, usage="openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
-    )
+    """Print the findings, and exit with status 1 if a problem would stop the run, else 0."""
+    usage = "openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
+    parser = argparse.ArgumentParser(prog="openclip-ext doctor", allow_abbrev=False, usage=usage)
     add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
     add_model_configs()

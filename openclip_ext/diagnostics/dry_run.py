@@ -1,7 +1,6 @@
-"""Measure what a step sends and the memory it works in, for any number of ranks, on a machine without GPUs.
+"""Measure the communication and temporary memory of a step for any number of ranks, on a machine without GPUs.
 
-There are no formulas. The real loss and the real model run on tensors that have sizes but no values, and what the loss would
-send to other ranks is counted instead.
+The real loss and model run on tensors that have sizes but no values, and the communication of the loss is counted.
 """
 
 import contextlib
@@ -29,12 +28,11 @@ PRECISIONS = ("fp32", "amp", "amp_bf16")
 
 @dataclass(frozen=True)
 class DryRun:
-    """Holds what a step of the loss needs.
+    """Needs of a step of the loss.
 
     Attributes:
-        exchanged: bytes by kind of communication: the size of the gathered result, of the reduced tensor, or of what goes to
-            a neighbor.
-        work_bytes: peak of the memory that the loss allocates in the forward and backward pass, without its inputs.
+        exchanged: bytes by kind of communication: of the gathered result, the reduced tensor, or the message to a neighbor.
+        work_bytes: peak memory that the loss allocates in the forward and backward pass, without its inputs.
     """
 
     exchanged: Mapping[str, float]
@@ -42,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends in a ring, which is the minimum for an all-gather or an all-reduce."""
+    """Return the bytes that each rank sends in a ring, the minimum for an all-gather or an all-reduce."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -53,8 +51,8 @@ def dry_run(
 ) -> DryRun:
     """Run training steps of a loss without values, from the start of an epoch; return the mean over the steps.
 
-    ``create`` makes the loss as on one of ``world_size`` ranks; state for a few samples is enough. ``local_batch`` counts
-    samples on a rank (images, for a loss of two views).
+    ``create`` creates the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples on
+    a rank (images, for a loss with two views).
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):
@@ -68,8 +66,8 @@ def dry_run(
                 guard = StepGuard(nn.Module(), loss)
                 guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
-                distributed.all_reduce_max(torch.empty(2, device="meta"))  # the guard's verdict
-                if head is not None:  # the trainer reduces its gradient, see training/step.py
+                distributed.all_reduce_max(torch.empty(2, device="meta"))  # the non-finite check's all-reduce
+                if head is not None:  # training/step.py reduces its gradient
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 
@@ -89,7 +87,7 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 @contextlib.contextmanager
 def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]:
-    """Act as rank 0 of several, and count what would be exchanged with the others."""
+    """Act as rank 0 of several ranks, and count the bytes that it would exchange."""
 
     def note(kind: str, size: int) -> None:
         if world_size > 1:
@@ -103,7 +101,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
-    # OpenCLIP's own losses communicate by themselves, also in the backward pass.
+    # OpenCLIP's losses use torch.distributed directly, also in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
         note(ALL_GATHER, world_size * tensor.nbytes)
         note(REDUCE_SCATTER, world_size * tensor.nbytes)
@@ -136,9 +134,9 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 def activation_bytes(
     model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
-    """Return for each batch size the peak bytes of both towers in a forward and backward pass, images included.
+    """Return for each batch size the peak bytes of a model of OpenCLIP in a forward and backward pass, with the images.
 
-    ``model`` is OpenCLIP's on the meta device, with ``output_dict=True``; ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is on the meta device, with ``output_dict=True``; ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -163,7 +161,7 @@ def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.Abst
 
 
 class PeakMemory(TorchDispatchMode):
-    """Tracks the peak memory of all tensors that are allocated within this context."""
+    """A context that tracks the peak memory of the tensors allocated in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +174,7 @@ class PeakMemory(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for storage in (value.untyped_storage() for value in tree_leaves(results) if isinstance(value, Tensor)):
             key, size = id(storage), storage.nbytes()
-            if key not in self._known and key not in given:  # not a view of something older
+            if key not in self._known and key not in given:  # not a view of an older tensor
                 self._known.add(key)
                 self._now += size
                 self.peak = max(self.peak, self._now)

@@ -1,15 +1,8 @@
-"""Measure the estimation error: how far a loss's log-normalizers are from the exact ones (NeuCLIP, Appendix B.6).
+"""Measure the error of a loss's log-normalizers against the exact ones (NeuCLIP, Appendix B.6).
 
 ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for sampled anchors
 ``i``; an estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate in the run's batches is the baseline.
-
-The program measures a finished run, or several over the course of training (NeuCLIP, Figures 2c and 4)::
-
-    python -m openclip_ext.diagnostics.estimation_error LOGS/NAME --checkpoint latest --anchors 10000
-    python -m openclip_ext.diagnostics.estimation_error LOGS/A LOGS/B --checkpoint all --plot error.svg
-
-In Python, :func:`measure` takes any loss of :func:`openclip_ext.create_loss` and any embeddings, and
-:func:`exact_log_normalizers` takes embeddings without a loss.
+The program measures checkpoints of one or more runs (NeuCLIP, Figures 2c and 4).
 """
 
 import argparse
@@ -38,14 +31,13 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Error:
-    """Holds the mean squared error of log-normalizers.
+    """Mean squared error of log-normalizers.
 
     Attributes:
-        mean: mean of both sides.
-        image, text: error of the image anchors and of the text anchors.
+        mean, image, text: error of both sides, of the image anchors, and of the text anchors.
         bias: mean of ``α − α*`` over both sides.
         factor: median of ``exp|α − α*|``, the factor by which a normalizer is too large or too small.
-        factor_low, factor_high: range that contains 90 % of the anchors' factors.
+        factor_low, factor_high: range of 90 % of the factors.
     """
 
     mean: float
@@ -67,12 +59,12 @@ class Error:
 
 @dataclass(frozen=True)
 class EstimationError:
-    """Holds the result of :func:`measure`.
+    """Result of :func:`measure`.
 
     Attributes:
-        estimator: error of ``loss.log_normalizers``; None if that is the mini-batch estimate.
+        estimator: error of ``loss.log_normalizers``; None if they are the mini-batch estimate.
         minibatch: error of the mini-batch estimate in batches of ``batch_size``.
-        samples: number of embeddings that the exact log-normalizers are over.
+        samples: number of embeddings for the exact log-normalizers.
         temperature: median over the anchors of both sides.
     """
 
@@ -88,14 +80,14 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64; memory grows only with the anchors.
+    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9] in float64, in chunks.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 
     Args:
         image, text: ``(n, d)`` unit embeddings, tensors or arrays.
-        anchors: ``(A,)`` rows that are anchors.
-        tau: one temperature, or ``(2, A)`` temperatures of the anchors of both sides.
+        anchors: ``(A,)`` rows of the anchors.
+        tau: one temperature, or ``(2, A)`` temperatures of both sides.
         eps: ε.
         include_positive: the global batch ``B`` of a loss whose normalizers contain the positive pair
             (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``.
@@ -104,7 +96,7 @@ def exact_log_normalizers(
         ``(2, A)`` float64 for the image anchors and the text anchors, on the device of ``anchors``.
 
     Raises:
-        ValueError: the shapes do not fit, or there are fewer than 2 samples.
+        ValueError: the shapes do not match, or there are fewer than 2 samples.
     """
     image, text = _pairs(image, text)
     anchors = torch.as_tensor(anchors)
@@ -127,7 +119,7 @@ def _pairs(image: Any, text: Any) -> tuple[Tensor, Tensor]:
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
-    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` against all other rows of ``other``."""
+    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` over all other rows of ``other``."""
     device = anchors.device
     rows = own[anchors.to(own.device)].to(device, torch.float64)
     positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
@@ -157,19 +149,17 @@ def measure(
 ) -> EstimationError:
     """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6) without changing the loss's state.
 
-    Anchors are drawn without replacement and estimated in shuffled batches of ``batch_size``, because some estimators depend
-    on the size of their batch. The last batch is filled up with other samples.
+    Anchors are sampled without replacement and estimated in shuffled batches, because some estimators depend on the batch
+    size. Other samples fill the last batch.
 
     Args:
-        loss: a loss that contrasts images with texts by normalizers, with the state to measure, on ``device``.
-        image, text: ``(n, d)`` unit embeddings of the whole training set, tensors or arrays. They can be in any memory, as
-            they are moved to the device in parts.
+        loss: a loss with normalizers of images against texts, with its state, on ``device``.
+        image, text: ``(n, d)`` unit embeddings of the full training set, tensors or arrays, which move to the device in parts.
         logit_scale: ``1/τ`` of the model.
         batch_size: the run's global batch ``B``.
-        index: ``(n,)`` positions of the samples in the data set, for losses that need them; None means ``0 .. n−1``.
-        anchors: number of anchors; all samples if there are fewer.
-        seed: seed of the draw of anchors.
-        device: where to compute.
+        index: ``(n,)`` positions of the samples in the data set, if the loss needs them. None (default) means ``0 .. n−1``.
+        anchors: maximum number of anchors.
+        seed: seed of the sampling of anchors.
 
     Raises:
         ValueError: the loss has no normalizers, embeddings are not finite, or there are fewer samples than a batch.
@@ -187,7 +177,7 @@ def measure(
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
     exact_of = partial(
         exact_log_normalizers,
-        # OpenCLIP's loss has no ε, nor have normalizers that contain the positive pair.
+        # OpenCLIP's loss has no ε.
         eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
         include_positive=batch_size if loss.normalizers_include_positive else None,
     )
@@ -203,7 +193,7 @@ def measure(
     all_tau = torch.cat(tau, dim=1)
     exact = exact_of(image, text, order[:total].to(device), all_tau)
     return EstimationError(
-        # OpenCLIP's loss has no estimate but the batch's.
+        # OpenCLIP's loss has only the mini-batch estimate.
         estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
         minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
         anchors=total,
@@ -214,26 +204,21 @@ def measure(
 
 
 def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
-    """Raise ValueError unless the loss contrasts images with texts by normalizers."""
+    """Raise ValueError if a loss has no normalizers of images against texts."""
     if not isinstance(loss, GlobalContrastiveLoss | OpenClipLoss) or loss.views > 1:
         raise ValueError(
-            f"{type(loss).__name__} has no log-normalizers of images against texts, and so no estimation error; expected "
-            "openclip or a loss that is made of a normalizer and a temperature scheme"
+            f"{type(loss).__name__} has no log-normalizers of images against texts: expected openclip or a loss with a "
+            "normalizer and a temperature scheme"
         )
     if loss.steers:
-        raise ValueError(
-            "the normalizers of a steered loss are relative to its reference model, which this does not read"
-        )
+        raise ValueError("normalizers of a steered loss are not supported: they depend on its reference model")
 
 
 def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's own, or the model's if the loss has none."""
+    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's, or the model's if the loss has none."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
-
-
-# --- the program -----------------------------------------------------------------------------------------------------
 
 
 def table(title: str, result: EstimationError) -> str:
@@ -254,7 +239,7 @@ def table(title: str, result: EstimationError) -> str:
 
 
 def checkpoints_of(run: Path, names: str) -> list[str]:
-    """Return the checkpoints in a comma-separated list; ``all`` means those with state, in the order of training."""
+    """Return the names in a comma-separated list; ``all`` means the checkpoints with state, in the order of training."""
     if names != "all":
         return names.split(",")
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
@@ -264,7 +249,7 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Draw the errors over the samples seen: the estimates of each run's loss, and those of its mini-batches."""
+    """Draw the errors of each run's loss and of its mini-batches over the samples seen."""
     from openclip_ext.diagnostics.curves import draw
     from openclip_ext.pages.charts import Chart, Curve
 
@@ -272,38 +257,27 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
     charts = []
     for kind, title in (("estimator", "the loss's log-normalizers"), ("minibatch", "log-normalizers of mini-batches")):
         known = [result for result in results if result[kind] is not None]
-        points = {run: [(one["samples_seen"], one[kind]["mean"]) for one in known if one["run"] == run] for run in runs}
-        curves = [Curve(Path(run).name, points[run], color) for color, run in enumerate(runs) if points[run]]
+        curves = []
+        for color, run in enumerate(runs):
+            points = [(row["samples_seen"], row[kind]["mean"]) for row in known if row["run"] == run]
+            curves += [Curve(Path(run).name, points, color)] if points else []
         if curves:
             charts.append(Chart(f"squared error of {title}", curves, from_zero=True))
     draw(charts, output)
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints and print it; also write it as JSON and draw it, if asked to."""
+    """Measure the estimation error of checkpoints; print, write and draw it."""
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext estimation-error",
-        description="How far a run's log-normalizers are from the exact ones over the whole training set.",
-    )
+    description = "Measure the error of a run's log-normalizers against the exact ones over the full training set."
+    parser = argparse.ArgumentParser(prog="openclip-ext estimation-error", description=description)
     add_run_arguments(parser, several=True)
-    parser.add_argument(
-        "--anchors",
-        type=command_line.count,
-        default=DEFAULT_ANCHORS,
-        help="number of samples to compare (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json",
-        type=output_path,
-        metavar="FILE",
-        help="also write the result to this file; several results are a list",
-    )
-    parser.add_argument(
-        "--plot", type=output_path, metavar="FILE", help="also draw the errors over the course of training"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draw of anchors (default: %(default)s)")
+    count_help = "number of samples to compare (default: %(default)s)"
+    parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)
+    parser.add_argument("--json", type=output_path, metavar="FILE", help="write the result, or a list of several")
+    parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over the training")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling of anchors (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
     results: list[dict[str, Any]] = []
@@ -322,7 +296,7 @@ def main(argv: list[str]) -> None:
             print(f"\n{folder}, {run.checkpoint.name}")
         print(table(run.loss_name, result))
         if run.source.num_samples > result.samples:
-            print(f"{run.source.num_samples - result.samples:,} samples do not decode, or the manifest leaves them out")
+            print(f"{run.source.num_samples - result.samples:,} samples are bad or left out by the manifest")
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:

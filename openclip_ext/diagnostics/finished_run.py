@@ -34,10 +34,7 @@ from openclip_ext.training.config import ModelConfig, model_config
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Holds the model and the loss of a checkpoint, in evaluation mode, and the training data.
-
-    ``loader`` yields the data once, with the evaluation's preprocessing.
-    """
+    """Model and loss of a checkpoint in evaluation mode, and the training data with the evaluation's preprocessing."""
 
     folder: Path
     checkpoint: Path
@@ -56,21 +53,14 @@ class FinishedRun:
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """Add the arguments of :func:`load_run`; if ``several``, ``run`` is a list."""
     count, others = ("+", "; several separated by commas, or all") if several else (None, "")
-    parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME, as training wrote it")
-    parser.add_argument(
-        "--checkpoint",
-        default="latest",
-        help=f"name of a file in checkpoints/, or latest{others} (default: %(default)s)",
-    )
-    parser.add_argument("--train-data", help="where the training data are now, if they have moved")
+    parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME of a training")
+    names = f"file in checkpoints/, or latest{others} (default: %(default)s)"
+    parser.add_argument("--checkpoint", default="latest", help=names)
+    parser.add_argument("--train-data", help="new path of the training data, if they have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
     parser.add_argument("--workers", type=int, help="number of processes that read images (default: the run's)")
-    parser.add_argument(
-        "--batch-size",
-        type=command_line.count,
-        help="number of images embedded at a time (default: the run's --batch-size)",
-    )
+    parser.add_argument("--batch-size", type=command_line.count, help="images embedded at a time (default: the run's)")
 
 
 def load_run(
@@ -82,19 +72,17 @@ def load_run(
     batch_size: int | None = None,
     **others: Any,
 ) -> FinishedRun:
-    """Load a run from its folder, and combine the state of all its ranks.
-
-    The arguments are those of :func:`add_run_arguments`; ``others`` are ignored.
+    """Load a run from its folder with the arguments of :func:`add_run_arguments`; ``others`` are ignored.
 
     Raises:
-        UsageError: there is no such run or checkpoint, its state is missing, or the training data are missing or changed.
+        UsageError: the run, the checkpoint, its state or the training data are missing, or the data have changed.
     """
     device = torch.device(device)
     config = read_config(run)
     loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
     settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
-    assert loaded.shared is not None  # _read_checkpoint refuses that
+    assert loaded.shared is not None  # _read_checkpoint rejects that
     identity = loaded.shared["identity"]
     source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
     loader = EvalLoader(
@@ -127,37 +115,30 @@ def load_run(
 
 
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
-    """Return a run's training data; UsageError if they are missing or not those of the run."""
+    """Return a run's training data; UsageError if they are missing or different."""
+    fix = "give the run's training data with --train-data"
     if moved_to is not None:
-        # The manifest still says which samples are left out.
-        is_there = spec.manifest is not None and Path(spec.manifest).is_file()
-        spec = replace(spec, source=moved_to, manifest=spec.manifest if is_there else None)
+        # The manifest contains the samples that are left out.
+        has_manifest = spec.manifest is not None and Path(spec.manifest).is_file()
+        spec = replace(spec, source=moved_to, manifest=spec.manifest if has_manifest else None)
     elif MASK in str(spec.source):
-        raise UsageError(
-            f"the run's folder does not keep the secrets in {spec.source}: give it again with --train-data"
-        )
+        raise UsageError(f"the run does not keep the secrets in {spec.source}: give it again with --train-data")
     try:
         source = build_source(spec, preprocess)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read the run's training data: {error}. If they have moved, give their place with --train-data"
-        ) from error
-    if source.num_samples != identity["num_samples"]:
-        raise UsageError(
-            f"{spec.source} has {source.num_samples:,} samples, the run was trained on {identity['num_samples']:,}: give "
-            "the run's training data with --train-data"
-        )
+        raise UsageError(f"cannot read the run's training data: {error}. If they have moved, {fix}") from error
+    expected, found = identity["num_samples"], source.num_samples
+    if found != expected:
+        raise UsageError(f"{spec.source} has {found:,} samples, the run was trained on {expected:,}: {fix}")
     if None not in (digests := {identity.get("data"), source.index_digest}) and len(digests) > 1:
-        raise UsageError(
-            f"the run was trained on other data than {spec.source}: give its training data with --train-data"
-        )
+        raise UsageError(f"the run was trained on other data than {spec.source}: {fix}")
     return source
 
 
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
-    """Embed the training set without augmentation, in the precision of the run, and show the progress.
+    """Embed the training set without augmentation, in the run's precision.
 
-    With a folder, the embeddings are kept in memory-mapped files for the next call, else in host memory.
+    The embeddings are in host memory, or in memory-mapped files in ``folder``, which the next call reuses.
     """
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
@@ -181,28 +162,23 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
     path = scan(folder).newest if name == "latest" else folder / name
     if path is None or not path.is_file():
-        there = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
-        raise UsageError(f"no checkpoint {name} in {folder}; there: {there}")
+        found = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
+        raise UsageError(f"no checkpoint {name} in {folder}; found: {found}")
     loaded = read(path)
     if loaded.shared is None:
-        raise UsageError(f"{path} holds no state of the loss: it was written by OpenCLIP; give one of this program's")
+        raise UsageError(f"{path} has no state of a loss: expected a checkpoint of openclip-ext train with its .state")
     return loaded
 
 
 def open_model(
     flags: Mapping[str, Any], checkpoint: Checkpoint, device: torch.device
 ) -> tuple[ModelConfig, Any, Callable, Callable]:
-    """Build the model of a run with a checkpoint's weights, in evaluation mode.
-
-    Returns:
-        The settings, the model, its evaluation transform and its tokenizer.
-    """
+    """Return a run's model settings, the model with a checkpoint's weights in evaluation mode, its transform and tokenizer."""
     add_model_configs()
     settings = model_config(flags)
-    # A pretrained tag also decides how images are normalized. A file that the run started from may be missing by now.
-    tagged = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
-    # The weights come from the checkpoint.
-    settings = replace(settings, pretrained=settings.pretrained if tagged else None, pretrained_image=False)
+    # A pretrained tag also determines the normalization of images. A pretrained file is not needed, and may be missing.
+    is_tag = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
+    settings = replace(settings, pretrained=settings.pretrained if is_tag else None, pretrained_image=False)
     with command_line.without_warnings():
         model, _, preprocess = settings.create(device)
         tokenizer = settings.tokenizer()

@@ -1,7 +1,4 @@
-"""Describe the losses: ``openclip-ext losses`` lists them, ``openclip-ext losses NAME`` shows what one has and costs.
-
-Every option can be given as ``--loss-option NAME=VALUE``, most of them also as a flag, ``--NAME VALUE``.
-"""
+"""List the losses, or describe one: ``openclip-ext losses [NAME ...]``."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,10 +11,8 @@ _PARTS = ("normalizer", "temperature_scheme")
 
 
 def main(argv: list[str]) -> None:
-    """List all losses, or describe those that are named."""
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext losses", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    """List all losses, or describe some."""
+    parser = argparse.ArgumentParser(prog="openclip-ext losses", description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
     names = parser.parse_args(argv).names
     if not names:
@@ -28,20 +23,19 @@ def main(argv: list[str]) -> None:
 
 
 def _described(name: str) -> Iterator[str]:
-    """Yield the lines about a loss."""
     name = find_method(name).name
     options = training_defaults(name, {})
     loss = check_options(name, **options)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
-    yield f"  parts:    {', '.join(parts) or 'none, it comes whole'}"
-    yield f"  index:    {'needs that of each sample' if loss.needs_index else 'not needed'}"
+    yield f"  parts:    {', '.join(parts) or 'none'}"
+    yield f"  index:    {'needed for each sample' if loss.needs_index else 'not needed'}"
     replicated, per_sample = loss.state_size()
     networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes a sample{networks}"
-    yield "  cost:     openclip-ext plan has the memory, docs/performance.md the time"
+    yield "  cost:     openclip-ext plan reports the memory, docs/scale.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
-    yield "  options (NAME = default in a training: meaning):"
+    yield "  options (NAME = default in a training: meaning), as --NAME or --loss-option:"
     for option, default in options.items():
         spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
         yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"

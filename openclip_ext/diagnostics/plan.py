@@ -1,15 +1,14 @@
-"""Plan a training: the memory of each rank, and what a step sends, for growing numbers of ranks.
+"""Plan a training: memory of each rank and communication of a step, for several numbers of ranks.
 
-    python -m openclip_ext.diagnostics.plan --samples 1e9 --world-size 64 --global-batch 5120 --model ViT-B-16 --loss neuclip
-
-It trains nothing and needs neither GPUs nor data. The real model and loss are built for a few samples and run without values
-(``dry_run.py``). The plan leaves out the memory that libraries reserve for themselves.
+It needs neither GPUs nor data: the real model and loss, with state for a few samples, run without values (``dry_run.py``).
+The plan does not include memory that libraries reserve.
 """
 
 import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import open_clip
@@ -19,14 +18,7 @@ from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.command_line import count
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.diagnostics.dry_run import (
-    ALL_REDUCE,
-    PRECISIONS,
-    DryRun,
-    activation_bytes,
-    dry_run,
-    sent_bytes,
-)
+from openclip_ext.diagnostics.dry_run import ALL_REDUCE, PRECISIONS, DryRun, activation_bytes, dry_run, sent_bytes
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
@@ -34,17 +26,17 @@ from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Number of samples of the loss that is built to measure its state.
+# Number of samples in the state of the loss that is built.
 _FEW_SAMPLES = 64
 # Copies in float32: the parameter, its gradient and AdamW's two moments; with DDP also the buckets of gradients.
-_COPIES_OF_A_PARAMETER, _COPIES_WITH_DDP = 4, 5
-# OpenCLIP's loss is exact on several ranks, without the whole matrix on each, only with these options.
+_PARAMETER_COPIES, _DDP_PARAMETER_COPIES = 4, 5
+# With these options, OpenCLIP's loss is exact on several ranks without the full matrix on each rank.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
 
 
 @dataclass(frozen=True)
 class Training:
-    """Describes the training to plan; fields have the names of flags, ``options`` are those of ``create_loss``."""
+    """The training to plan; fields have the names of flags, and ``options`` are for ``create_loss``."""
 
     loss: str
     options: dict[str, Any]
@@ -54,10 +46,10 @@ class Training:
     precision: str = "amp"
     grad_checkpointing: bool = False
     accum_freq: int = 1
-    reference_dim: int | None = None  # width of a reference model's embeddings
+    reference_dim: int | None = None  # embedding dimension of a reference model
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the training's loss with state for a few samples instead of ``n``."""
+        """Create the training's loss with state for a few samples."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         whole = self.loss == "openclip" and self.reference_dim is None
@@ -68,7 +60,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the needs of ``world_size`` ranks, in bytes per GPU."""
+    """Memory needs with ``world_size`` ranks, in bytes per GPU."""
 
     world_size: int
     local_batch: int
@@ -79,24 +71,25 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """Return the bytes per GPU, as if loss and encoders reached their peaks together."""
+        """Return the bytes per GPU if loss and encoders reach their peaks at the same time."""
         return self.model + self.activations + self.state + self.loss.work_bytes
 
 
 class Plan:
-    """Predicts what a training on ``world_size`` ranks needs.
+    """A prediction of the needs of a training.
 
     Attributes:
-        replicated: bytes of the loss's state that every rank has in full.
-        of_sample: bytes per sample of all tables of the loss.
+        replicated: bytes of the loss's replicated state.
+        of_sample: bytes per sample of the loss's tables.
         asked: the needs of ``world_size`` ranks.
     """
 
     def __init__(self, training: Training, world_size: int, gpu_memory: float) -> None:
         if training.samples < training.global_batch:
             raise ValueError(f"--samples {training.samples} are fewer than a --global-batch of {training.global_batch}")
-        if training.model not in open_clip.list_models():
-            raise ValueError(f"--model {training.model}: expected one of {', '.join(open_clip.list_models())}")
+        models = open_clip.list_models()
+        if training.model not in models:
+            raise ValueError(f"--model {training.model}: expected one of {', '.join(models)}")
         self.training, self.gpu_memory = training, gpu_memory
         with command_line.without_warnings():
             model = open_clip.create_model(training.model, device="meta", output_dict=True)
@@ -105,7 +98,7 @@ class Plan:
         loss = training.create_loss(self.embed_dim)
         self.replicated = loss.state_size().replicated
         self.of_sample = loss.state_size().per_sample // _FEW_SAMPLES
-        # Activations grow linearly with the batch, so two measurements are enough.
+        # Activations are linear in the batch size, so two measurements are enough.
         micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
         batches = micro_batch, 2 * micro_batch
         once, twice = activation_bytes(model, batches, training.precision, training.grad_checkpointing)
@@ -113,24 +106,21 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the needs of ``world_size`` ranks; ValueError if the batch cannot be divided by that number."""
+        """Return the needs of ``world_size`` ranks; ValueError if the batch is not divisible by that number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
-        loss = dry_run(
-            lambda: training.create_loss(self.embed_dim), local_batch, self.embed_dim, world_size, self._period()
-        )
-        copies = _COPIES_OF_A_PARAMETER if world_size == 1 else _COPIES_WITH_DDP
+        create = partial(training.create_loss, self.embed_dim)
+        copies = _PARAMETER_COPIES if world_size == 1 else _DDP_PARAMETER_COPIES
         return Row(
             world_size=world_size,
             local_batch=local_batch,
             model=copies * 4 * self.parameters,
             activations=int(self._fixed + self._of_image * _part(local_batch, training.accum_freq)),
             state=self.replicated + self._table_bytes(world_size),
-            loss=loss,
+            loss=dry_run(create, local_batch, self.embed_dim, world_size, self._period()),
         )
 
     def _table_bytes(self, world_size: int) -> int:
-        """Return the bytes of a rank's parts of all tables."""
         first, end = shard_bounds(self.training.samples, 0, world_size)
         return self.of_sample * (end - first)
 
@@ -139,66 +129,51 @@ class Plan:
         return {ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {}
 
     def _period(self) -> int:
-        """Return the number of steps after which the loss's communication repeats (AmorLIP fits its network every few)."""
+        """Return the number of steps after which the loss's communication repeats (AmorLIP's ``fit_every``)."""
         options = self.training.options
         parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
 
     def warning(self, row: Row) -> str | None:
-        """Return what does not fit and what to do about it, or None if a GPU has enough memory."""
+        """Return a sentence with a fix if a GPU has not enough memory, else None."""
         if row.gpu <= self.gpu_memory:
             return None
         return (
-            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.gpu_memory)}: take more ranks, "
-            "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch for less work memory"
+            f"{row.world_size} ranks: a GPU needs {_gib(row.gpu)} GiB, it has {_gib(self.gpu_memory)}: use more ranks, "
+            "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch"
         )
 
-    # --- the report --------------------------------------------------------------------------------------------------
-
     def report(self) -> Iterator[str]:
-        """Yield the plan, line by line."""
+        """Yield the lines of the plan."""
         yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
         if warning := self.warning(self.asked):
             yield f"WARNING: {warning}"
 
     def _sizes(self) -> Iterator[str]:
         training, row = self.training, self.asked
-        yield (
-            f"{training.loss}, {training.model}, n = {training.samples:,}, global batch {training.global_batch}, "
-            f"{row.world_size} ranks"
-        )
+        sizes = f"n = {training.samples:,}, global batch {training.global_batch}, {row.world_size} ranks"
+        yield f"{training.loss}, {training.model}, {sizes}"
         if training.loss == "openclip":
-            yield (
-                "with --local-loss --gather-with-grad; without them each rank works on the whole B x B matrix, and needs "
-                "more"
-            )
+            yield "with --local-loss --gather-with-grad; without them each rank needs memory for the full B x B matrix"
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
         yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"
         yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
         yield f"loss, on every GPU         {_gib(self.replicated)} GiB a GPU"
         if self.of_sample:
-            in_all = _gib(training.samples * self.of_sample)
-            yield (
-                f"loss, per sample           {_gib(self._table_bytes(row.world_size))} GiB a GPU ({in_all} GiB in all, "
-                f"{self.of_sample} bytes each)"
-            )
-        yield f"loss, work memory          {_gib(row.loss.work_bytes)} GiB a GPU"
+            share, total = _gib(self._table_bytes(row.world_size)), _gib(training.samples * self.of_sample)
+            yield f"loss, per sample           {share} GiB a GPU ({total} GiB in all, {self.of_sample} bytes each)"
+        yield f"loss, temporary memory     {_gib(row.loss.work_bytes)} GiB a GPU"
 
     def _batches(self) -> Iterator[str]:
-        """Yield whether a step fits a GPU, and which batch would fit."""
         row, available = self.asked, self.gpu_memory
-        others = row.gpu - row.activations
         fits = "fits" if row.gpu <= available else "does not fit"
-        largest = max(0, int((available - others - self._fixed) / self._of_image))
-        yield (
-            f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; with this global batch up to {largest} samples "
-            "in a pass would fit"
-        )
+        largest = max(0, int((available - (row.gpu - row.activations) - self._fixed) / self._of_image))
+        yield f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; up to {largest} samples in a micro-batch fit"
 
     def _communication(self) -> Iterator[str]:
         row = self.asked
-        yield f"each step, {row.world_size} ranks (MiB):  whole   sent by a rank"
+        yield f"each step, {row.world_size} ranks (MiB):  total   sent by a rank"
         rows = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
         for name, exchanged in (rows | {"model, all-reduce of gradient": self.gradient(row.world_size)}).items():
             size, sent = sum(exchanged.values()), sent_bytes(exchanged, row.world_size)
@@ -213,27 +188,22 @@ class Plan:
             except ValueError as error:
                 yield f"{world_size:>5}  {error}"
                 continue
-            sizes = "".join(
-                f"{_gib(size):>9}" for size in (row.model, row.activations, row.state, row.loss.work_bytes, row.gpu)
-            )
-            sent, gradient = (
-                sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, self.gradient(world_size))
-            )
+            parts = (row.model, row.activations, row.state, row.loss.work_bytes, row.gpu)
+            sizes = "".join(f"{_gib(size):>9}" for size in parts)
+            exchanged = (row.loss.exchanged, self.gradient(world_size))
+            sent, gradient = (sent_bytes(part, world_size) / _MIB for part in exchanged)
             notes = (" <" if row is self.asked else "") + (" does not fit" if self.warning(row) else "")
             yield f"{world_size:>5}{row.local_batch:>7}{sizes}{sent:>9.2f}{gradient:>10.2f}{notes}"
 
 
 def _part(batch: int, parts: int) -> int:
     if batch % parts:
-        raise ValueError(f"a batch of {batch} cannot be divided into {parts} equal parts")
+        raise ValueError(f"a batch of {batch} is not divisible into {parts} equal parts")
     return batch // parts
 
 
 def _gib(size: float) -> str:
     return f"{size / _GIB:.3f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
-
-
-# --- the command line ------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
@@ -254,31 +224,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in training")
-    parser.add_argument(
-        "--accum-freq", type=count, default=1, help="number of micro-batches of a step (default: %(default)s)"
-    )
-    parser.add_argument("--reference-dim", type=count, help="width of a reference model's embeddings (--reference)")
+    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
+    parser.add_argument("--reference-dim", type=count, help="embedding dimension of a reference model (--reference)")
     add_loss_flags(parser.add_argument_group("loss"))
     return parser
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the number of GPUs and their memory in bytes, for which a training is planned."""
-    parser.add_argument(
-        "--world-size", type=count, default=1, help="number of processes, one for each GPU (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=_gigabytes,
-        default=_gpu_memory_here(),
-        metavar="GB",
-        help="memory of a GPU in GB (default: that of this machine's GPU, or 80)",
-    )
-
-
-def _gpu_memory_here() -> float:
-    """Return the bytes of this machine's GPU, or 80 GB if it has none."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
+    """Add the flags for the number of GPUs and their memory in bytes."""
+    parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
+    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
+    help = "memory of a GPU (default: this machine's GPU, or 80)"
+    parser.add_argument("--gpu-memory", type=_gigabytes, default=here, metavar="GB", help=help)
 
 
 def _gigabytes(text: str) -> float:

@@ -1,1 +1,1 @@
-"""A checkpoint as a folder for other people: OpenCLIP and transformers load it. Page: ``docs/export.md``."""
+"""Export of a checkpoint as a folder that OpenCLIP and transformers load. Page: ``docs/fine-tuning.md``."""

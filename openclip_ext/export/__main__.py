@@ -33,53 +33,51 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
 
     Args:
-        checkpoint: a model file in the ``checkpoints/`` of its run's folder, or that folder.
+        checkpoint: a file in ``checkpoints/`` of a run folder, or the run folder.
         to: one of :data:`FORMATS`.
-        output: the folder; made, or empty.
+        output: a new or empty folder.
 
     Raises:
-        UsageError: there is no such checkpoint or run, the folder is not empty, or the format cannot hold the model.
+        UsageError: the checkpoint or run is missing, the folder is not empty, or the format does not support the model.
         ValueError: another process writes into the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):  # of an export that failed
-        raise UsageError(f"{output} is not empty: give another --output")
+    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):  # a failed export leaves its lock
+        raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
     heads: Any = read_heads(checkpoint)
     if heads is not None and heads.evaluated:
         raise UsageError(
-            f"{checkpoint} has heads of the kind {heads.kind!r}, which its embeddings pass through: neither OpenCLIP nor "
-            "transformers has them"
+            f"{checkpoint} has heads of the kind {heads.kind!r}, which neither OpenCLIP nor transformers supports: use "
+            "another checkpoint"
         )
     loaded = read(checkpoint)
     settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
     model = model.float()
-    # With the run's flags.
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     with held(output):
         if to == "hf":
             write_clip_model(model, model_config, tokenizer, output)
-        save_file(
-            {name: value.contiguous() for name, value in model.state_dict().items()}, output / HF_SAFE_WEIGHTS_NAME
-        )
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
         save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
         if "hf_tokenizer_name" in model_config["text_cfg"]:
-            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP looks for it here
-        # A file of the model alone, such as best.pt, knows its epoch and no step.
+            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP reads it from this folder
+        # A file with the model alone, such as best.pt, has an epoch and no step.
         unit = "epoch" if loaded.shared is None else "step"
-        taken = getattr(loaded.position, unit)
-        lines = [line for line in read_log(run).steps if line[unit] < taken]
+        end = getattr(loaded.position, unit)
+        lines = [line for line in read_log(run).steps if line[unit] < end]
         if lines:
             plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
         card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
-        (output / ".lock").unlink()  # the folder is to be published
+        (output / ".lock").unlink()  # it is not for publication
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
-    """Raise UsageError for a timm tower whose weights have other sizes at the run's --force-image-size."""
+    """Raise UsageError if --force-image-size changes the shapes of a timm tower's weights."""
     if settings.force_image_size is None or not compat.is_timm(model):
         return
     with command_line.without_warnings():
@@ -94,12 +92,11 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run a command line."""
     parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "checkpoint", type=Path, help="LOGS/NAME/checkpoints/epoch_K.pt, or the run folder LOGS/NAME for its newest one"
-    )
+    file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
+    parser.add_argument("checkpoint", type=Path, help=file)
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
-    parser.add_argument("--output", type=output_path, required=True, help="folder to make")
+    parser.add_argument("--output", type=output_path, required=True, help="folder to create")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
     print(f"To publish it: hf upload YOU/NAME {args.output}")

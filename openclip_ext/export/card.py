@@ -1,4 +1,4 @@
-"""The model card, made from what the run's folder says."""
+"""The model card, from the files of the run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,18 @@ from openclip_ext.training.config import model_config
 CURVES = "curves.png"
 _LOGGED = ("loss", "infonce", "chance", "temperature")
 _FLAGS = ("epochs", "lr", "wd", "warmup", "lr_scheduler", "opt", "precision", "recipe", "pretrained")
+_USAGE = """\
+import open_clip
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")
+tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")
+"""
+_TRANSFORMERS_USAGE = """
+from transformers import CLIPModel, CLIPProcessor
+
+model = CLIPModel.from_pretrained("FOLDER")
+processor = CLIPProcessor.from_pretrained("FOLDER")
+"""
 
 
 def model_card(
@@ -20,14 +32,13 @@ def model_card(
     results: Mapping[str, float],
     with_transformers: bool,
 ) -> str:
-    """Write the card as Markdown. It names no path of the machine.
+    """Return the card as Markdown, without paths of the machine.
 
     Args:
         config: the run's ``config.json``.
-        checkpoint: what is exported.
-        logged: the last line of ``metrics.jsonl`` up to the checkpoint, with which the folder holds a picture of the run.
+        logged: the last line of ``metrics.jsonl`` before the checkpoint; None if the folder has no figure of the run.
         results: evaluations of the checkpoint.
-        with_transformers: the folder holds a ``CLIPModel``.
+        with_transformers: whether the folder contains a ``CLIPModel``.
     """
     flags, loss = config["flags"], config["loss"]
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
@@ -50,22 +61,19 @@ def model_card(
         f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:{tags}\n---",
         f"# {facts['architecture']} trained with {loss['name']}",
         "Trained with openclip_ext. The training data, intended use and license are for you to describe.",
-        "## Use\n\n```python\n" + _usage(with_transformers) + "```",
+        "## Use\n\n```python\n" + _USAGE + (_TRANSFORMERS_USAGE if with_transformers else "") + "```",
         "## Training\n\n" + _table(facts.items()),
     ]
     if logged:
         values = ((name, f"{logged[name]:.4g}") for name in _LOGGED if logged.get(name) is not None)
-        sections += [
-            f"At optimizer step {logged['step'] + 1}:\n\n{_table(values)}",
-            f"![curves of the run]({CURVES})",
-        ]
+        sections += [f"At optimizer step {logged['step'] + 1}:\n\n{_table(values)}", f"![curves of the run]({CURVES})"]
     if results:
         sections.append("## Evaluation\n\n" + _table((name, f"{value:.4g}") for name, value in results.items()))
     return "\n\n".join(sections) + "\n"
 
 
 def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
-    """Find the results of a run's checkpoint: of the evaluation at the end of its epoch, and of ``openclip-ext evaluate``."""
+    """Return the results of a checkpoint: of its epoch's evaluation, and of ``openclip-ext evaluate``."""
     found: dict[str, float] = {}
     position = checkpoint.position
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
@@ -77,28 +85,13 @@ def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
     return found
 
 
-def _usage(with_transformers: bool) -> str:
-    usage = (
-        "import open_clip\n\n"
-        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")\n'
-        'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")\n'
-    )
-    if with_transformers:
-        usage += (
-            "\nfrom transformers import CLIPModel, CLIPProcessor\n\n"
-            'model = CLIPModel.from_pretrained("FOLDER")\n'
-            'processor = CLIPProcessor.from_pretrained("FOLDER")\n'
-        )
-    return usage
-
-
 def _without_folder(value: Any) -> Any:
-    """Return the name alone if a value is a path of this machine, with its prefix ``local-dir:``; else the value."""
+    """Return only the name of a value that is a path of this machine, with its prefix ``local-dir:``; else the value."""
     if not isinstance(value, str):
         return value
-    prefix, path = ("local-dir:", value[10:]) if value.startswith("local-dir:") else ("", value)
-    is_path = prefix or path.startswith(("/", "~", ".")) or Path(path).exists()
-    return prefix + Path(path).name if is_path else value
+    path = value.removeprefix("local-dir:")
+    is_path = path != value or path.startswith(("/", "~", ".")) or Path(path).exists()
+    return value[: len(value) - len(path)] + Path(path).name if is_path else value
 
 
 def _table(rows: Any) -> str:

@@ -1,4 +1,4 @@
-"""OpenCLIP's model as ``transformers.CLIPModel``, with its tokenizer and its image processor."""
+"""Conversion of a model of OpenCLIP, its tokenizer and its transform to ``transformers``."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openclip_ext.cli.errors import UsageError
 
-# Largest difference of unit embeddings between the two implementations.
+# Maximum difference of unit embeddings between the two implementations.
 TOLERANCE = 1e-5
 _RENAMED = {
     "token_embedding.": "text_model.embeddings.token_embedding.",
@@ -37,16 +37,16 @@ _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
 def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder: Path) -> None:
-    """Write what ``transformers`` loads from a folder with ``CLIPModel``, ``CLIPTokenizer`` and ``CLIPImageProcessor``.
+    """Write a folder for ``CLIPModel``, ``CLIPTokenizer`` and ``CLIPImageProcessor`` of ``transformers``.
 
     Args:
-        model: OpenCLIP's, on the CPU, in float32 and evaluation mode.
+        model: a model of OpenCLIP, on the CPU, in float32 and evaluation mode.
         config: its configuration, as in OpenCLIP's JSON files.
         tokenizer: its tokenizer.
-        folder: exists.
+        folder: an existing folder.
 
     Raises:
-        UsageError: ``transformers`` is not installed, or has no such architecture, tokenizer or image preprocessing.
+        UsageError: ``transformers`` is not installed, or does not support the model, its tokenizer or its transform.
     """
     try:
         import transformers
@@ -67,17 +67,12 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
     files["tokenizer_config.json"] = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokenizer.context_length}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    (folder / "merges.txt").write_text(
-        "#version: 0.2\n" + "".join(f"{line}\n" for line in vocabulary[1]), encoding="utf-8"
-    )
+    merges = ["#version: 0.2", *vocabulary[1], ""]
+    (folder / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give OpenCLIP's weights the names of ``CLIPModel``.
-
-    Raises:
-        KeyError: a weight that ``CLIPModel`` does not have.
-    """
+    """Return OpenCLIP's weights with the names of ``CLIPModel``; KeyError for a weight that it lacks."""
     converted: dict[str, Tensor] = {}
     for full_name, value in state.items():
         name = full_name.removeprefix("text.")  # the text tower of models with custom_text
@@ -107,7 +102,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Take sizes from the weights, and the numbers of heads and the activation from OpenCLIP's configuration."""
+    """Return ``CLIPConfig``'s arguments, with sizes of the weights, and heads and activation of OpenCLIP's configuration."""
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
@@ -134,7 +129,7 @@ def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor])
 
 @torch.no_grad()
 def _difference(model: Any, clip: Any) -> float:
-    """Compute the largest difference of the two models' unit embeddings of random images and texts."""
+    """Return the maximum difference of both models' unit embeddings of random images and texts."""
     generator = torch.Generator().manual_seed(0)
     text_config, size = clip.config.text_config, clip.config.vision_config.image_size
     images = torch.randn(2, 3, size, size, generator=generator)
@@ -152,7 +147,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
     size, mode, interpolation = preprocess["size"], preprocess["resize_mode"], preprocess["interpolation"]
     height, width = (size, size) if isinstance(size, int) else size
     if mode not in ("shortest", "squash") or interpolation not in _RESAMPLING:
-        raise UsageError(_no_counterpart(f"images are resized by {mode}, {interpolation}"))
+        raise UsageError(_no_counterpart(f"it resizes images by {mode}, {interpolation}"))
     box = {"height": height, "width": width}
     return {
         "image_processor_type": "CLIPImageProcessor",
@@ -171,7 +166,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """Return tokens with their numbers, and merges, with the names that ``CLIPTokenizer`` has for the special tokens."""
+    """Return tokens with their numbers, and merges, with ``CLIPTokenizer``'s names of the special tokens."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}

@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, JSON lines, JSON of a known shape."""
+"""Atomic writing of files, JSON lines, JSON of a known schema."""

@@ -1,4 +1,4 @@
-"""JSON of a known shape: checked once, where a file is read, with the place of what is wrong."""
+"""JSON of a known schema, checked when a file is read."""
 
 import types
 from dataclasses import MISSING, fields, is_dataclass
@@ -9,17 +9,16 @@ T = TypeVar("T")
 
 
 def read_as(kind: type[T], value: Any, where: str) -> T:
-    """Check a value that came from JSON, and build dataclasses from it.
+    """Check a value from ``json.loads``, and build dataclasses from it.
 
     Args:
-        kind: A dataclass or TypedDict of ``bool``, ``int``, ``float``, ``str``, ``list[X]``, ``tuple[X, Y]`` (a list in JSON),
-            ``dict[str, X]``, ``X | None``, ``Any``, and dataclasses and TypedDicts again. Entries with a default may be
-            missing.
-        value: What ``json.loads`` returned.
-        where: Name of the value in messages.
+        kind: a dataclass or TypedDict of ``bool``, ``int``, ``float``, ``str``, ``list[X]``, ``tuple[X, Y]`` (a list in JSON),
+            ``dict[str, X]``, ``X | None``, ``Any``, and nested dataclasses and TypedDicts. Entries with a default are
+            optional.
+        where: name of the value in messages.
 
     Raises:
-        ValueError: A type is another one, an entry is missing or unknown.
+        ValueError: a type is wrong, or an entry is missing or unknown.
 
     Example:
         >>> read_as(Shard, {"url": "0.tar", "num_samples": 7.5}, "shards[0]")
@@ -60,7 +59,7 @@ def _read_entries(kind: Any, entries: dict[str, Any], where: str) -> Any:
 
 @cache
 def _entries_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of the entries, and the names of those that must be there."""
+    """Return the types of the entries, and the names of the required ones."""
     if is_typeddict(kind):
         return get_type_hints(kind), kind.__required_keys__
     needed = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)

@@ -1,4 +1,4 @@
-"""The losses with ``accelerate``: ``prepare`` with a loss, whose state goes with ``save_state`` and ``load_state``."""
+"""The losses in ``accelerate``: ``save_state`` and ``load_state`` include the state of the loss."""
 
 from accelerate import Accelerator
 from torch import nn
@@ -12,20 +12,17 @@ from openclip_ext.integrations.model_loss import ModelLoss
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader, loss: ContrastiveLoss
 ) -> tuple[nn.Module, Optimizer, DataLoader, ModelLoss]:
-    """Prepare a model and its loss, as ``accelerator.prepare`` does. Make the schedule of the learning rate afterwards.
+    """Prepare model, optimizer and loader as ``accelerator.prepare`` does; also return the loss to call.
+
+    Create the learning rate schedule afterwards.
 
     Args:
-        accelerator: Does the work.
-        model: A two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
-        optimizer: Of the model's parameters.
-        loader: Of the training data, with an index (``openclip_ext.data.with_index``) where the loss needs it.
-        loss: From ``openclip_ext.create_loss``.
-
-    Returns:
-        The prepared model, optimizer and loader, and the loss to call.
+        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
+        loader: training data, with an index (``openclip_ext.data.with_index``) if the loss needs it.
+        loss: from ``openclip_ext.create_loss``.
 
     Raises:
-        ValueError: The loop would accumulate gradients, or repeat samples at the end of an epoch.
+        ValueError: the loop would accumulate gradients, or repeat samples at the end of an epoch.
 
     Example:
         >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)
@@ -40,8 +37,8 @@ def prepare(
         ...     accelerator.save_state(folder)
     """
     model_loss = ModelLoss(loss, model)
-    drops = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
-    repeats = accelerator.num_processes > 1 and not drops
+    drops_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+    repeats = accelerator.num_processes > 1 and not drops_last
     model_loss.check_loop(accelerator.gradient_accumulation_steps, repeats)
     model_loss.separate_rate(optimizer)
     accelerator.register_for_checkpointing(model_loss)

@@ -14,20 +14,20 @@ from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 
 class ContrastiveModule(lightning.LightningModule):
-    """Trains a two-tower model. Subclass it and write ``configure_optimizers``, or pass an optimizer.
+    """A training of a two-tower model; pass ``optimizer``, or override ``configure_optimizers`` in a subclass.
 
-    Batches are dictionaries: the model's inputs, and ``"index"`` (``openclip_ext.data.with_index``) where the loss needs it
-    (and ``"positives"`` with ``equal_captions``).
+    Batches are dictionaries: the model's inputs, ``"index"`` (``openclip_ext.data.with_index``) if the loss needs it, and
+    ``"positives"`` with ``equal_captions``.
 
     Args:
-        model: Of OpenCLIP (``output_dict=True``) or ``transformers``.
-        loss: From ``openclip_ext.create_loss``, or a function that creates it. With several processes it must be a
-            function: Lightning starts them later.
-        optimizer: Makes an optimizer of parameters.
+        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
+        loss: from ``openclip_ext.create_loss``. Several processes need a function that creates it, because Lightning starts
+            them later.
+        optimizer: creates an optimizer from parameters.
 
     Attributes:
-        model_loss: The loss; if a function creates it, from ``configure_model`` on. It is no submodule:
-            DistributedDataParallel would overwrite the part of its state that each process has for itself.
+        model_loss: the loss, available from ``configure_model`` on. It is not a submodule, because
+            DistributedDataParallel would overwrite the state that belongs to one process.
     """
 
     def __init__(
@@ -65,14 +65,13 @@ class ContrastiveModule(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
-        repeats, processes = False, self.trainer.world_size
+        repeats = False
         if isinstance(sampler, DistributedSampler):
             repeats = sampler.total_size > len(sampler.dataset)  # type: ignore[arg-type]
-            if sampler.num_replicas != processes:
+            if sampler.num_replicas != self.trainer.world_size:
                 raise ValueError(
-                    f"the DistributedSampler is for {sampler.num_replicas} processes, and there are {processes}, which would "
-                    "train on the same samples: make it in train_dataloader(), with self.trainer.world_size and "
-                    "self.trainer.global_rank"
+                    f"the DistributedSampler is for {sampler.num_replicas} processes, and there are "
+                    f"{self.trainer.world_size}: create it in train_dataloader() with trainer.world_size and global_rank"
                 )
         self.model_loss.check_loop(self.trainer.accumulate_grad_batches, repeats)
 

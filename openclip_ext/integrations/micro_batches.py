@@ -1,4 +1,4 @@
-"""Exact large batches in little memory, in any training loop: the model takes a batch in parts."""
+"""Exact large batches in little memory, in any training loop."""
 
 import contextlib
 import functools
@@ -14,26 +14,24 @@ _EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
 
 
 def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
-    """Let a two-tower model take the batches of its training in parts, of which one at a time has activations in memory.
+    """Make a model compute training batches in micro-batches, of which one at a time has activations in memory.
 
-    Value and gradient are those of the whole batch: each part is computed once for its embeddings, and a second time, with
-    the same random numbers, in the backward pass (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``,
-    Lightning, accelerate, and in a loop of one's own, where accumulated gradients would update a loss's state for each
-    part. Batch normalization sees each part by itself, as with accumulated gradients.
+    Value and gradient are those of the full batch, because the backward pass computes each micro-batch again with the same
+    random numbers (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``, Lightning, accelerate and custom
+    training loops. Batch normalization uses the statistics of each micro-batch. For ``sentence-transformers``, which has one
+    tower, set ``micro_batch_size`` of its loss instead.
 
     Args:
-        model: Of OpenCLIP (``output_dict=True``) or ``transformers``, called with tensors whose rows are samples. It is
-            changed in place, and keeps its type and parameters. Call this before it is compiled or wrapped.
-        size: Samples of a part.
-
-    ``sentence-transformers`` has one tower: give its loss a ``micro_batch_size`` instead.
+        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, called with tensors whose rows are
+            samples, and not compiled or wrapped yet. It changes in place.
+        size: samples of a micro-batch.
 
     Returns:
         The model. In training it returns a dictionary of the embeddings, ``logit_scale`` and ``logit_bias``.
 
     Raises:
-        ValueError: The size is not positive.
-        AttributeError: The model has no ``logit_scale``.
+        ValueError: the size is not positive.
+        AttributeError: the model has no ``logit_scale``.
 
     Example:
         >>> model = in_micro_batches(model, 64)
@@ -41,12 +39,12 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r}: expected a whole number of samples, at least one")
-    whole, logit_scale = model.forward, model.get_parameter(LOGIT_SCALE)
+    original, logit_scale = model.forward, model.get_parameter(LOGIT_SCALE)
 
-    @functools.wraps(whole)
+    @functools.wraps(original)
     def forward(*args: Any, **inputs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
-            return whole(*args, **inputs)
+            return original(*args, **inputs)
         count = next(len(value) for value in (*args, *inputs.values()) if isinstance(value, Tensor))
         parts = [
             checkpoint(
@@ -59,12 +57,12 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
             for first in range(0, count, size)
         ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
-        # DistributedDataParallel looks for the parameters that are used in what is returned.
+        # DistributedDataParallel searches the outputs for the parameters in use.
         scalars = {LOGIT_SCALE: logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
         return rows | scalars
 
     def embeddings(*args: Any, **inputs: Any) -> dict[str, Tensor]:
-        outputs = whole(*args, **inputs)
+        outputs = original(*args, **inputs)
         return {name: outputs[name] for name in (*_EMBEDDINGS, *SCALARS) if outputs.get(name) is not None}
 
     model.forward = forward
@@ -72,5 +70,5 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
 
 
 def rows_of(value: Any, first: int, size: int, count: int) -> Any:
-    """Return the rows of a part, of what has a row for each sample."""
+    """Return the rows of a micro-batch if a value has a row for each of ``count`` samples, else the value."""
     return value[first : first + size] if isinstance(value, Tensor) and value.ndim and len(value) == count else value

@@ -1,4 +1,4 @@
-"""A loss and the model that it trains: what every training loop has to do for them."""
+"""A loss and its model in any training loop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,22 +15,22 @@ from openclip_ext.files.schema import read_as
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the model's part and the loss's: ``index``, and where it has them ``positives`` and ``reference``."""
+    """Split a batch into the model's inputs and the loss's (``index``, ``positives``, ``reference``)."""
     for_loss = {name: batch[name] for name in (INDEX, "positives", "reference") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
 
 class ModelLoss:
-    """Gives a loss the outputs of a model, and the model's temperature the start, rate and bounds that the loss asks for.
+    """A loss of a model's outputs, with the initial value, learning rate and bounds of the model's temperature.
 
     Args:
-        loss: From ``openclip_ext.create_loss``.
-        model: Has the parameter ``logit_scale``, ``log(1/τ)``. Set to the loss's start value, or frozen if it learns no
-            temperature.
-        averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this does.
+        loss: from ``openclip_ext.create_loss``.
+        model: has the parameter ``logit_scale``, ``log(1/τ)``, which is set to the loss's initial value, or frozen if the
+            loss learns no temperature.
+        averages: whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class does.
 
     Raises:
-        ValueError: The loss trains modules of its own, or compares two views of an image.
+        ValueError: the loss trains its own modules, or compares two views of an image.
 
     Example:
         >>> model_loss = ModelLoss(openclip_ext.create_loss("neuclip", embed_dim=512), model)
@@ -43,8 +43,8 @@ class ModelLoss:
     def __init__(self, loss: ContrastiveLoss, model: nn.Module, averages: bool = True) -> None:
         if loss.model_head() is not None or loss.views > 1:
             raise ValueError(
-                f"{type(loss).__name__} trains modules of its own or compares two views of an image: only "
-                "openclip_ext.training.main does that"
+                f"{type(loss).__name__} trains its own modules or compares two views of an image: only "
+                "openclip_ext.training.main supports that"
             )
         prepare_for(loss, model, set_logit_scale=True)
         self.loss = loss
@@ -64,12 +64,11 @@ class ModelLoss:
         """Return the loss of a batch, 0-d.
 
         Args:
-            outputs: Of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of ``transformers``.
-            index: ``(B_local,)`` positions of the samples in the training set, where the loss needs them.
-            training: False for validation data, which have no place in the loss's state. They get OpenCLIP's loss over this
-                process's samples, which also makes different losses comparable.
-            positives: Which captions are equal, for a loss with ``equal_captions``, as in its ``forward``.
-            reference: A reference model's embeddings, for a loss with ``reference_dim``, as in its ``forward``.
+            outputs: of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of ``transformers``.
+            index: ``(B_local,)`` positions of the samples in the training set, if the loss needs them.
+            training: False for validation data: returns OpenCLIP's loss over this process's samples, without state.
+            positives: equal captions, for a loss with ``equal_captions``, as in its ``forward``.
+            reference: a reference model's embeddings, for a loss with ``reference_dim``, as in its ``forward``.
         """
         features = self._features(outputs)
         if not training:
@@ -78,16 +77,13 @@ class ModelLoss:
         return self.loss(**features, index=index, positives=positives, reference=reference)
 
     def _features(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(outputs, Mapping):
-            raise ValueError(
-                f"the model returned a {type(outputs).__name__}, expected a dictionary: output_dict=True (OpenCLIP)"
-            )
-        if "image_features" in outputs:
+        names = list(outputs) if isinstance(outputs, Mapping) else []
+        if "image_features" in names:
             return dict(outputs)
-        if "image_embeds" not in outputs:
+        if "image_embeds" not in names:
             raise ValueError(
-                f"the model returned {', '.join(outputs)}: expected image_features and text_features (OpenCLIP), or "
-                "image_embeds and text_embeds (transformers)"
+                f"the model returned {', '.join(names) or type(outputs).__name__}: expected image_features and text_features "
+                "(OpenCLIP with output_dict=True), or image_embeds and text_embeds (transformers)"
             )
         return {
             "image_features": outputs["image_embeds"],
@@ -97,7 +93,7 @@ class ModelLoss:
         }
 
     def separate_rate(self, optimizer: Optimizer) -> None:
-        """Give the temperature a group of its own, if the loss sets its learning rate. Call it before making a schedule."""
+        """Move the temperature to its own parameter group if the loss sets its learning rate; call it before a schedule."""
         rate = self.loss.logit_scale_lr
         if rate is None:
             return
@@ -106,10 +102,10 @@ class ModelLoss:
         optimizer.add_param_group({"params": [self.logit_scale], "lr": rate, "weight_decay": 0.0})
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Set the temperature's learning rate, which follows no schedule. Call it before ``optimizer.step()``.
+        """Set the temperature's learning rate, which has no schedule; call it before ``optimizer.step()``.
 
         Raises:
-            ValueError: The temperature shares its group with other parameters.
+            ValueError: the temperature shares its group with other parameters.
         """
         self._before = self.logit_scale.detach().clone()
         if not self._averages and self.logit_scale.grad is not None:
@@ -119,47 +115,46 @@ class ModelLoss:
         (group,) = (g for g in optimizer.param_groups if any(p is self.logit_scale for p in g["params"]))
         if len(group["params"]) > 1:
             raise ValueError(
-                f"the loss sets the temperature's learning rate to {self.loss.logit_scale_lr:g}, but logit_scale shares its "
-                "group with other parameters: call separate_rate(optimizer) once, before you make a schedule"
+                "the loss sets the temperature's learning rate, but logit_scale shares its group with other parameters: call "
+                "separate_rate(optimizer) once, before you create a schedule"
             )
         group["lr"] = self.loss.logit_scale_lr
 
     def after_step(self) -> None:
-        """Bound the temperature. Call it after ``optimizer.step()``."""
+        """Clamp the temperature; call it after ``optimizer.step()``."""
         self.loss.finish_logit_scale_step(self.logit_scale, self._before)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Call ``optimizer.step()``, with what comes before and after it."""
+        """Call ``optimizer.step()`` between :meth:`before_step` and :meth:`after_step`."""
         self.before_step(optimizer)
         optimizer.step()
         self.after_step()
 
     def check_loop(self, accumulation: int, repeats: bool) -> None:
-        """Raise ValueError for a loop that would update the loss's state wrongly, or in which each process trains alone.
+        """Raise ValueError for a loop that would corrupt the loss's state, or in which each process trains alone.
 
         Args:
-            accumulation: Micro-batches in an optimizer step.
-            repeats: Whether an epoch's last batch is filled up with samples that came before.
+            accumulation: micro-batches in an optimizer step.
+            repeats: whether an epoch's last batch is filled with samples of earlier batches.
         """
         if accumulation > 1 and self.loss.keeps_state:
             raise ValueError(
-                f"the gradients of {accumulation} batches are accumulated, and each would update the loss's state: do not "
-                f"accumulate. Make the batch {accumulation} times as large; if memory does not suffice, call "
-                "openclip_ext.integrations.micro_batches.in_micro_batches(model, size) on the model first"
+                f"each of {accumulation} accumulated batches would update the loss's state: do not accumulate. Use batches "
+                f"{accumulation} times as large, with integrations.micro_batches.in_micro_batches(model, size) to save memory"
             )
         if repeats and self.loss.needs_index:
             raise ValueError(
-                "the processes fill up the last batch of an epoch with samples that came before. Drop it: drop_last=True of "
-                "the DataLoader (accelerate) or of a DistributedSampler (Lightning), dataloader_drop_last=True (Hugging Face)"
+                "the last batch of an epoch repeats earlier samples: set drop_last=True in the DataLoader (accelerate) or "
+                "DistributedSampler (Lightning), or dataloader_drop_last=True (Hugging Face)"
             )
         if processes := distributed.unconnected_processes():
             raise ValueError(
-                f"{processes} processes were started, and the trainer did not connect them: each would train alone. On a CPU, "
-                "say so: use_cpu=True in TrainingArguments (Hugging Face), cpu=True in Accelerator"
+                f"the trainer did not connect {processes} processes: each would train alone. On a CPU, set use_cpu=True in "
+                "TrainingArguments (Hugging Face) or cpu=True in Accelerator"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss's state, each process's part of the tables, and the temperature. All processes must call it."""
+        """Return the loss's state, the shards of its tables, and the temperature. Collective: all ranks call it."""
         tables = {name: table.rows(0, table.size) for name, table in self.loss.tables().items()}
         parts = distributed.all_gather_object(tables)
         return {
@@ -169,11 +164,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, which any number of processes may have saved.
-
-        Raises:
-            ValueError: It is of a loss with other options or of other data.
-        """
+        """Restore :meth:`state_dict`, saved with any number of processes; ValueError if options or data differ."""
         state = read_as(dict[str, Any], state, "the saved loss")
         saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

@@ -1,4 +1,4 @@
-"""OpenCLIP's own training script with our losses: ``openclip_ext.register()``. Page: ``docs/coming-from-openclip.md``."""
+"""OpenCLIP's training script with this package's losses. Page: ``docs/coming-from-openclip.md``."""
 
 import argparse
 import functools
@@ -16,21 +16,19 @@ from openclip_ext.training import flags
 from openclip_ext.training.parser import Parser, add_loss_flags, take_loss_options
 
 _USE_OURS = "Train with: python -m openclip_ext.training.main"
-# Options of a loss that learns the model's temperature which only our training program heeds.
-_MODELS_TEMPERATURE = ("temperature", "temperature_min", "temperature_max", "lr_tau")
+# Temperature options of losses that learn the model's temperature; only this package's training program uses them.
+_IGNORED_BY_OPENCLIP = ("temperature", "temperature_min", "temperature_max", "lr_tau")
 
 
 def register() -> None:
-    """Let OpenCLIP's own training script train our losses: ``open_clip_train.main`` then knows ``--loss`` and its options.
+    """Add this package's losses to OpenCLIP's training script: call it before ``open_clip_train.main.main(argv)``.
 
-    Call it before ``open_clip_train.main.main(argv)``. ``open_clip.create_loss(args)`` then builds ours when ``args.loss``
-    names one, and OpenCLIP's otherwise. Options are read from ``args.loss_options``, a dictionary that the parser fills, and
-    from attributes of ``args`` named like the flags (``loss_eps`` for ``--loss-eps``). The loss is told each epoch. Calling
-    ``register`` again changes nothing.
+    The script then accepts ``--loss`` and its options, and ``open_clip.create_loss(args)`` creates the loss ``args.loss``.
+    Options come from the dictionary ``args.loss_options``, and from attributes of ``args`` with the flags' names
+    (``loss_eps`` for ``--loss-eps``). Further calls have no effect.
 
-    OpenCLIP's loop hands a loss no index, calls it once per micro-batch, and trains and saves the model alone. The built
-    function therefore raises ``ValueError`` for a loss that needs the index, for one with trained modules of its own, and
-    for ``accum_freq > 1`` with a loss that keeps state; train those with ``python -m openclip_ext.training.main``.
+    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: those that need the index, that train
+    their own modules, or that keep state with ``accum_freq > 1``. Use ``python -m openclip_ext.training.main`` for them.
     """
     compat.extend_script(
         create_loss=_extended_create_loss, parse_args=_extended_parse_args, train_one_epoch=_announced_epoch
@@ -38,7 +36,7 @@ def register() -> None:
 
 
 def _extended_parse_args(original: Callable) -> Callable:
-    """Return OpenCLIP's parser with ``--loss`` and its options; it would take it for a short ``--loss-dist-impl``."""
+    """Return OpenCLIP's parser with ``--loss`` and its options, which it would read as a short ``--loss-dist-impl``."""
 
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -67,8 +65,6 @@ def _extended_parse_args(original: Callable) -> Callable:
 
 
 def _announced_epoch(original: Callable) -> Callable:
-    """Return OpenCLIP's epoch, announced to the loss."""
-
     @functools.wraps(original)
     def train_one_epoch(model: Any, data: Any, loss: Any, epoch: int, *others: Any, **options: Any) -> Any:
         if hasattr(loss, "start_epoch"):
@@ -86,37 +82,30 @@ def _extended_create_loss(original: Callable) -> Callable:
             return original(args)
         options = _loss_options(name, args)
         if name in compat.OPENCLIP_LOSSES and all(OPTIONS[option].openclip_flag for option in options):
-            # The name decides, and not only the flag --siglip.
+            # --loss decides, whether or not --siglip is given.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
+        if getattr(args, "distill", False):
+            raise ValueError(f"--loss {name} does not distill: remove --distill-model, or use --loss openclip")
         refused = {
-            f"--loss {name} does not distill; leave out --distill-model, or use --loss openclip": (
-                getattr(args, "distill", False)
-            ),
-            f"--loss {name} needs every sample's index, which OpenCLIP's loop does not pass. {_USE_OURS}": asked.needs_index,
-            f"--loss {name} keeps state that one optimizer step may update only once; OpenCLIP's loop calls the loss "
-            f"{accum_freq} times with --accum-freq {accum_freq}: leave it out. {_USE_OURS}": accum_freq > 1,
-            "--equal-captions needs to know which captions are equal, which OpenCLIP's loop does not tell. "
-            f"{_USE_OURS}": asked.needs_positives,
-            f"--loss {name} trains modules of its own with the model, and OpenCLIP's optimizer has the model's parameters "
-            f"only. {_USE_OURS}": asked.model_head() is not None,
+            f"--loss {name} needs every sample's index": asked.needs_index,
+            f"--loss {name} needs one call a step, without --accum-freq {accum_freq}": accum_freq > 1,
+            "--equal-captions needs to know which captions are equal": asked.needs_positives,
+            f"--loss {name} trains its own modules": asked.model_head() is not None,
         }
         for reason, is_wrong in refused.items():
             if is_wrong:
-                raise ValueError(reason)
-        given = ", ".join(OPTIONS[option].flag for option in _MODELS_TEMPERATURE if option in options)
+                raise ValueError(f"{reason}, which OpenCLIP's loop does not support. {_USE_OURS}")
+        given = ", ".join(OPTIONS[option].flag for option in _IGNORED_BY_OPENCLIP if option in options)
         if asked.learns_logit_scale and given:
-            logging.warning(
-                f"{given}: no effect on --loss {name} in OpenCLIP's loop, which has its own start, bounds and learning rate "
-                f"of the temperature. {_USE_OURS}"
-            )
+            logging.warning(f"{given}: no effect on --loss {name} in OpenCLIP's loop. {_USE_OURS}")
         return registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
 
     return create_loss
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of loss ``name`` that ``args`` sets, under the names of their flags (Adam's ``eps`` is not ours)."""
+    """Return the options of a loss that ``args`` sets, by the names of their flags (``args.eps`` is Adam's)."""
     given = getattr(args, "loss_options", {})
 
     def value_of(option: str) -> Any:
@@ -124,5 +113,5 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     parts = {part: value_of(part) for part in flags.PARTS}
     used = [*parts, *registry.options_used_by(name, **parts)]
-    # None is a value where the user gave it; as an attribute of args it means that nothing was given.
+    # None is a value if the user gave it; an attribute of args that is None was not given.
     return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

@@ -1,7 +1,4 @@
-"""The losses in ``sentence-transformers``, beside ``MultipleNegativesRankingLoss``.
-
-The data set's index is its label: ``with_index(dataset).rename_column("index", "label")``.
-"""
+"""The losses in ``sentence-transformers``, with the index as the label."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,15 +18,11 @@ from openclip_ext.integrations.transformers import LossCallback
 class GlobalContrastiveLoss(nn.Module):
     """A global contrastive loss of pairs of texts, in both directions.
 
-    Pass :meth:`callback` to the trainer, too. Where the loss sets the learning rate of its temperature, set
-    ``learning_rate_mapping=loss.learning_rates()`` in the training arguments.
-
     Args:
-        model: Embeds the texts.
-        loss: From ``openclip_ext.create_loss``.
-        scale: Start of ``1/τ`` for a loss that has none of its own.
-        micro_batch_size: Texts that have activations in memory at a time, each embedded twice (GradCache, Gao et al. 2021);
-            value and gradient stay those of the whole batch. None (default) embeds a batch at once.
+        loss: from ``openclip_ext.create_loss``.
+        scale: initial ``1/τ`` if the loss has no initial value.
+        micro_batch_size: texts with activations in memory at a time, each embedded twice (GradCache, Gao et al. 2021). Value
+            and gradient remain those of the full batch. None (default) embeds a batch at once.
 
     Example:
         >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
@@ -58,18 +51,14 @@ class GlobalContrastiveLoss(nn.Module):
         """Return the loss of a batch, 0-d.
 
         Args:
-            sentence_features: The two columns of texts, tokenized.
+            sentence_features: the two columns of texts, tokenized.
             labels: ``(B_local,)`` the index.
-
-        Raises:
-            ValueError: There are not two columns of texts.
         """
         embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
         if len(embeddings) != 2:
-            raise ValueError(f"expected two columns of texts, found {len(embeddings)}: leave out hard negatives")
-        names = ("image_features", "text_features")
-        outputs: dict[str, Any] = dict(zip(names, embeddings, strict=True))
-        outputs["logit_scale"] = self.logit_scale.exp()
+            raise ValueError(f"expected two columns of texts, found {len(embeddings)}: remove hard negatives")
+        first, second = embeddings
+        outputs = {"image_features": first, "text_features": second, "logit_scale": self.logit_scale.exp()}
         return self.model_loss(outputs, labels, training=self.model.training)
 
     def _embed(self, features: dict[str, Tensor]) -> Tensor:
@@ -79,7 +68,7 @@ class GlobalContrastiveLoss(nn.Module):
         if self.micro_batch_size is None or not (self.model.training and torch.is_grad_enabled()):
             return embed(features)
         if "attention_mask" not in features:
-            raise ValueError("micro_batch_size needs texts that are rows of tokens: this model's are not; leave it out")
+            raise ValueError("micro_batch_size needs an attention_mask, which this model lacks: leave it out")
         count = len(features["attention_mask"])
         parts = (
             {name: rows_of(value, first, self.micro_batch_size, count) for name, value in features.items()}
@@ -88,10 +77,10 @@ class GlobalContrastiveLoss(nn.Module):
         return torch.cat([checkpoint(embed, part, use_reentrant=False) for part in parts])
 
     def callback(self) -> LossCallback:
-        """Return the trainer's ``callbacks``: epochs, the temperature's bounds, and the loss's state in checkpoints."""
+        """Return the trainer's callback for epochs, the temperature's bounds, and the loss's state in checkpoints."""
         return LossCallback(self.model_loss)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return ``learning_rate_mapping`` for the training arguments: the temperature's rate, where the loss sets it."""
+        """Return ``learning_rate_mapping`` for the training arguments: the temperature's, if the loss sets it."""
         rate = self.model_loss.loss.logit_scale_lr
         return {} if rate is None else {r"^logit_scale$": rate}

@@ -1,7 +1,4 @@
-"""The losses in ``transformers.Trainer``.
-
-The data collator passes on ``"index"`` (``openclip_ext.data.with_index``). Resume with ``resume_from_checkpoint``, as ever.
-"""
+"""The losses in ``transformers.Trainer``, with ``"index"`` (``openclip_ext.data.with_index``) in its batches."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ LOSS_FILE = "contrastive_loss.pt"
 
 
 class LossCallback(TrainerCallback):
-    """Tells a loss the epochs, bounds the temperature, and keeps the loss's state in the trainer's checkpoints."""
+    """Callback for the loss's epochs, the temperature's bounds, and the loss's state in checkpoints."""
 
     def __init__(self, model_loss: ModelLoss) -> None:
         self.model_loss = model_loss
@@ -32,7 +29,7 @@ class LossCallback(TrainerCallback):
             return
         path = self._path(args, state)
         if not path.is_file():
-            raise ValueError(f"there is no {path}: resume from a checkpoint in output_dir that the loss was part of")
+            raise ValueError(f"{path} not found: resume from a checkpoint in output_dir that has this file")
         self.model_loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -45,7 +42,7 @@ class LossCallback(TrainerCallback):
         self.model_loss.after_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        content = self.model_loss.state_dict()  # in all processes
+        content = self.model_loss.state_dict()  # a collective
         if distributed.is_master():
             write_atomically(self._path(args, state), lambda file: torch.save(content, file))
 
@@ -54,22 +51,14 @@ class LossCallback(TrainerCallback):
 
 
 class ContrastiveTrainer(Trainer):
-    """``transformers.Trainer`` for a two-tower model of ``transformers`` or OpenCLIP.
-
-    Args:
-        contrastive_loss: From ``openclip_ext.create_loss``.
-        args, options: As for ``Trainer``.
-
-    Raises:
-        ValueError: ``remove_unused_columns`` is on, which would remove the index.
-    """
+    """``Trainer`` of a two-tower model of ``transformers`` or OpenCLIP, with a loss of ``openclip_ext.create_loss``."""
 
     def __init__(self, *args: Any, contrastive_loss: ContrastiveLoss, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.args.remove_unused_columns:
             raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
         self.model_loss = ModelLoss(contrastive_loss, self.model)
-        # Validation data have a loss, though no labels.
+        # Validation data have a loss but no labels.
         self.can_return_loss = True
         self.label_names: list[str] = []
         self.add_callback(LossCallback(self.model_loss))
@@ -91,7 +80,7 @@ class ContrastiveTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log the trainer's numbers, and beside the training loss the loss's own."""
+        """Log the trainer's numbers, and the loss's metrics next to the training loss."""
         if "loss" in logs:
             logs |= self.model_loss.loss.metrics()
         super().log(logs, *args, **options)

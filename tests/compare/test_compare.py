@@ -136,7 +136,7 @@ BASE = result(BASELINE, 0.0)
             ["queueclip, +4.1 (3.2 to 5.0) R@1 over openclip", "no difference between queueclip and neuclip"],
             "queueclip",
         ),
-        ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip comes nearest"], "openclip"),
+        ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip is nearest"], "openclip"),
         (  # a sure gain comes before a larger unsure one
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
@@ -248,7 +248,7 @@ def arguments(data: Path, *more: str) -> list[str]:
     [
         (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
-        (["--rho", "5"], "--rho has no effect on compare, which searches over it"),
+        (["--rho", "5"], "--rho is tuned by compare"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
     ],
 )
@@ -463,7 +463,7 @@ def test_runs_that_were_killed_are_called_so_and_no_result_is_no_success():
     killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
     sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
     assert (
-        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below") and taken is None
+        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.") and taken is None
     )
     assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
     assert failure_words("ValueError: no") == "a run failed: ValueError: no"

@@ -182,7 +182,7 @@ def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
         part.unlink()
     for folder, flag, value, message in (
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
-        (fastclip, "--checkpoint", "epoch_9.pt", "there: epoch_1.pt, epoch_2.pt"),
+        (fastclip, "--checkpoint", "epoch_9.pt", "found: epoch_1.pt, epoch_2.pt"),
         (fastclip, "--train-data", other, "has 24 samples, the run was trained on 84"),
         (copied, "--checkpoint", "epoch_2.pt", "is incomplete, missing: rank_0001.pt"),
     ):

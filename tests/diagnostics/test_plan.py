@@ -195,11 +195,11 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)
     text = capsys.readouterr().out
-    assert "works on the whole B x B matrix, and needs more" in text
-    largest = int(text.partition("does not fit; with this global batch up to ")[2].split()[0])
+    assert "without them each rank needs memory for the full B x B matrix" in text
+    largest = int(text.partition("does not fit; up to ")[2].split()[0])
     assert 512 <= largest < 4096
     plan.main([*command, "--accum-freq", "8", "--precision", "fp32"])
-    assert ": fits; with" in capsys.readouterr().out
+    assert ": fits; up to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     [
         (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
         (["--loss", "neuclip", "--gamma", "0.5"], "gamma=: not used by the loss 'neuclip"),
-        (["--world-size", "48"], "cannot be divided into 48 equal parts"),
+        (["--world-size", "48"], "is not divisible into 48 equal parts"),
         (["--gpu-memory=-1"], "--gpu-memory: -1: expected a positive number of GB"),
     ],
 )

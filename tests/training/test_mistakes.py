@@ -68,7 +68,7 @@ MISTAKES = [
     ("--dataset-type auto --train-data x.jsonl", "webdataset's ShardWriter"),
     ("--dataset-type auto --train-data tests", "tests is a folder"),
     ("--dataset-type webdataset --train-data tests", "tests is a folder"),
-    ("--dataset-type webdataset --train-data /no/{0..3}.tar", "none of the 4 files is there, the first is /no/0.tar"),
+    ("--dataset-type webdataset --train-data /no/{0..3}.tar", "none of the 4 files exists, the first is /no/0.tar"),
     ("--dataset-type webdataset --train-data data/{00..10", "Unbalanced braces"),
     ("--dataset-type webdataset --train-data x.tar --manifest no.json", "--manifest no.json not found"),
     ("--dataset-type webdataset --train-data x.tar --caption-key meta:a", "the key 'meta:a' is not understood"),

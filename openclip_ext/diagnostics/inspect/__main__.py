@@ -15,12 +15,7 @@ from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
-from openclip_ext.diagnostics.finished_run import (
-    FinishedRun,
-    add_run_arguments,
-    embed_training_set,
-    load_run,
-)
+from openclip_ext.diagnostics.finished_run import FinishedRun, add_run_arguments, embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
@@ -33,24 +28,20 @@ _MISFITS = ("misfit-captions", "misfit-images")
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Says how many samples are looked at and shown."""
-
-    anchors: int = flag(
-        100_000, "number of samples to look at, drawn at random; each is compared with all samples", minimum=2
-    )
+    anchors: int = flag(100_000, "number of random samples to compare with all samples", minimum=2)
     show: int = flag(30, "number of samples or pairs of each category on the page", minimum=0)
-    seed: int = flag(0, "seed of the draw of samples")
+    seed: int = flag(0, "seed of the random samples")
 
 
 def main(argv: list[str]) -> None:
-    """Inspect the training data of a run; write a page, JSON and CSV, and a manifest if asked to."""
+    """Inspect the training data of a run; write a page, JSON, CSV, and optionally a manifest."""
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
-        raise UsageError("--leave-out and --write-manifest work only together: give both or none")
+        raise UsageError("--leave-out and --write-manifest need each other: give both or none")
     run = load_run(**vars(args))
     if run.loss.views > 1:
-        raise UsageError(f"{run.loss_name} was trained on images alone, so there are no captions to inspect")
+        raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect" / run.checkpoint.stem
     with held(folder):
@@ -86,7 +77,6 @@ def _inspect(
 
 
 def _categories(text: str) -> list[str]:
-    """Split names at commas; ``misfits`` means both kinds of misfits."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in {*DEFINITIONS, "misfits"}]
     if unknown:
@@ -95,22 +85,18 @@ def _categories(text: str) -> list[str]:
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
-    """Return the run's manifest; raise UsageError before the long work if the changed one cannot be written."""
-    if not target.parent.is_dir():
-        raise UsageError(f"--write-manifest {target}: there is no folder {target.parent}")
-    if target.is_dir():
-        raise UsageError(f"--write-manifest {target} is a folder: give a file, such as {target / 'fewer.json'}")
+    """Return the run's manifest; UsageError if the changed manifest cannot be written to ``target``."""
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):
-        raise UsageError(
-            "--write-manifest needs webdataset shards; remove the rows in found.csv from other data yourself"
-        )
+        raise UsageError("--write-manifest needs webdataset shards: remove the rows of found.csv from other data")
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
     return source.manifest
 
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
-    """Replace rows by global indices; the smaller index of a pair comes first."""
+    """Replace rows by global indices; a pair's smaller index comes first."""
     sample = index[found.sample]
     if found.partner is None:
         return replace(found, sample=sample)
@@ -141,8 +127,8 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
         category = found[name]
         if len(category.sample) < category.count:
             logging.warning(
-                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed, and only "
-                "these decide which samples are left out: raise --max-pairs or the threshold"
+                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed and left "
+                "out: increase --max-pairs or the threshold"
             )
         chosen |= category.redundant() if name in PAIRS else set(category.sample.tolist())
     return chosen
@@ -154,33 +140,21 @@ def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch:
     return (
         f"{path} leaves out {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
         f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
-        f"continue, run the same command with --manifest {path} and --resume latest if the latest checkpoint is the end of an "
-        "epoch, else with another --name and --resume CHECKPOINT"
+        f"continue, add --manifest {path} and --resume latest to the training command if the latest checkpoint is the end of "
+        "an epoch, else another --name and --resume CHECKPOINT"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="openclip-ext inspect",
-        description="Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run.",
-    )
+    description = "Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run."
+    parser = argparse.ArgumentParser(prog="openclip-ext inspect", description=description)
     add_run_arguments(parser)
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="FOLDER",
-        help="folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)",
-    )
-    parser.add_argument(
-        "--leave-out",
-        type=_categories,
-        default=[],
-        metavar="NAMES",
-        help=f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; the first sample of a pair stays",
-    )
-    parser.add_argument(
-        "--write-manifest", type=output_path, metavar="PATH", help="file for a manifest without these samples"
-    )
+    folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
+    parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
+    names = f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; the first sample of a pair stays"
+    parser.add_argument("--leave-out", type=_categories, default=[], metavar="NAMES", help=names)
+    file = "file for a manifest without these samples"
+    parser.add_argument("--write-manifest", type=output_path, metavar="PATH", help=file)
     for option in own_options([_Sizes, Thresholds]):
         add_flag(parser, option, default=option.default)
     return parser

@@ -1,4 +1,4 @@
-"""Find samples that deserve a look in a set of paired embeddings, computing similarities in chunks."""
+"""Find remarkable samples in a set of paired embeddings, from chunks of similarities."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
 from openclip_ext.evaluation.embeddings import Embeddings
 
-# Rows and columns of a block of similarities, so that each of the four kinds takes 64 MiB.
+# Rows and columns of a block of similarities: 64 MiB for each of the four kinds.
 _ROWS, _COLUMNS = 2048, 8192
-# Two samples with equal captions fit crosswise exactly as well as in their own pairs; this allows for float32's rounding.
+# Tolerance for rounding in float32: samples with equal captions match crosswise exactly as well as in their own pairs.
 _ROUNDING = 1e-5
-# Makes the median absolute deviation of a normal distribution its standard deviation.
+# Ratio of the standard deviation of a normal distribution to its median absolute deviation.
 _MAD_TO_STD = 1.4826
 
 DEFINITIONS = {
@@ -25,22 +25,22 @@ DEFINITIONS = {
     "one of at least {duplicate_caption:g}",
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
     "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
-    "false-negatives": "two samples, the image of one and the caption of the other: they fit at least as well as both do in "
+    "false-negatives": "two samples: the image of one matches the caption of the other at least as well as both match in "
     "their own pairs, and as well as the best {best_share:g} % of all own pairs",
     "misfit-captions": "captions whose best image, their own or another, has a cosine similarity more than "
     "{deviations:g} standard deviations (1.4826 median absolute deviations) below the median of the best ones",
     "misfit-images": "images whose best caption, their own or another, has a cosine similarity more than {deviations:g} "
     "standard deviations (1.4826 median absolute deviations) below the median of the best ones",
-    "hardest": "the {extremes:,} samples with the largest log-normalizers (mean of both sides): other samples fit as well as "
-    "their own partners, or better",
-    "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean of both sides): no other sample comes close",
+    "hardest": "the {extremes:,} samples with the largest log-normalizers (mean of both sides): other samples match as well "
+    "as their own partners, or better",
+    "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean of both sides): no other sample is similar",
 }
 PAIRS = tuple(DEFINITIONS)[:4]
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Holds the thresholds of the definitions."""
+    """Thresholds of the definitions."""
 
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
@@ -58,10 +58,10 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds what was found of one category, the clearest cases first.
+    """Findings of one category, the clearest first.
 
     Attributes:
-        count: number of all cases; the arrays may hold fewer pairs, see ``Thresholds.max_pairs``.
+        count: number of all findings; the arrays contain up to ``Thresholds.max_pairs`` pairs.
         sample, partner: ``(k,)`` rows of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
             match; ``partner`` is None for single samples.
         value: ``(k,)`` similarities (the smaller of both for ``duplicates``) or log-normalizers.
@@ -73,7 +73,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Return the samples to leave out so that no pair remains; the first sample of a pair in the data stays."""
+        """Return the samples to leave out so that no pair remains; the first sample of a pair stays."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
@@ -84,7 +84,7 @@ class Found:
 
 
 class _StrongestPairs:
-    """Counts all pairs, and keeps those with the largest values."""
+    """A counter of pairs that keeps the pairs with the largest values."""
 
     def __init__(self, limit: int) -> None:
         self.count = 0
@@ -95,7 +95,7 @@ class _StrongestPairs:
         """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` where ``hit`` ``(R, C)`` is true."""
         count = int(hit.sum())
         self.count += count
-        if count > self._limit:  # as if a model gives all samples the same embedding
+        if count > self._limit:  # for example if a model gives all samples the same embedding
             strongest = value.masked_fill(~hit, -torch.inf).flatten().topk(self._limit, sorted=False).indices
             row, column = strongest // hit.shape[1], strongest % hit.shape[1]
         else:
@@ -111,7 +111,7 @@ class _StrongestPairs:
 
 
 class _Best:
-    """Keeps the largest similarity of each anchor, and the row it belongs to."""
+    """The largest similarity of each anchor, and its row."""
 
     def __init__(self, anchors: int, device: torch.device) -> None:
         self._value = torch.full((anchors,), -torch.inf, device=device)
@@ -137,15 +137,14 @@ class _Best:
 def log_normalizers(
     loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """Measure how hard samples are by the mean of the log-normalizers of both sides, ``(A,)`` for the rows ``anchors``.
+    """Return the mean log-normalizers of both sides ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
 
-    If the loss stores a log-normalizer for each sample, these are used, at the temperatures that the loss stores, which the
-    second result says. Otherwise they are computed exactly over the whole set, at the loss's temperatures.
+    If the loss stores no log-normalizers, they are computed exactly over the full set, at the loss's temperatures.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
     parts = []
-    # The parts have equal sizes, because a loss cannot estimate an unseen sample from a batch of one.
+    # The parts have equal sizes, because a loss cannot estimate a new sample from a batch of one sample.
     for rows in anchors.tensor_split(math.ceil(len(anchors) / _ROWS)):
         image, text, index = (part[rows].to(device) for part in (embeddings.image, embeddings.text, embeddings.index))
         if is_stored:
@@ -161,10 +160,10 @@ def log_normalizers(
 def find(
     embeddings: Embeddings, anchors: Tensor, difficulty: Tensor, thresholds: Thresholds, device: torch.device
 ) -> dict[str, Found]:
-    """Find the members of all categories; at least one sample of a pair is an anchor.
+    """Return the findings of all categories; at least one sample of a pair is an anchor.
 
-    ``anchors`` ``(A,)`` are ascending rows of the embeddings; each is compared with all rows. ``difficulty`` ``(A,)`` are
-    their :func:`log_normalizers`.
+    ``anchors`` ``(A,)`` are ascending rows of the embeddings, compared with all rows; ``difficulty`` ``(A,)`` are their
+    :func:`log_normalizers`.
     """
     positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
     if not torch.isfinite(positive).all():
@@ -180,7 +179,7 @@ def find(
         image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
         for columns in torch.arange(len(positive)).split(_COLUMNS):
             images, texts = (side[columns].to(device).T for side in (embeddings.image, embeddings.text))
-            # Whether these two samples occur nowhere else, neither in this block nor in another.
+            # Whether this pair occurs only here.
             is_new = ((rows[:, None] < columns) | ~is_anchor[columns]).to(device)
             own = torch.maximum(positive[rows, None], positive[columns]).to(device)
             of_images, of_captions = image @ images, text @ texts

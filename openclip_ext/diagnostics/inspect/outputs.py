@@ -1,4 +1,4 @@
-"""Write what was found as a self-contained HTML page, JSON and CSV."""
+"""Write findings as a self-contained HTML page, JSON and CSV."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ _THUMBNAIL = 112  # pixels
 
 @dataclass(frozen=True)
 class Sample:
-    """Identifies a sample by its global index, its shard and its key, and holds its caption."""
+    """A sample's global index, shard, key and caption."""
 
     index: int
     shard: str
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Describes a run, and what was found in its data: by category, with global indices instead of rows."""
+    """A run and the findings in its data by category, with global indices instead of rows."""
 
     about: Mapping[str, Any]
     thresholds: Thresholds
@@ -41,7 +41,7 @@ class Inspection:
 def read_samples(
     source: Source, listed: Iterable[int], shown: Iterable[int]
 ) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Return shard, key and caption of the listed samples, and of those that are shown small images as data URIs."""
+    """Return the listed samples, and thumbnails of the shown samples as data URIs."""
     samples, thumbnails, reader, with_image = {}, {}, source.reader(), set(shown)
     for index in sorted({*listed, *with_image}):
         raw = reader(index)
@@ -56,12 +56,9 @@ def read_samples(
 
 def write_json(path: Path, inspection: Inspection) -> None:
     """Write counts, definitions and findings; an entry is ``[index, value]`` or ``[index, other index, value]``."""
+    define = inspection.thresholds.definition
     categories = {
-        name: {
-            "definition": inspection.thresholds.definition(name),
-            "count": found.count,
-            "found": list(_entries(found)),
-        }
+        name: {"definition": define(name), "count": found.count, "found": list(_entries(found))}
         for name, found in inspection.found.items()
     }
     content = {
@@ -82,11 +79,12 @@ def write_csv(path: Path, inspection: Inspection) -> None:
         for name, found in inspection.found.items():
             for *members, value in _entries(found):
                 texts = [text for index in members for text in astuple(inspection.samples[index])]
-                # A spreadsheet would execute a caption that looks like a formula.
-                harmless = [
-                    f"'{text}" if str(text)[:1] in "=+-@\t\r" and isinstance(text, str) else text for text in texts
-                ]
-                writer.writerow([name, f"{value:.6g}", *harmless])
+
+                writer.writerow([name, f"{value:.6g}", *(f"'{text}" if _is_formula(text) else text for text in texts)])
+
+
+def _is_formula(text: Any) -> bool:  # a spreadsheet would execute it
+    return isinstance(text, str) and text[:1] in "=+-@\t\r"
 
 
 def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
@@ -95,13 +93,13 @@ def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
 
 
 _NOTES = {
-    "misfit-captions": "Left: the caption with its own image. Right: the image that fits it best, with its caption.",
-    "misfit-images": "Left: the image with its own caption. Right: the pair of the caption that fits it best.",
+    "misfit-captions": "Left: the caption with its own image. Right: the image that matches it best, with its caption.",
+    "misfit-images": "Left: the image with its own caption. Right: the pair of the caption that matches it best.",
 }
 
 
 def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str], show: int) -> None:
-    """Write the HTML page: counts and definitions, then the first ``show`` findings of each category."""
+    """Write the HTML page: counts, definitions, and the first ``show`` findings of each category."""
     categories = [
         {
             "name": name,
@@ -123,7 +121,7 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
 
 
 def shown_indices(found: Mapping[str, Found], show: int | None = None) -> Iterable[int]:
-    """Yield the indices of the first ``show`` findings of each category, and of their partners; None means all."""
+    """Yield the indices of the first ``show`` findings (None: all) of each category, and of their partners."""
     for category in found.values():
         for column in (category.sample, category.partner):
             yield from [] if column is None else np.asarray(column)[:show].tolist()
