@@ -206,7 +206,7 @@ class GatheredBatch:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class BatchAtTemperature:
     """A gathered batch at given temperatures, with the sums over each anchor's negatives.
 
     Attributes:
@@ -220,8 +220,8 @@ class Contrast:
     batch: GatheredBatch
     tau: Tensor
     log_sums: Tensor
-    batch_estimate: Callable[["Contrast"], Tensor]
-    of_all: Callable[[], "Contrast"] | None = None
+    batch_estimate: Callable[["BatchAtTemperature"], Tensor]
+    of_all: Callable[[], "BatchAtTemperature"] | None = None
 
     @_computed_once
     def positive_exponent(self) -> Tensor:
@@ -248,7 +248,7 @@ class Contrast:
         """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
         return log_math.log_add(self.log_gap_sums, 1.0)
 
-    def of_all_processes(self) -> "Contrast":
+    def of_all_processes(self) -> "BatchAtTemperature":
         """Return the contrast of all processes' samples; all processes must call it, or none."""
         return self if self.of_all is None else self.of_all()
 

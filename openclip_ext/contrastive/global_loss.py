@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -134,29 +134,31 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             batch = steered if self.steers else replace(batch, finite=steered.finite)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
-            contrast, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)
-            estimate, weight_ratio = self._estimated(contrast)
-            values = contrast.batch.mean(self.objective.value(contrast, estimate.alpha, weight_ratio))
+            batch_at_tau, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)
+            estimate, weight_ratio = self._estimated(batch_at_tau)
+            values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
             gradients, gap = self._feature_gradients(
-                contrast, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
+                batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
-            self._last = _Report.of(contrast, estimate.alpha, weight_ratio)
+            self._last = _Report.of(batch_at_tau, estimate.alpha, weight_ratio)
             self._last_steered = steered.detached() if self.reference_dim else None
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if gap is not None:
-            tau_gradient = self._tau_gradient(contrast, estimate, weight_ratio, gap)
+            tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
             if learns_own:
-                self._update_temperatures(contrast, tau_gradient)
+                self._update_temperatures(batch_at_tau, tau_gradient)
             if self.temperature.learns_logit_scale:
                 # The mean over this process's anchors.
-                mean = contrast.batch.mean(tau_gradient, contrast.batch.local).mean()
-                pairs.append((batch.logit_scale, contrast.batch.world_size * mean * contrast.batch.scale_to_tau))
+                mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
+                pairs.append(
+                    (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
+                )
         if self.training and self.temperature.solves:
-            self.temperature.solve(contrast)
+            self.temperature.solve(batch_at_tau)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
-            **self._regularizer(contrast, batch.logit_scale),
-            **self._distillation(contrast, steered),
+            **self._regularizer(batch_at_tau, batch.logit_scale),
+            **self._distillation(batch_at_tau, steered),
         }
 
     def _labelled(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
@@ -166,41 +168,48 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         labels = labels_of(outputs.get("positives"), batch)
         return replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
 
-    def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[Contrast, Similarities]:
+    def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:
         """Gather a batch, set its temperatures, and sum over the negatives."""
         batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
             raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
         similarities = Similarities(batch, self.temperature.temperatures(batch))
         of_all = None if gather else lambda: self._contrasted(local, gather=True)[0]
-        contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
-        return contrast, similarities
+        batch_at_tau = BatchAtTemperature(
+            batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all
+        )
+        return batch_at_tau, similarities
 
-    def _estimated(self, contrast: Contrast) -> tuple[Estimate, Tensor]:
+    def _estimated(self, batch_at_tau: BatchAtTemperature) -> tuple[Estimate, Tensor]:
         """Return the normalizers' estimate, after its update in training mode, and ``exp(−α)(ε+g)``, ``(2, B)``."""
-        estimate = self.normalizer.step(contrast) if self.training else self.normalizer.predict(contrast)
+        estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
         # An estimate may be anything where a sample does not count. From here on all is finite.
-        alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
-        return replace(estimate, alpha=alpha), log_math.saturating_exp(contrast.log_estimate - alpha)
+        alpha = estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0)
+        return replace(estimate, alpha=alpha), log_math.saturating_exp(batch_at_tau.log_estimate - alpha)
 
     def _feature_gradients(
-        self, contrast: Contrast, similarities: Similarities, estimate: Estimate, weight_ratio: Tensor, with_gap: bool
+        self,
+        batch_at_tau: BatchAtTemperature,
+        similarities: Similarities,
+        estimate: Estimate,
+        weight_ratio: Tensor,
+        with_gap: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this process's images and texts ``(2, B_local, d)``.
 
         With ``with_gap`` also return ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``.
         """
-        batch, objective = contrast.batch, self.objective
+        batch, objective = batch_at_tau.batch, self.objective
         # The value is the mean of two sides, and the processes' gradients are averaged later.
         half = 0.5 * batch.world_size
-        factor = half * objective.pair_factor(contrast.tau) * batch.share
+        factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
         if estimate.batch_share:
             factor = factor * (1 + estimate.batch_share * (1 - weight_ratio))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
-        log_divisor = objective.estimand.log_divisor(contrast)
-        weight_sum = log_math.saturating_exp(contrast.log_gap_sums - estimate.alpha - log_divisor)
-        gradients, mean_similarity = similarities.gradients(contrast.log_sums, factor * weight_sum, with_gap)
-        in_positive = (factor * objective.positive_pair(contrast, estimate.alpha, weight_sum))[:, batch.local]
+        log_divisor = objective.estimand.log_divisor(batch_at_tau)
+        weight_sum = log_math.saturating_exp(batch_at_tau.log_gap_sums - estimate.alpha - log_divisor)
+        gradients, mean_similarity = similarities.gradients(batch_at_tau.log_sums, factor * weight_sum, with_gap)
+        in_positive = (factor * objective.positive_pair(batch_at_tau, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
             # The common case, without another buffer of the features' size.
             own = batch.features[:, batch.local].flip(0)
@@ -208,45 +217,49 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         else:
             gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * contrast.tau * (1 - weight_ratio) * batch.share
+            through_alpha = half * batch_at_tau.tau * (1 - weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
         if mean_similarity is None:
             return gradients, None
         return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
 
-    def _tau_gradient(self, contrast: Contrast, estimate: Estimate, weight_ratio: Tensor, gap: Tensor) -> Tensor:
+    def _tau_gradient(
+        self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
+    ) -> Tensor:
         """Return the derivative of each of this process's anchors' terms in its temperature, ``(2, B_local)``."""
-        of_anchors = (contrast.tau, estimate.alpha, weight_ratio, contrast.batch.positive)
-        tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
+        of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
+        tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
         gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
         if estimate.tau_slope is not None:
             gradient = gradient + tau * (1 - weight_ratio) * estimate.tau_slope
         return gradient
 
-    def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
+    def _update_temperatures(self, batch_at_tau: BatchAtTemperature, tau_gradient: Tensor) -> None:
         """Let a scheme with temperatures of its own learn from the whole batch."""
-        rho = self.temperature.rho(contrast.batch.epoch)
+        rho = self.temperature.rho(batch_at_tau.batch.epoch)
         regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
-        self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
+        self.temperature.update(batch_at_tau, batch_at_tau.batch.gather_local(tau_gradient) + regularizer)
 
-    def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
-        batch = contrast.batch
+    def _regularizer(self, batch_at_tau: BatchAtTemperature, logit_scale: Tensor) -> dict[str, Tensor]:
+        batch = batch_at_tau.batch
         rho = self.temperature.rho(batch.epoch)
         if rho is None:
             return {}
         factor = self.objective.regularizer(rho)
-        values = factor * batch.mean(contrast.tau)
+        values = factor * batch.mean(batch_at_tau.tau)
         if not self.temperature.learns_logit_scale:
             return {"temperature_loss": values.mean()}
         return {"temperature_loss": mean_with_gradients(values, (logit_scale, factor * batch.scale_to_tau))}
 
-    def _distillation(self, contrast: Contrast, steered: LocalBatch) -> dict[str, Tensor]:
+    def _distillation(self, batch_at_tau: BatchAtTemperature, steered: LocalBatch) -> dict[str, Tensor]:
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch = contrast.batch if self.steers else gather_batch(steered, gather=contrast.batch.world_size > 1)
+            batch = (
+                batch_at_tau.batch if self.steers else gather_batch(steered, gather=batch_at_tau.batch.world_size > 1)
+            )
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), contrast.tau, self.reference_temperature)
+            found = distill(batch, model, torch.stack([image, -text]), batch_at_tau.tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
             for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
@@ -270,8 +283,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
-            contrast, _ = self._contrasted(batch, gather=True)
-            alpha = self.normalizer.predict(contrast).alpha[:, contrast.batch.local]
+            batch_at_tau, _ = self._contrasted(batch, gather=True)
+            alpha = self.normalizer.predict(batch_at_tau).alpha[:, batch_at_tau.batch.local]
         return alpha[0], alpha[1]
 
     @torch.no_grad()
@@ -369,9 +382,9 @@ class _Report:
     weight_ratio: Tensor
 
     @classmethod
-    def of(cls, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
-        batch, gaps = contrast.batch, contrast.log_gap_sums
-        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, contrast.tau, alpha, gaps, weight_ratio)
+    def of(cls, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
+        batch, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
+        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, batch_at_tau.tau, alpha, gaps, weight_ratio)
 
     def chance(self) -> float:
         """Return the mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""

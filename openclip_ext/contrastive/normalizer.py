@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand
 from openclip_ext.contrastive.similarities import Similarities
@@ -47,7 +47,7 @@ class Normalizer(nn.Module):
         differentiable: whether its estimate may come with a gradient in the embeddings.
         refuses_labels: why it cannot leave out samples of equal labels; empty: it can.
         contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` then learns
-            from ``contrast.of_all_processes()``.
+            from ``batch_at_tau.of_all_processes()``.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -57,11 +57,11 @@ class Normalizer(nn.Module):
     refuses_labels: ClassVar[str] = ""
     contrasts_locally: bool = False
 
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Update the state with a training batch and estimate its log-normalizers."""
-        return self.predict(contrast)
+        return self.predict(batch_at_tau)
 
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Estimate log-normalizers from the stored state, which stays as it is."""
         raise NotImplementedError
 
@@ -81,18 +81,18 @@ class MinibatchNormalizer(Normalizer):
 
     estimates = None
 
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Estimate ``α`` from this batch alone."""
-        return Estimate(contrast.log_estimate)
+        return Estimate(batch_at_tau.log_estimate)
 
 
 @torch.no_grad()
-def contrast_minibatch(batch: LocalBatch, gather: bool) -> Contrast:
+def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
     """Contrast a batch at the model's temperature, for losses that need it only for their logs; see :func:`gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
-        return Contrast(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
+        return BatchAtTemperature(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
@@ -107,6 +107,6 @@ def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
     if len(batch.image) < 2:
         return metrics
-    contrast = contrast_minibatch(batch, gather=False)
-    infonce = contrast.batch.mean(contrast.infonce).mean().item()
+    batch_at_tau = contrast_minibatch(batch, gather=False)
+    infonce = batch_at_tau.batch.mean(batch_at_tau.infonce).mean().item()
     return metrics | {"infonce": infonce, "chance": math.log(len(batch.image))}

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +28,22 @@ class Estimand:
     """
 
     formula: str
-    from_batch: Callable[[Contrast], Tensor]
-    log_divisor: Callable[[Contrast], Tensor]
+    from_batch: Callable[[BatchAtTemperature], Tensor]
+    log_divisor: Callable[[BatchAtTemperature], Tensor]
     includes_positive: bool = False
 
 
 # ε + g_i, g_i the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
 NEGATIVES_MEAN = Estimand(
     "log(ε + g), the mean over the negatives",
-    from_batch=lambda contrast: contrast.log_g,
-    log_divisor=lambda contrast: contrast.batch.log_negatives,
+    from_batch=lambda batch_at_tau: batch_at_tau.log_g,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
 )
 # Z_i·exp(−c·s_ii), the mean over all B pairs of an anchor.
 PARTITION_MEAN = Estimand(
     "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
-    from_batch=lambda contrast: contrast.infonce - contrast.batch.log_pairs,
-    log_divisor=lambda contrast: contrast.batch.log_pairs,
+    from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_pairs,
     includes_positive=True,
 )
 
@@ -67,15 +67,15 @@ class Objective(ABC):
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0
 
-    def log_estimate(self, contrast: Contrast) -> Tensor:
+    def log_estimate(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return the batch's own estimate of ``α``, ``(2, B)``."""
-        return log_math.log_add(self.estimand.from_batch(contrast), self.eps)
+        return log_math.log_add(self.estimand.from_batch(batch_at_tau), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
         """Return the factor of ``w_ij`` in the derivative in ``s_ij``, for all anchors or for each, ``(2, B)``."""
         return 1.0
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         """Return the derivative in ``s_ii`` divided by :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``.
 
         The default is right for a value that depends on the gaps ``s_ij − s_ii`` only.
@@ -83,7 +83,7 @@ class Objective(ABC):
         return -weight_sum
 
     @abstractmethod
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         """Return the value without the regularizer, per anchor."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Objective(ABC):
         return 0.0
 
 
-class Contrastive(Objective):
+class FastCLIPObjective(Objective):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of [NeuCLIP 13].
 
     [13] is [12] with ``exp(−α)(ε+g)`` taken as 1, which holds where α is a moving average that follows ``log(ε+g)``.
@@ -117,8 +117,8 @@ class Contrastive(Objective):
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * (weight_ratio + alpha)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * (weight_ratio + alpha)
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return alpha + 1 - gap / tau
@@ -127,7 +127,7 @@ class Contrastive(Objective):
         return rho - 1
 
 
-class Unified(Contrastive):
+class NeuCLIPObjective(FastCLIPObjective):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], whose gradient in τ has ``exp(−α)(ε+g)`` where [13] has 1.
 
     α is held. Its own dependence on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (``Estimate.tau_slope``).

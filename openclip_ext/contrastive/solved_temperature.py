@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
@@ -96,9 +96,9 @@ class SolvedTemperature(TemperatureScheme):
         return torch.where(self._is_ready() & batch.valid, own, tau)
 
     @torch.no_grad()
-    def solve(self, contrast: Contrast) -> None:
+    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Move ``log τ`` towards the solution for this batch, then put the batch into the queue."""
-        batch = contrast.batch
+        batch = batch_at_tau.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
         # Known without a wait for the device: there are no more steps than calls.
         if batch.call >= _STEPS_BEFORE:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
 # GlobalTemperature's slow_when_small: this factor of the learning rate, at or below this temperature.
@@ -47,10 +47,10 @@ class TemperatureScheme(nn.Module):
         """Return the temperatures of the anchors in this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         """Learn from the derivative of the regularized objective in each anchor's temperature, ``(2, B)``."""
 
-    def solve(self, contrast: Contrast) -> None:
+    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Find the next step's temperatures from the embeddings of a training step (of all processes)."""
 
     def rho(self, epoch: int) -> float | None:
@@ -225,10 +225,10 @@ class TwoGlobalTemperatures(TemperatureScheme):
         return self.log_tau.exp()[:, None].expand(2, batch.size)
 
     @torch.no_grad()
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         """Make one Adam step of both."""
-        of_log_tau = contrast.batch.mean(gradient) * self.log_tau.exp()
-        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, contrast.batch.ok)
+        of_log_tau = batch_at_tau.batch.mean(gradient) * self.log_tau.exp()
+        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, batch_at_tau.batch.ok)
         self.log_tau.clamp_(*self.bounds)
 
     @torch.no_grad()

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, Objective, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, NeuCLIPObjective, Objective
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
@@ -164,34 +164,34 @@ class MlpNormalizer(Normalizer):
                 stacklevel=4,
             )
 
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Fit if due, on the global batch; average the target network if due; predict."""
         if self.epoch_step % self.fit_every == 0:
-            self._fit(contrast.of_all_processes())
+            self._fit(batch_at_tau.of_all_processes())
         if self.epoch_step % self.target_every == 0:
-            self._average_target(contrast.batch.scale_ok)
+            self._average_target(batch_at_tau.batch.scale_ok)
         self.epoch_step += 1
-        return self.predict(contrast)
+        return self.predict(batch_at_tau)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Return the prediction of the target network."""
-        return Estimate(self.target(contrast.batch.features) - contrast.positive_exponent)
+        return Estimate(self.target(batch_at_tau.batch.features) - batch_at_tau.positive_exponent)
 
-    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
+    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return the batch's own ``log Z`` ``(2, B)``."""
-        return contrast.log_estimate + contrast.positive_exponent
+        return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
     @torch.no_grad()
-    def _fit(self, contrast: Contrast) -> None:
-        batch = contrast.batch
-        log_batch = self._log_batch_partition(contrast)
+    def _fit(self, batch_at_tau: BatchAtTemperature) -> None:
+        batch = batch_at_tau.batch
+        log_batch = self._log_batch_partition(batch_at_tau)
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
         def objective(anchors: slice) -> Tensor:
             """Return these anchors' part of the mean over all."""
             log_lambda = self.online(batch.features[:, anchors])
-            others = (values[:, anchors] for values in (log_target, log_batch, contrast.tau))
+            others = (values[:, anchors] for values in (log_target, log_batch, batch_at_tau.tau))
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
 
@@ -260,11 +260,11 @@ class Partition(Objective):
     estimand = PARTITION_MEAN
     regularized = True
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
-        return log_math.saturating_exp(-alpha) / contrast.batch.pairs - 1
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+        return log_math.saturating_exp(-alpha) / batch_at_tau.batch.pairs - 1
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * weight_ratio - contrast.batch.positive
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * weight_ratio - batch_at_tau.batch.positive
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return (positive * (1 - weight_ratio) - gap) / tau
@@ -287,18 +287,18 @@ class PartitionNormalizer(MlpNormalizer):
         self.negatives_only = negatives_only
         self.contrasts_locally = not gather_stage2
 
-    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
+    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         if not self.negatives_only:
-            return super()._log_batch_partition(contrast)
-        return contrast.log_sums - contrast.batch.log_pairs
+            return super()._log_batch_partition(batch_at_tau)
+        return batch_at_tau.log_sums - batch_at_tau.batch.log_pairs
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Return the prediction of the target network, with the positive pair."""
-        alpha = super().predict(contrast).alpha
+        alpha = super().predict(batch_at_tau).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -contrast.batch.log_pairs))
+        return Estimate(torch.logaddexp(alpha, -batch_at_tau.batch.log_pairs))
 
 
 METHOD = Method(
@@ -309,7 +309,7 @@ METHOD = Method(
     temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
     fixed={"slow_when_small": True},
     parts=(
-        NormalizerPart("mlp", MlpNormalizer, objective=Unified, defaults={"normalizer_lr": 1e-3}),
+        NormalizerPart("mlp", MlpNormalizer, objective=NeuCLIPObjective, defaults={"normalizer_lr": 1e-3}),
         NormalizerPart(
             "mlp",
             PartitionNormalizer,

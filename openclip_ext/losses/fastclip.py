@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Contrastive, Estimand, Unscaled
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, FastCLIPObjective, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
 
@@ -53,25 +53,25 @@ class SampleAverages(Normalizer):
         super().__init__()
         self.table = ShardedTable(2, num_samples)
 
-    def averaged(self, contrast: Contrast) -> Tensor:
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return the new ``log u`` ``(2, B)`` from the stored one and the batch's estimate."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Update the averages of the batch's samples; they are the estimate."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = log_mean_of_equal(index, self.averaged(contrast), batch.valid)
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+        averaged = log_mean_of_equal(index, self.averaged(batch_at_tau), batch.valid)
         self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Return the stored averages; the batch's estimate for samples never seen."""
-        return Estimate(self.stored(contrast))
+        return Estimate(self.stored(batch_at_tau))
 
-    def stored(self, contrast: Contrast) -> Tensor:
+    def stored(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return ``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
-        return self.table.read(contrast.batch.sample_index(), missing=contrast.log_estimate)
+        return self.table.read(batch_at_tau.batch.sample_index(), missing=batch_at_tau.log_estimate)
 
 
 class MovingAverageNormalizer(SampleAverages):
@@ -100,9 +100,11 @@ class MovingAverageNormalizer(SampleAverages):
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
-    def averaged(self, contrast: Contrast) -> Tensor:
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Mix the stored averages with the batch's estimates, the same share for all samples."""
-        return log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(contrast.batch.epoch))
+        return log_math.log_mix(
+            self.stored(batch_at_tau), batch_at_tau.log_estimate, self.gamma(batch_at_tau.batch.epoch)
+        )
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return γ of this epoch."""
@@ -121,8 +123,8 @@ class Ratio(Unscaled):
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return log_math.saturating_exp(contrast.log_g - alpha)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return log_math.saturating_exp(batch_at_tau.log_g - alpha)
 
 
 def _version_3(name: str) -> Method:
@@ -141,7 +143,7 @@ METHODS = (
         normalizer="moving-average",
         temperature_scheme="global",
         objective=Ratio,
-        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=Contrastive),),
+        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=FastCLIPObjective),),
     ),
     Method(
         name="fastclip-v1",

@@ -19,8 +19,8 @@ Example:
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
-from openclip_ext.contrastive.objectives import Contrastive
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, own_start
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
@@ -78,9 +78,9 @@ class PerSampleTemperature(TemperatureScheme):
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
     @torch.no_grad()
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         """Make one Adam step of the temperatures of the batch's samples."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         gradient = mean_of_equal(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
         beta1, beta2 = _BETAS if batch.epoch > 0 else (0.0, 0.0)
@@ -88,7 +88,7 @@ class PerSampleTemperature(TemperatureScheme):
         square = square.lerp(gradient.square(), 1 - beta2)
         corrected = mean / (1 - beta1 ** (batch.epoch + 1))
         size = (square / (1 - beta2 ** (batch.epoch + 1))).sqrt() + _EPS
-        tau = (contrast.tau - self.lr * corrected / size).clamp(*self.bounds)
+        tau = (batch_at_tau.tau - self.lr * corrected / size).clamp(*self.bounds)
         self.table.write(index, torch.cat([tau, mean, square]), batch.valid)
 
 
@@ -104,6 +104,6 @@ METHOD = Method(
         TwoViewLoss,
         _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
         TWO_VIEW_REFUSED,
-        parts=(Contrastive, MovingAverageNormalizer, PerSampleTemperature),
+        parts=(FastCLIPObjective, MovingAverageNormalizer, PerSampleTemperature),
     ),
 )

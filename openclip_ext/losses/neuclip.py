@@ -12,7 +12,7 @@ One step ``t`` (Algorithm 1):
 2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimizing ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
    with ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` of the batch (for ``k = 2``: ``s_ji``);
 3. with the ``α`` that the updated ``W`` predicts, the encoders minimize the same objective, averaged over the two sides,
-   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.Unified`).
+   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.NeuCLIPObjective`).
 
 With ``verify_fit`` (not in the paper) step 3 takes the recent embeddings themselves for prototypes wherever the fitted ones
 predicted this batch worse before they were fitted to it.
@@ -35,11 +35,11 @@ from torch.optim.adagrad import adagrad
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.steering import blocks, directions_of, norms_of
 from openclip_ext.losses.method import Method, NormalizerPart
@@ -66,28 +66,28 @@ class PrototypeEstimate:
     share: Tensor
     pull: Tensor | None
 
-    def feature_gradient(self, weights: Tensor, contrast: Contrast) -> Tensor:
+    def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = contrast.batch
-        scaled = weights / contrast.tau[:, batch.local]
+        batch = batch_at_tau.batch
+        scaled = weights / batch_at_tau.tau[:, batch.local]
         return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
 
-    def tau_slope(self, contrast: Contrast) -> Tensor:
+    def tau_slope(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = contrast.batch
+        batch = batch_at_tau.batch
         cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
         gap = cosine - self.share * batch.positive[..., batch.local]
-        return -gap / contrast.tau[:, batch.local].square()
+        return -gap / batch_at_tau.tau[:, batch.local].square()
 
 
 def estimate_from_prototypes(
     directions: Tensor,
-    contrast: Contrast,
+    batch_at_tau: BatchAtTemperature,
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
@@ -97,18 +97,18 @@ def estimate_from_prototypes(
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        contrast: features are used as given.
+        batch_at_tau: features are used as given.
         eps: ε.
         with_gradient: whether the gradient in the embeddings will be asked for.
         multiplicity: how often each prototype counts ``(m,)``; None: once.
         left_out: with a multiplicity, the prototype to leave out for each anchor ``(B,)``, −1 for none; None: none at all.
     """
-    batch, tau = contrast.batch, contrast.tau
+    batch, tau = batch_at_tau.batch, batch_at_tau.tau
     number: int | Tensor = directions.shape[1]
     if left_out is not None:
         assert multiplicity is not None
         number = number - torch.where(left_out < 0, 0, multiplicity[left_out])
-    offset = _log_offset(contrast, number)
+    offset = _log_offset(batch_at_tau, number)
     alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
@@ -131,16 +131,16 @@ def estimate_from_prototypes(
     return PrototypeEstimate(alpha, share, pull)
 
 
-def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
+def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
     """Return what to subtract from ``logsumexp_j e_i·Ŵ_j/τ_i`` to get the log-mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
 
     Args:
-        contrast: the anchors.
+        batch_at_tau: the anchors.
         prototypes: number of terms of the sum, for all anchors or for each ``(B,)``.
     """
     if isinstance(prototypes, Tensor):
-        return contrast.positive_exponent + prototypes.to(contrast.tau.dtype).log()
-    return contrast.positive_exponent + math.log(prototypes)
+        return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
+    return batch_at_tau.positive_exponent + math.log(prototypes)
 
 
 def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
@@ -216,24 +216,26 @@ class PrototypeNormalizer(Normalizer):
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Restart if due, make ``T_u`` updates, and predict."""
-        ok = contrast.batch.ok
+        ok = batch_at_tau.batch.ok
         if self.verify_fit:
-            self.uses_fit.copy_(torch.where(ok, self._fit_is_better(contrast) & ~self._restart_is_due(), self.uses_fit))
-        self.queue.push(contrast.batch)
+            self.uses_fit.copy_(
+                torch.where(ok, self._fit_is_better(batch_at_tau) & ~self._restart_is_due(), self.uses_fit)
+            )
+        self.queue.push(batch_at_tau.batch)
         self._restart_if_due(ok)
-        before = self._estimate(self._used_prototypes(), contrast) if self.simultaneous else None
+        before = self._estimate(self._used_prototypes(), batch_at_tau) if self.simultaneous else None
         if self.updates:
-            self.fit(contrast)
+            self.fit(batch_at_tau)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), contrast)
+        return before or self._estimate(self._used_prototypes(), batch_at_tau)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Return the prediction of the last step's prototypes, or before the first step, of a restart from this batch."""
-        fresh = repeated_batch(contrast.batch, self.queue.capacity)
-        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), contrast)
+        fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
+        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), batch_at_tau)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return whether the last step used the fit, with ``verify_fit``. Waits for the device."""
@@ -245,16 +247,18 @@ class PrototypeNormalizer(Normalizer):
             return self.prototypes
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
-    def _fit_is_better(self, contrast: Contrast) -> Tensor:
+    def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Compare what the prototypes and the queue predict for a batch that neither has seen; 0-d bool.
 
         Both are scored with the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``, which in expectation over batches
         is smallest for the exact normalizers. A score that is not a number is not better.
         """
-        batch = contrast.batch
-        fitted, recent = (self._alpha(prototypes, contrast) for prototypes in (self.prototypes, self.queue.repeated()))
-        excess = [log_math.saturating_exp(contrast.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
-        return torch.where(batch.valid, contrast.tau * (excess[0] - excess[1]), 0).sum() < 0
+        batch = batch_at_tau.batch
+        fitted, recent = (
+            self._alpha(prototypes, batch_at_tau) for prototypes in (self.prototypes, self.queue.repeated())
+        )
+        excess = [log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
+        return torch.where(batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
 
     def _restart_is_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
@@ -268,28 +272,28 @@ class PrototypeNormalizer(Normalizer):
             self.accumulator.masked_fill_(due, 0)
 
     @torch.no_grad()
-    def fit(self, contrast: Contrast) -> None:
+    def fit(self, batch_at_tau: BatchAtTemperature) -> None:
         """Make ``T_u`` updates on the batch."""
-        fit = _Fit(contrast, self)
+        fit = _Fit(batch_at_tau, self)
         for _ in range(self.updates):
             fit.update()
 
-    def _alpha(self, prototypes: Tensor, contrast: Contrast) -> Tensor:
+    def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return the log-normalizers of all processes' anchors, ``(2, B)``, without their gradient."""
         estimate = estimate_from_prototypes(
-            directions_of(prototypes, self.blocks), contrast, self.eps, with_gradient=False
+            directions_of(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
         )
-        return contrast.batch.gather_local(estimate.alpha)
+        return batch_at_tau.batch.gather_local(estimate.alpha)
 
-    def _estimate(self, prototypes: Tensor, contrast: Contrast) -> Estimate:
+    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Estimate:
         directions = directions_of(prototypes, self.blocks)
-        estimate = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient)
-        alpha = contrast.batch.gather_local(estimate.alpha)
+        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, self.alpha_gradient)
+        alpha = batch_at_tau.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        slope = estimate.tau_slope(contrast) if self.alpha_tau_gradient else None
+        slope = estimate.tau_slope(batch_at_tau) if self.alpha_tau_gradient else None
         return Estimate(
-            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, contrast), tau_slope=slope
+            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, batch_at_tau), tau_slope=slope
         )
 
 
@@ -349,11 +353,11 @@ class _Fit:
     ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
 
     Args:
-        contrast: the samples.
+        batch_at_tau: the samples.
         normalizer: has the prototypes and the accumulator, which are updated in place, and AdaGrad's settings.
     """
 
-    def __init__(self, contrast: Contrast, normalizer: PrototypeNormalizer) -> None:
+    def __init__(self, batch_at_tau: BatchAtTemperature, normalizer: PrototypeNormalizer) -> None:
         self.normalizer = normalizer
         self.prototypes = normalizer.prototypes
         self.is_unified = normalizer.objective == "unified"
@@ -361,17 +365,17 @@ class _Fit:
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Zero in a step without a usable sample, which changes nothing.
         decay = normalizer.weight_decay
-        self.decay = contrast.batch.ok * decay if decay else None
-        self.chunks = list(self._chunks(contrast))
+        self.decay = batch_at_tau.batch.ok * decay if decay else None
+        self.chunks = list(self._chunks(batch_at_tau))
 
-    def _chunks(self, contrast: Contrast) -> Iterator[_FitAnchors]:
-        batch = contrast.batch
+    def _chunks(self, batch_at_tau: BatchAtTemperature) -> Iterator[_FitAnchors]:
+        batch = batch_at_tau.batch
         size = self.prototypes.shape[1]
-        scaled = batch.features / contrast.tau[:, :, None]
-        offset = _log_offset(contrast, size)
+        scaled = batch.features / batch_at_tau.tau[:, :, None]
+        offset = _log_offset(batch_at_tau, size)
         log_eps = math.log(self.normalizer.eps) if self.normalizer.eps else -math.inf
-        log_estimate = contrast.log_estimate + offset
-        factor = contrast.tau if self.is_unified else 1.0
+        log_estimate = batch_at_tau.log_estimate + offset
+        factor = batch_at_tau.tau if self.is_unified else 1.0
         factors = (factor * batch.share).expand(2, -1)[:, :, None] * scaled
         terms = None
         for anchors in anchor_chunks(slice(0, batch.size), size):
@@ -423,5 +427,5 @@ METHOD = Method(
     temperature_defaults={"lr_tau": 1.25e-4},
     training_defaults={"verify_fit": True},
     training_scheme="solved",
-    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
+    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective),),
 )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import Contrast, LocalBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
@@ -135,8 +135,8 @@ class OpenClipLoss(ContrastiveLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return the mini-batch estimate ``log g``, which this loss in effect uses."""
         batch = self._batch(image_features, text_features, logit_scale, None)
-        contrast = contrast_minibatch(batch, gather=True)
-        log_g = contrast.log_g[:, contrast.batch.local]
+        batch_at_tau = contrast_minibatch(batch, gather=True)
+        log_g = batch_at_tau.log_g[:, batch_at_tau.batch.local]
         return log_g[0], log_g[1]
 
 
@@ -145,8 +145,8 @@ class InfoNce(Unscaled):
 
     estimand = PARTITION_MEAN
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return alpha + torch.log1p(contrast.batch.negatives)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha + torch.log1p(batch_at_tau.batch.negatives)
 
 
 class SiglipLoss(ContrastiveLoss):

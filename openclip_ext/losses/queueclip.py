@@ -23,10 +23,10 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
 from openclip_ext.contrastive.steering import blocks, directions_of
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
@@ -69,34 +69,36 @@ class QueueNormalizer(Normalizer):
         self.blocks = blocks(reference_dim)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Add the batch to the queue, and estimate from it."""
-        left_out = self.queue.rows_of(contrast.batch) if self.leave_own_out else None
-        self.queue.push(contrast.batch)
-        return self._estimate(self.queue.rows, self.queue.multiplicity(), contrast, left_out)
+        left_out = self.queue.rows_of(batch_at_tau.batch) if self.leave_own_out else None
+        self.queue.push(batch_at_tau.batch)
+        return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, left_out)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Estimate from the queue as it is; from this batch while the queue is empty."""
         empty = self.queue.filled == 0
-        rows = torch.where(empty, repeated_batch(contrast.batch, self.queue.capacity), self.queue.rows)
-        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), contrast)
+        rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
+        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
 
     def _estimate(
-        self, rows: Tensor, multiplicity: Tensor, contrast: Contrast, left_out: Tensor | None = None
+        self, rows: Tensor, multiplicity: Tensor, batch_at_tau: BatchAtTemperature, left_out: Tensor | None = None
     ) -> Estimate:
-        batch = contrast.batch
+        batch = batch_at_tau.batch
         directions = directions_of(rows, self.blocks)
-        queue = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient, multiplicity, left_out)
+        queue = estimate_from_prototypes(
+            directions, batch_at_tau, self.eps, self.alpha_gradient, multiplicity, left_out
+        )
         queue_alpha = batch.gather_local(queue.alpha)
-        alpha = log_math.log_mix(queue_alpha, contrast.log_estimate, self.batch_weight)
+        alpha = log_math.log_mix(queue_alpha, batch_at_tau.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
         queue_share = (1 - self.batch_weight) * log_math.saturating_exp(queue_alpha - alpha)[:, batch.local]
         return Estimate(
             alpha,
             batch_share=self.batch_weight,
-            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, contrast),
+            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, batch_at_tau),
         )
 
 
@@ -107,7 +109,7 @@ METHOD = Method(
     # Without its gradient the queue is no control variate for the batch. The rate of a learned temperature is NeuCLIP's.
     parts=(
         NormalizerPart(
-            "queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
+            "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
         ),
     ),
 )

@@ -17,7 +17,7 @@ from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
-from openclip_ext.contrastive.objectives import Contrastive, Objective
+from openclip_ext.contrastive.objectives import FastCLIPObjective, Objective
 from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import (
     ConstantTemperature,
@@ -40,7 +40,7 @@ Part = TypeVar("Part", NormalizerPart, TemperaturePart)
 
 # The parts that belong to no method.
 _SHARED_PARTS = (
-    NormalizerPart("minibatch", MinibatchNormalizer, objective=Contrastive),
+    NormalizerPart("minibatch", MinibatchNormalizer, objective=FastCLIPObjective),
     TemperaturePart("constant", ConstantTemperature),
     TemperaturePart("global", GlobalTemperature),
     # A loss takes the first part of a name that its objective allows.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.objectives import Contrastive
+from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.losses.fastclip import SampleAverages
 from openclip_ext.losses.method import Method, NormalizerPart
 
@@ -39,12 +39,12 @@ class ScentNormalizer(SampleAverages):
         # The logits of the last step's γ and which samples are valid. A state of the logs alone, which no checkpoint has.
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def averaged(self, contrast: Contrast) -> Tensor:
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Mix the stored averages with the batch's estimates by ``log γ`` and ``log(1−γ)``, which do not overflow."""
-        log_u = self.stored(contrast)
+        log_u = self.stored(batch_at_tau)
         logit = log_u + self.kappa
-        self._last = logit, contrast.batch.valid
-        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + contrast.log_estimate)
+        self._last = logit, batch_at_tau.batch.valid
+        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return quantiles of γ in the last step; a first visit counts with its new u. Waits for the device."""
@@ -64,5 +64,5 @@ METHOD = Method(
     temperature_scheme="global",
     temperature_defaults={"lr_tau": 2e-4},
     fixed={"slow_when_small": True},
-    parts=(NormalizerPart("scent", ScentNormalizer, objective=Contrastive),),
+    parts=(NormalizerPart("scent", ScentNormalizer, objective=FastCLIPObjective),),
 )

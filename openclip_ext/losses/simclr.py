@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, finite_samples
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
@@ -117,10 +117,10 @@ class TwoViewLoss(GlobalContrastiveLoss):
 
 
 _CROSS_ENTROPY, _WITHOUT_POSITIVE = (
-    Estimand(formula, from_batch, log_divisor=lambda contrast: torch.zeros_like(contrast.tau))
+    Estimand(formula, from_batch, log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau))
     for formula, from_batch in (
-        ("log(1 + N·g), the cross-entropy", lambda contrast: contrast.infonce),
-        ("log(N·g), the sum over the negatives", lambda contrast: contrast.log_gap_sums),
+        ("log(1 + N·g), the cross-entropy", lambda batch_at_tau: batch_at_tau.infonce),
+        ("log(N·g), the sum over the negatives", lambda batch_at_tau: batch_at_tau.log_gap_sums),
     )
 )
 
@@ -140,7 +140,7 @@ class InfoNce(Unscaled):
         if not positive_in_denominator:
             self.estimand = _WITHOUT_POSITIVE
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand, Objective
 from openclip_ext.contrastive.temperature import ConstantTemperature
@@ -36,8 +36,8 @@ CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
 
 _UNCENTERED_MEAN = Estimand(
     "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair",
-    from_batch=lambda contrast: contrast.log_sums - contrast.batch.log_negatives,
-    log_divisor=lambda contrast: contrast.batch.log_negatives - contrast.positive_exponent,
+    from_batch=lambda batch_at_tau: batch_at_tau.log_sums - batch_at_tau.batch.log_negatives,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives - batch_at_tau.positive_exponent,
 )
 
 
@@ -47,11 +47,11 @@ class Decoupled(Objective):
     estimand = _UNCENTERED_MEAN
     regularized = False
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return -torch.ones_like(weight_sum)
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * alpha - contrast.batch.positive
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * alpha - batch_at_tau.batch.positive
 
     def tau_gradient(self, *values: Tensor) -> Tensor:
         raise NotImplementedError("SogCLR's temperature is constant")
@@ -72,16 +72,16 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Update the averages of the batch's images."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = self.averaged(contrast)
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+        averaged = self.averaged(batch_at_tau)
         self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 
-    def predict(self, contrast: Contrast) -> Estimate:
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Return the stored averages; the batch's estimate for images never seen."""
-        return Estimate(log_math.log_add(self.stored(contrast), self.eps))
+        return Estimate(log_math.log_add(self.stored(batch_at_tau), self.eps))
 
 
 METHOD = Method(

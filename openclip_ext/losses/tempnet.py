@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
@@ -113,9 +113,9 @@ class PredictedTemperature(TemperatureScheme):
         """Predict them from the anchors' own embeddings; with dropout in training."""
         return self._bounded(batch.features, self._dropout_factors(batch))
 
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         """Make one Adam step of the network."""
-        batch = contrast.batch
+        batch = batch_at_tau.batch
         dropout = self._dropout_factors(batch)
 
         def objective(anchors: slice) -> Tensor:
