@@ -1,21 +1,25 @@
-"""The names of this package's losses and their options, as data. Nothing here imports torch.
+"""The names of this package's losses and their options, as data. Imports no torch.
 
-Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from them. A part uses the
-options that are keyword-only arguments of its constructor.
+Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` use them. The keyword-only arguments of
+a part's constructor are its options.
 """
 
 import difflib
+import functools
 import math
 import os
 from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError
 
-# Options of a loss with a reference model. Each of them, if given, asks for one.
+# Only ablations set these options.
+_ablation = functools.partial(Option, ablation=True)
+
+# Options that need a reference model.
 REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 
-# In the order of the help: parts, what is contrasted, the objective, temperatures, schedules, estimates from embeddings, a
-# loss's own networks; then the options of a single method.
+# In the order of the help: parts, samples, the objective, temperatures, schedules, estimates from embeddings, networks of a
+# loss; then the options of a single method.
 PACKAGE_OPTIONS = (
     Option(
         "normalizer",
@@ -122,7 +126,7 @@ PACKAGE_OPTIONS = (
         symbol="m",
         minimum=2,
     ),
-    Option("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step", ablation=True),
+    _ablation("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step"),
     Option(
         "epochs", int, 32, "length of the run, for schedules that span it", symbol="T", minimum=1, openclip_flag=True
     ),
@@ -136,39 +140,27 @@ PACKAGE_OPTIONS = (
         minimum=0,
     ),
     Option("normalizer_lr", float, 1.0, "learning rate of the normalizer network", minimum=0.0),
-    Option(
+    _ablation(
         "normalizer_objective",
         str,
         "unified",
         "what the normalizer network minimizes",
         choices=("unified", "l2-log", "kl", "js", "kl-printed"),
-        ablation=True,
     ),
-    Option(
-        "l2_log_weight",
-        float,
-        0.1,
-        "weight of l2-log that kl, js and kl-printed have added",
-        minimum=0.0,
-        ablation=True,
-    ),
-    Option(
+    _ablation("l2_log_weight", float, 0.1, "weight of l2-log that kl, js and kl-printed have added", minimum=0.0),
+    _ablation(
         "alpha_gradient",
         bool,
         False,
         "let the gradient of the predicted log-normalizers reach the encoders (NeuCLIP's equation 12, read literally)",
-        ablation=True,
     ),
-    Option(
+    _ablation(
         "alpha_tau_gradient",
         bool,
         False,
         "let that gradient reach a learned temperature, too (NeuCLIP's line 11, read literally)",
-        ablation=True,
     ),
-    Option(
-        "positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator", ablation=True
-    ),
+    _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
         "projection_dim",
         int,
@@ -178,27 +170,13 @@ PACKAGE_OPTIONS = (
         nullable=True,
     ),
     Option("seed", int, 0, "seed of the loss's own networks", openclip_flag=True),
-    Option(
-        "width_factor",
-        float,
-        0.5,
-        "hidden width of the MLP over the embedding's",
-        symbol="f_d",
-        exclusive_minimum=0.0,
-        ablation=True,
+    _ablation(
+        "width_factor", float, 0.5, "hidden width of the MLP over the embedding's", symbol="f_d", exclusive_minimum=0.0
     ),
     Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
-    Option(
-        "target_every",
-        int,
-        1,
-        "steps between two updates of the target network",
-        symbol="T_target",
-        minimum=1,
-        ablation=True,
-    ),
-    Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0, ablation=True),
-    Option(
+    _ablation("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
+    _ablation("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
+    _ablation(
         "previous_weight",
         float,
         0.0,
@@ -206,22 +184,14 @@ PACKAGE_OPTIONS = (
         symbol="β_T",
         minimum=0.0,
         maximum=1.0,
-        ablation=True,
     ),
     Option("reinitialize", bool, False, "re-initialize the MLP at every epoch's start (Algorithm 1, line 4)"),
-    Option(
-        "negatives_only",
-        bool,
-        False,
-        "leave the positive pair out of the partition function that the MLP fits",
-        ablation=True,
-    ),
-    Option(
+    _ablation("negatives_only", bool, False, "leave the positive pair out of the partition function that the MLP fits"),
+    _ablation(
         "gather_stage2",
         bool,
         False,
         "contrast the global batch in the second stage, not only each process's local batch",
-        ablation=True,
     ),
     Option(
         "gamma",
@@ -257,16 +227,10 @@ PACKAGE_OPTIONS = (
         minimum=1,
         nullable=True,
     ),
-    Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart", ablation=True),
-    Option(
-        "normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0, ablation=True
-    ),
-    Option(
-        "simultaneous",
-        bool,
-        False,
-        "predict with the network as it was before this step's updates (Algorithm 3)",
-        ablation=True,
+    _ablation("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart"),
+    _ablation("normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0),
+    _ablation(
+        "simultaneous", bool, False, "predict with the network as it was before this step's updates (Algorithm 3)"
     ),
     Option(
         "verify_fit",
@@ -288,12 +252,11 @@ PACKAGE_OPTIONS = (
         minimum=0.0,
         maximum=1.0,
     ),
-    Option(
+    _ablation(
         "leave_own_out",
         bool,
         False,
         "leave the anchor's positive pair out of the queue; lowers the estimation error and unbounds the weights",
-        ablation=True,
     ),
     Option(
         "kappa",
@@ -313,7 +276,7 @@ PACKAGE_OPTIONS = (
     ),
 )
 
-# Sets ρ in another way.
+# An alternative to the option rho.
 HARD_SHARE = Option(
     "hard_share",
     float,
@@ -324,11 +287,11 @@ HARD_SHARE = Option(
     maximum=1.0,
 )
 
-# The options of all losses by name. ``registry.register_method`` adds those of other losses.
+# The options of all losses by name. ``registry.register_method`` adds the options of other losses.
 OPTIONS: dict[str, Option] = {option.name: option for option in PACKAGE_OPTIONS}
 
 
-# A sentence on each of this package's losses, by name.
+# A description of each of this package's losses, by name.
 SUMMARIES = {
     "amorlip": "AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.",
     "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, no normalizers.",
@@ -350,13 +313,13 @@ SUMMARIES = {
 
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
-    """Raise OptionError for a loss that is not known."""
+    """Raise OptionError for an unknown loss."""
     if name in known:
         return
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     if str(name).endswith(".py"):
-        hint = f" For a file of your own give {os.path.basename(name).removesuffix('.py')}:METHOD, from its folder."
+        hint = f" For your own file use {os.path.basename(name).removesuffix('.py')}:METHOD, in its folder."
     raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
 
 

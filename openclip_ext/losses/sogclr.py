@@ -6,14 +6,10 @@ ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretrainin
 - Images with texts: the moving average of ``fastclip.py`` with a constant γ.
 - Two views of each image (``views=2``), as in the paper: with projected unit embeddings ``h`` and a ``u`` for each image,
   ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)`` over the other images' views ``z``, and the loss is the mean of
-  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient is taken through the batch's part of ``u``.
+  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient includes the batch's part of ``u``.
 
 Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("sogclr", num_samples=len(dataset))
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 from typing import Any
@@ -42,7 +38,7 @@ _UNCENTERED_MEAN = Estimand(
 
 
 class Decoupled(Objective):
-    """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The attraction of the positive pair has coefficient exactly 1."""
+    """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The coefficient of the positive pair is exactly −1."""
 
     estimand = _UNCENTERED_MEAN
     regularized = False
@@ -60,9 +56,7 @@ class Decoupled(Objective):
 class UncenteredMovingAverage(MovingAverageNormalizer):
     """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
 
-    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean of its views'.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
+    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean over its views.
     """
 
     estimates = (_UNCENTERED_MEAN,)
@@ -73,14 +67,12 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
 
     @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Update the averages of the batch's images."""
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = self.averaged(batch_at_tau)
         self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Return the stored averages; the batch's estimate for images never seen."""
         return Estimate(log_math.log_add(self.stored(batch_at_tau), self.eps))
 
 
@@ -89,7 +81,6 @@ METHOD = Method(
     normalizer="moving-average",
     temperature_scheme="constant",
     normalizer_defaults=CONSTANT_GAMMA,
-    # SogCLR on images alone: mean −h_i·h_i⁺ + τ·log(ε + u_i), with a u for each image [opt4ml, Algorithm 34].
     two_views=WholeLoss(
         TwoViewLoss,
         TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,

@@ -41,7 +41,7 @@ def test_the_divergence_becomes_rho() -> None:
 
 
 def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
-    with pytest.warns(UserWarning, match="no temperature has this divergence over 8 embeddings, at most 2.08"):
+    with pytest.warns(UserWarning, match="the divergence over 8 embeddings is at most 2.08"):
         loss, scheme = _loss(temperature_queue=8, rho=3.0, temperature_min=0.05)
     _steps(loss, 500)
     assert 0.05 <= math.exp(scheme.log_tau.item()) <= 0.0515

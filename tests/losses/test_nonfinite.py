@@ -114,9 +114,9 @@ def test_the_log_is_complete_but_for_a_call_that_is_forgotten(calls: int) -> Non
     for step in range(calls):
         log.add(step, index, fine, scale_ok)
         index += 1  # the caller's to reuse
-    log.forget(calls - 1, unless=torch.tensor(True))
+    log.forget(calls - 1, skip_if=torch.tensor(True))
     log.forget(calls)  # was not logged
-    log.forget(calls - 1, unless=torch.tensor(False))
+    log.forget(calls - 1, skip_if=torch.tensor(False))
     assert log.pop() == [(step, [step + 1]) for step in range(calls - 1)]
     assert log.pop() == []
 
