@@ -93,7 +93,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if reason is not None:
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
-        if reason := _why_no_labels(equal_captions, type(objective), type(normalizer)):
+        if reason := _label_incompatibility(equal_captions, type(objective), type(normalizer)):
             raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
@@ -106,9 +106,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.embed_dim = embed_dim
         self.num_samples = num_samples
         self.needs_index = normalizer.needs_index or temperature.needs_index
-        self.keeps_state = any(
-            True for part in (normalizer, temperature) for _ in (*part.parameters(), *part.buffers())
-        )
+        self.keeps_state = any((*part.parameters(), *part.buffers()) for part in (normalizer, temperature))
         self.depends_on_epoch = normalizer.depends_on_epoch or temperature.depends_on_epoch
         self.uses_logit_scale = temperature.uses_logit_scale
         self.learns_logit_scale = temperature.learns_logit_scale
@@ -142,7 +140,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if learns_own:
                 self._update_temperatures(batch_at_tau, tau_gradient)
             if self.temperature.learns_logit_scale:
-                # The mean over this process's anchors.
                 mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
                 pairs.append(
                     (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
@@ -346,7 +343,7 @@ def incompatibility(
     return None
 
 
-def _why_no_labels(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
+def _label_incompatibility(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
     """Return why a loss of these parts does not support this choice of ``equal_captions``; empty if it does."""
     if choice != NEGATIVE and normalizer.refuses_labels:
         return f"{normalizer.refuses_labels}; use negative, or another loss"

@@ -218,7 +218,6 @@ class ContrastiveLoss(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, ShardedTable)}
 
     def state_size(self) -> StateSize:
-        """Return the bytes of state in this process."""
         return StateSize(
             replicated=sum(leaf.nbytes for leaf in compat.leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
             per_sample=sum(table.nbytes for table in self.tables().values()),
