@@ -242,7 +242,6 @@ class _Composition:
     long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
-        """Return the keyword-only arguments of all classes."""
         found = set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
         return found if self.has_reference else found - REFERENCE_OPTIONS
 

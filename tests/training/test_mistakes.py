@@ -92,7 +92,7 @@ MISTAKES = [
     ("--lr-min 1e-3", "--lr-min is where --lr-scheduler cosine ends, at most at --lr"),
     ("--save-every-steps 5", "--save-every-steps needs a folder"),
     ("--eval-data-dir data", "--eval-data-dir needs --eval-suite"),
-    ("--rho 3 --hard-share 0.5 --loss fastclip", "--rho and --hard-share are alternatives"),
+    ("--rho 3 --hard-share 0.5 --loss fastclip", "--rho and --hard-share say the same"),
     ("--val-data val.tar", "reads no files, not those of --val-data val.tar"),
     ("--eval-suite quick", "--eval-data-dir"),
     ("--train-data-upsampling-factors 1::2", "--dataset-resampled"),
