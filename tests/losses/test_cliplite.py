@@ -1,4 +1,4 @@
-"""CLIP-Lite against its naive reference, with parameters that are trained in between."""
+"""CLIP-Lite against its naive reference, with parameters that are trained between the calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Conventions are types: a new objective states them, and parts that do not fit are refused with the reason."""
+"""A new objective must declare its estimand, and incompatible parts are rejected with the reason."""
 
 import itertools
 from typing import Any

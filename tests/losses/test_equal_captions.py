@@ -1,6 +1,6 @@
-"""Samples of equal captions: what all losses have in common, what is refused, and OpenCLIP's loss against its reference.
+"""Equal captions: properties of all losses, rejected inputs, and OpenCLIP's loss against its reference.
 
-The references of the composed losses are among the cases of ``test_against_references.py``.
+The references of the composed losses are cases of ``test_against_references.py``.
 """
 
 import copy
@@ -22,7 +22,7 @@ ALL = [*TREATED, "openclip-mask", "openclip-positive"]
 
 
 def _create(name: str, **options: Any) -> ContrastiveLoss:
-    """One of :data:`ALL`."""
+    """Return one of :data:`ALL`."""
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss("openclip", **{"equal_captions": name.removeprefix("openclip-")} | options)
@@ -68,7 +68,7 @@ def test_it_changes_nothing_where_all_captions_differ(name: str) -> None:
         torch.testing.assert_close(run_step(treated, step), expected, rtol=0, atol=tolerance)
 
 
-# The MLP's target network follows in every step.
+# The MLP's target network changes in every step.
 @pytest.mark.parametrize("name", [name for name in TREATED if "mlp" not in name and "amorlip" not in name])
 def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
     loss = CASES[name].create().double()
@@ -85,7 +85,7 @@ def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0] * 6])
 @pytest.mark.parametrize("name", ALL)
 def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> None:
-    """The trainer knows a collapse by it."""
+    """The trainer detects a collapse by it."""
     loss = _create(name)
     step = make_steps(1)[0]
     step.images[:] = step.texts[:] = step.images[0].clone()

@@ -1,4 +1,4 @@
-"""``docs/add-your-own-loss.md`` works: its files, in a copy of the tree, fail the suite until its tests are there, too."""
+"""``docs/add-your-own-loss.md`` works: with its files, a copy of the tree fails the suite until its tests are added, too."""
 
 import json
 import re
@@ -16,7 +16,7 @@ COMMANDS = re.compile(r"^python -m (openclip_ext\.training\.main .*)$", flags=re
 LOSSES = ["minibatchclip", "cooling", "decoupled", "bilinear"]
 
 
-def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
+def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

@@ -1,4 +1,4 @@
-"""Wrong inputs of ``forward`` get an error that says what was found and what was expected."""
+"""Wrong inputs of ``forward`` raise an error with the expected and the found value."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_smaller_integers_are_an_index_too() -> None:
     assert torch.isfinite(loss(_features(), _features(), torch.tensor(10.0), index=torch.arange(4, dtype=torch.int32)))
 
 
-def test_index_out_of_range_on_a_device_is_left_out_and_raised_at_the_next_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_out_of_range_on_a_device_is_masked_and_raised_at_the_next_log(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = create_loss("fastclip", num_samples=SAMPLES).double()
     step = make_steps(1, duplicates=False)[0]
     arguments = (step.images, step.texts, torch.tensor(step.logit_scale))

@@ -1,4 +1,4 @@
-"""Mistakes of a training loop that raise no error are told, once, in the first calls; a correct loop hears nothing."""
+"""Mistakes of a training loop that raise no error give one warning, in the first calls; a correct loop gives none."""
 
 import math
 import warnings
@@ -40,7 +40,7 @@ def _start(name: str) -> tuple[TwoTowers, ContrastiveLoss, torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("name", list_losses())
-def test_a_correct_loop_hears_nothing(name: str) -> None:
+def test_a_correct_loop_gets_no_warning(name: str) -> None:
     model, loss, optimizer = _start(name)
     for images, texts, index in _batches(4):
         value = loss(**model(images, texts), index=index)
@@ -79,7 +79,7 @@ def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
 
 
 def _call(loss: ContrastiveLoss, scale: float = 14.0, **changed: Any) -> Tensor:
-    """A call with a batch of 6 samples, from an announced epoch unless it says ``announced=False``."""
+    """Call a loss with 6 samples, after ``start_epoch`` unless ``announced=False``."""
     images, texts, index = next(_batches(1))
     if changed.pop("announced", True):
         loss.start_epoch(0)
@@ -104,7 +104,7 @@ _NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0
         ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
     ],
 )
-def test_a_mistake_is_told_once(names: str, changed: dict[str, Any], message: str) -> None:
+def test_a_mistake_warns_once(names: str, changed: dict[str, Any], message: str) -> None:
     for name in names.split():
         loss = create_any(name).requires_grad_(False)
         changed = {"logit_bias": torch.tensor(-10.0)} | changed
@@ -115,10 +115,10 @@ def test_a_mistake_is_told_once(names: str, changed: dict[str, Any], message: st
 
 def test_what_is_no_mistake() -> None:
     images, texts = _features()
-    for name in ("isogclr", "simclr", "sogclr-views"):  # whose temperature is another one
+    for name in ("isogclr", "simclr", "sogclr-views"):  # with another temperature
         _call(create_any(name), scale=2.0)
     _call(create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5), scale=2.0)
-    for name in ("cliplite", "simclr"):  # their projections take any length
+    for name in ("cliplite", "simclr"):  # their projections accept any norm
         _call(create_any(name), image_features=5 * images)
     _call(create_any("openclip"), labels=torch.zeros(6, 3, dtype=torch.int64), logits=torch.zeros(6, 3, 5))
     _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
@@ -205,8 +205,8 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
         loss(**model(images, texts), index=index)
 
 
-def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop hears of it; a trainer, whose task it is to connect them, is refused."""
+def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop gets a warning; a trainer, which should connect the processes, gets an error."""
     model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
     model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

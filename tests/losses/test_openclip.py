@@ -1,4 +1,4 @@
-"""OpenCLIP's own losses come out as they are."""
+"""OpenCLIP's own losses are unchanged."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_siglip(features: dict[str, torch.Tensor]) -> None:
         loss.log_normalizers(**features)
 
 
-def test_coca_gets_its_logits(features: dict[str, torch.Tensor]) -> None:
+def test_coca_receives_its_logits(features: dict[str, torch.Tensor]) -> None:
     outputs = {"logits": torch.randn(6, 5, 11), "labels": torch.randint(1, 11, (6, 5))}
     terms = create_loss("openclip", coca_caption_loss_weight=3.0)(**features, **outputs, output_dict=True)
     expected = CoCaLoss(caption_loss_weight=3.0, clip_loss_weight=1.0)(**features, **outputs, output_dict=True)

@@ -1,4 +1,4 @@
-"""Names, options, combinations, and what is said about wrong ones."""
+"""Names, options, combinations, and errors for wrong ones."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from openclip_ext.losses.registry import check_options, create_loss, list_losses
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
-# One of each objective is combined with all parts, the others with those to which one of their own belongs.
+# One loss of each objective is combined with all parts, the others with combinations that contain one of their own parts.
 OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 
 
@@ -120,7 +120,7 @@ def test_a_reference_model_needs_a_loss_of_parts_and_its_width() -> None:
         create_loss("fastclip", num_samples=SAMPLES, distill=1.0)
 
 
-def test_a_command_line_is_told_the_flags() -> None:
+def test_messages_for_a_command_line_contain_the_flags() -> None:
     for option, value, message in (
         ("gamma", "much", "--gamma much: expected a number >= 0, at most 1"),
         ("eps", None, "--loss-eps None: expected a number >= 0"),
@@ -147,7 +147,7 @@ def test_a_command_line_is_told_the_flags() -> None:
         ("tempnet", {}, ["embed_dim", "num_samples"]),
     ],
 )
-def test_sizes_are_asked_for_where_they_are_needed(name: str, options: dict[str, Any], needed: list[str]) -> None:
+def test_missing_sizes_are_errors(name: str, options: dict[str, Any], needed: list[str]) -> None:
     loss = check_options(name, **options)
     sizes = {"embed_dim": loss.embed_dim is not None, "num_samples": loss.needs_index}
     assert [size for size, is_needed in sizes.items() if is_needed] == needed
@@ -164,13 +164,13 @@ def test_a_preset_is_its_parts() -> None:
     assert "lr_tau" not in queue
     assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
     assert options_used_by("neuclip")["alpha_gradient"] is True
-    # Settings that were tuned for a method's own part do not follow it to another one.
+    # Defaults for a method's own part do not apply to another part.
     assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
     assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_every_combination_works_or_says_why_not(name: str) -> None:
+def test_every_combination_works_or_is_rejected_with_a_reason(name: str) -> None:
     own = options_used_by(name)
     for normalizer, scheme in itertools.product(OPTIONS["normalizer"].choices, OPTIONS["temperature_scheme"].choices):
         parts = {"normalizer": normalizer, "temperature_scheme": scheme}
@@ -200,7 +200,7 @@ def test_options_parse_their_own_defaults() -> None:
 
 @pytest.fixture
 def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
-    """A loss from outside; what it registers is forgotten after the test."""
+    """Return a method from outside of the package, registered until the end of the test."""
     for name in ("METHODS", "OPTIONS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     return Method(

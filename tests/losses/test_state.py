@@ -1,4 +1,4 @@
-"""What a loss remembers: saved, restored, moved between numbers of processes, and left alone in evaluation."""
+"""State of a loss: saved, restored, moved between numbers of processes, and unchanged in evaluation."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dt
         _assert_equal(run_step(first, step, dtype), run_step(second, step, dtype))
 
 
-# SigLIP keeps nothing, and needs a bias.
+# SigLIP has no state, and needs a bias.
 _OTHERS = sorted(set(list_losses()) - {case.loss for case in CASES.values()} - {"siglip"})
 
 
@@ -36,10 +36,10 @@ def _trained(name: str, dtype: torch.dtype) -> ContrastiveLoss:
 
 @pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*kinds(), *_OTHERS])
-def test_resumes_bitwise_in_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """From a file of torch, or of safetensors, as Hugging Face's Trainer writes it for a model with a loss in it."""
     loss = _trained(name, dtype)
-    # Neither .double() nor a first call: the state says what it is.
+    # Without .double() or a first call: the state has the dtype.
     resumed = create_any(name)
     if how == "torch":
         torch.save(loss.state_dict(), tmp_path / "loss")
@@ -80,14 +80,14 @@ def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
         alpha = loss.log_normalizers(step.images, step.texts, torch.tensor(10.0), index=torch.tensor(step.index))
         assert [tuple(side.shape) for side in alpha] == [(6,), (6,)]
         assert all(torch.isfinite(side).all() for side in alpha)
-        before["_extra_state"] = loss.state_dict()["_extra_state"]  # an epoch began
+        before["_extra_state"] = loss.state_dict()["_extra_state"]  # a new epoch started
         if trained == 0:
             _assert_equal(loss.state_dict(), before)
         run_step(loss, steps[trained])
 
 
 @pytest.mark.parametrize("name", kinds())
-def test_beginning_an_epoch_twice_is_beginning_it_once(name: str) -> None:
+def test_starting_an_epoch_twice_equals_starting_it_once(name: str) -> None:
     once, twice = CASES[name].create(), CASES[name].create()
     for step in make_steps(6):
         for epoch in (step.epoch, step.epoch):
