@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
+from openclip_ext.state.sharded_table import group_count, group_mean
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
@@ -193,7 +193,7 @@ class GatheredBatch:
         assert self.labels is not None
         as_anchors = coefficients[:, :, None] * self.positive_means[:, self.local]
         weighted = self.gather_local(coefficients)[:, :, None] * self.features
-        as_positives = _mean_over_equal(self.labels, weighted, self.valid).flip(0)
+        as_positives = _label_means(self.labels, weighted, self.valid).flip(0)
         return (as_anchors + as_positives[:, self.local]).masked_fill_(self.ignored[self.local, None], 0)
 
 
@@ -267,7 +267,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     count = number.clamp(min=2 * batch.views)
     negatives = count - batch.views
     if labels is not None:
-        equal = count_of_equal(labels, valid)
+        equal = group_count(labels, valid)
         negatives = (count - equal).clamp(min=1)
         # Either every valid sample has a negative, or none has.
         ok = ok & (valid & (equal < number)).any()
@@ -277,7 +277,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
     positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
     if labels is not None and batch.positives_attract:
-        positive_means = _mean_over_equal(labels, features, valid).flip(0)
+        positive_means = _label_means(labels, features, valid).flip(0)
         positive = torch.linalg.vecdot(features, positive_means)
     return GatheredBatch(
         features=features,
@@ -314,10 +314,10 @@ def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
     return index.clamp(0, num_samples - 1) == index
 
 
-def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
+def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
     """Return the mean of ``(2, B, d)`` over the samples with the label of each sample."""
     rows = features.transpose(1, 2).flatten(0, 1)
-    return mean_of_equal(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
+    return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 
 
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class EmbeddingQueue(nn.Module):
         self.next.add_(added).remainder_(self.capacity)
         self.filled.add_(added).clamp_(max=self.capacity)
 
-    def rows_of(self, batch: GatheredBatch) -> Tensor:
+    def assigned_rows(self, batch: GatheredBatch) -> Tensor:
         """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that do not enter."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.full((batch.size,), -1, device=positions.device)

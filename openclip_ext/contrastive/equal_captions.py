@@ -26,7 +26,7 @@ from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 NEGATIVE, POSITIVE = "negative", "positive"
 
 
-def labels_of(positives: object, batch: LocalBatch) -> Tensor:
+def read_labels(positives: object, batch: LocalBatch) -> Tensor:
     """Return ``positives`` as labels, ``(B_local,)`` int64, on the device of the features.
 
     They are ``(B_local,)`` int64 labels, or the ``(B_local, B_local)`` bool mask of the pairs with equal captions. A mask is

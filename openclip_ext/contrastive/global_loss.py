@@ -23,7 +23,7 @@ from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
@@ -155,7 +155,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _add_labels(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
         if not self.needs_positives:
             return batch
-        labels = labels_of(outputs.get("positives"), batch)
+        labels = read_labels(outputs.get("positives"), batch)
         return replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
 
     def _contrast(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:

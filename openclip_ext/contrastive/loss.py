@@ -16,7 +16,7 @@ from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
-from openclip_ext.state.sharded_table import ShardedTable, kept_apart
+from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
 # OpenCLIP keeps the temperature in [0.01, 1].
@@ -155,8 +155,9 @@ class ContrastiveLoss(nn.Module):
             if watched:
                 self._checks.finish_call(terms.values())
             size = len(image_features)  # a batch of two views has twice as many samples
-            is_index = isinstance(index, Tensor) and index.shape == (size,) and not index.is_floating_point()
-            self.nonfinite.add(self.calls, index if is_index else None, batch.finite[:size], batch.scale_ok)
+            names = index if batch.index is None else batch.index[:size]
+            is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
+            self.nonfinite.add(self.calls, names if is_index else None, batch.finite[:size], batch.scale_ok)
         self.calls += self.training and not recomputes
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
@@ -225,12 +226,12 @@ class ContrastiveLoss(nn.Module):
 
     def replicated_state(self) -> dict[str, Any]:
         """Return ``state_dict()`` without the tables: the part that is equal in every process."""
-        with kept_apart(self.tables().values()):
+        with exclude_tables(self.tables().values()):
             return self.state_dict()
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
         """Restore :meth:`replicated_state`; the tables stay unchanged."""
-        with kept_apart(self.tables().values()):
+        with exclude_tables(self.tables().values()):
             self.load_state_dict(state)
 
     def restore_state(

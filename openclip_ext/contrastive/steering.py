@@ -52,16 +52,16 @@ def blocks(reference_width: int) -> tuple[slice, ...]:
     return (slice(0, reference_width), slice(reference_width, None)) if reference_width else (slice(None),)
 
 
-def norms_of(rows: Tensor, columns: slice) -> Tensor:
+def block_norms(rows: Tensor, columns: slice) -> Tensor:
     """Return the norms ``(2, m, 1)`` of one block of rows ``(2, m, d)``."""
     return torch.linalg.vector_norm(rows[..., columns], dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
 
 
-def directions_of(rows: Tensor, columns: Sequence[slice]) -> Tensor:
+def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
     """Return rows ``(2, m, d)`` with each block divided by its norm."""
     if len(columns) == 1:
-        return rows / norms_of(rows, columns[0])
-    return torch.cat([rows[..., block] / norms_of(rows, block) for block in columns], dim=2)
+        return rows / block_norms(rows, columns[0])
+    return torch.cat([rows[..., block] / block_norms(rows, block) for block in columns], dim=2)
 
 
 @dataclass(frozen=True)

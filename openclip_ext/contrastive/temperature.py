@@ -82,7 +82,7 @@ def check_bounds(lower: float, upper: float) -> None:
         raise OptionError("temperature_min", f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
-def own_start(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
+def check_own_temperature(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
     """Return initial value and learning rate of temperatures outside of the model; raise OptionError if one is missing."""
     if temperature is None or lr_tau is None:
         missing = "temperature" if temperature is None else "lr_tau"
@@ -192,7 +192,7 @@ class TwoGlobalTemperatures(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        start, self.lr = own_start(temperature, lr_tau, "two global temperatures")
+        start, self.lr = check_own_temperature(temperature, lr_tau, "two global temperatures")
         self.weight = rho
         self.bounds = (math.log(temperature_min), math.log(temperature_max))
         self.initial_logit_scale = log_inverse(start)

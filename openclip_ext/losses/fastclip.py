@@ -26,7 +26,7 @@ from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, FastCLIPObjective, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
-from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
+from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
 
 
 class SampleAverages(Normalizer):
@@ -51,7 +51,7 @@ class SampleAverages(Normalizer):
     @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
-        averaged = log_mean_of_equal(index, self.averaged(batch_at_tau), batch.valid)
+        averaged = group_log_mean(index, self.averaged(batch_at_tau), batch.valid)
         self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 

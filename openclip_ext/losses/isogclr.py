@@ -17,12 +17,12 @@ from torch import Tensor
 
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.objectives import FastCLIPObjective
-from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, own_start
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, check_own_temperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
 from openclip_ext.losses.sogclr import CONSTANT_GAMMA
-from openclip_ext.state.sharded_table import ShardedTable, mean_of_equal
+from openclip_ext.state.sharded_table import ShardedTable, group_mean
 
 _LARGEST_GRADIENT = 5.0
 _BETAS = (0.9, 0.999)
@@ -57,7 +57,7 @@ class PerSampleTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        self.start, self.lr = own_start(temperature, lr_tau, "per-sample temperatures")
+        self.start, self.lr = check_own_temperature(temperature, lr_tau, "per-sample temperatures")
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         # Rows: temperatures, first and second moments, two sides each.
@@ -74,7 +74,7 @@ class PerSampleTemperature(TemperatureScheme):
     @torch.no_grad()
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
-        gradient = mean_of_equal(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+        gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
         beta1, beta2 = _BETAS if batch.epoch > 0 else (0.0, 0.0)
         mean = mean.lerp(gradient, 1 - beta1)

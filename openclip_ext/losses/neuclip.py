@@ -35,7 +35,7 @@ from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_ba
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
 from openclip_ext.contrastive.similarities import anchor_chunks
-from openclip_ext.contrastive.steering import blocks, directions_of, norms_of
+from openclip_ext.contrastive.steering import block_norms, blocks, normalize_blocks
 from openclip_ext.losses.method import Method, NormalizerPart
 
 _ADAGRAD_EPS = 1e-10
@@ -262,12 +262,12 @@ class PrototypeNormalizer(Normalizer):
     def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return all processes' log-normalizers, ``(2, B)``, without their gradient."""
         estimate = estimate_from_prototypes(
-            directions_of(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
+            normalize_blocks(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
         )
         return batch_at_tau.batch.gather_local(estimate.alpha)
 
     def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Estimate:
-        directions = directions_of(prototypes, self.blocks)
+        directions = normalize_blocks(prototypes, self.blocks)
         estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, self.alpha_gradient)
         alpha = batch_at_tau.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
@@ -335,7 +335,7 @@ class _Fit:
 
     def update(self) -> None:
         blocks = self.normalizer.blocks
-        norms = [norms_of(self.prototypes, block) for block in blocks]
+        norms = [block_norms(self.prototypes, block) for block in blocks]
         for block, norm in zip(blocks, norms, strict=True):
             torch.div(self.prototypes[..., block], norm, out=self.directions[..., block])
         for anchors in self.chunks:

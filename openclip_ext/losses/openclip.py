@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
 from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
@@ -90,7 +90,7 @@ class OpenClipLoss(ContrastiveLoss):
         """Return ``open_clip.ClipLoss`` with fewer candidates, or with more targets."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(f"equal_captions={self.equal_captions} does not support CoCa or distillation models")
-        labels = labels_of(outputs.get("positives"), batch)
+        labels = read_labels(outputs.get("positives"), batch)
         both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
         own = self.clip.get_ground_truth(labels.device, len(both[0]))
         gathered = distributed.all_gather(labels)

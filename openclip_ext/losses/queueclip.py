@@ -22,7 +22,7 @@ from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
-from openclip_ext.contrastive.steering import blocks, directions_of
+from openclip_ext.contrastive.steering import blocks, normalize_blocks
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
 
@@ -63,7 +63,7 @@ class QueueNormalizer(Normalizer):
 
     @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        excluded = self.queue.rows_of(batch_at_tau.batch) if self.leave_own_out else None
+        excluded = self.queue.assigned_rows(batch_at_tau.batch) if self.leave_own_out else None
         self.queue.push(batch_at_tau.batch)
         return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, excluded)
 
@@ -78,7 +78,7 @@ class QueueNormalizer(Normalizer):
         self, rows: Tensor, multiplicity: Tensor, batch_at_tau: BatchAtTemperature, excluded: Tensor | None = None
     ) -> Estimate:
         batch = batch_at_tau.batch
-        directions = directions_of(rows, self.blocks)
+        directions = normalize_blocks(rows, self.blocks)
         queue = estimate_from_prototypes(
             directions, batch_at_tau, self.eps, self.alpha_gradient, multiplicity, excluded
         )

@@ -254,7 +254,6 @@ class _Composition:
     def create(
         self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
     ) -> ContrastiveLoss:
-        """Build the loss from values of all its options."""
         arguments = {**values, **sizes, **self.fixed}
         in_features = reference_dim if values.get("steer") else 0  # features then have two blocks
 

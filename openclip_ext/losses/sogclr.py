@@ -25,7 +25,7 @@ from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
-from openclip_ext.state.sharded_table import log_mean_of_equal
+from openclip_ext.state.sharded_table import group_log_mean
 
 CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
 
@@ -69,7 +69,7 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = self.averaged(batch_at_tau)
-        self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
+        self.table.write(index, group_log_mean(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:

@@ -132,7 +132,7 @@ class ShardedTable(nn.Module):
 
 
 @contextlib.contextmanager
-def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
+def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
     """Exclude these tables, which checkpoints stream, from ``state_dict()`` and ``load_state_dict()`` in this context."""
     tables = list(tables)
     for table in tables:
@@ -144,12 +144,12 @@ def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
             table._in_state_dict = True
 
 
-def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
+def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     """Return the logarithm of the mean of the values with an index, for each occurrence of the index: ``(rows, B)``.
 
     The values have the logarithms ``log_values`` ``(rows, B)``. Results of masked samples are arbitrary.
     """
-    group, size = _groups(index, valid)
+    group, size = _group(index, valid)
     group = group.expand_as(log_values)
     masked = log_values.masked_fill(~valid, -torch.inf)
     # The bound is finite also where all are −inf, so that their difference is not NaN.
@@ -161,21 +161,21 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
     return largest + (sums / size).log().to(log_values.dtype)
 
 
-def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean of the values with an index, as :func:`log_mean_of_equal` does for logarithms: ``(rows, B)``."""
-    group, size = _groups(index, valid)
+def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
+    """Return the mean of the values with an index, for each occurrence of the index: ``(rows, B)``."""
+    group, size = _group(index, valid)
     group = group.expand_as(values)
     wide = values.double().masked_fill_(~valid, 0)
     sums = torch.zeros_like(wide).scatter_add(1, group, wide).gather(1, group)
     return (sums / size).to(values.dtype)
 
 
-def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
+def group_count(index: Tensor, valid: Tensor) -> Tensor:
     """Return the number of valid samples with each sample's index, ``(B,)`` int64, at least 1."""
-    return _groups(index, valid)[1].to(torch.int64)
+    return _group(index, valid)[1].to(torch.int64)
 
 
-def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def _group(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return each sample's group of equal indices ``(B,)``, and the group's number of valid samples ``(B,)``, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()

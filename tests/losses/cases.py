@@ -374,7 +374,7 @@ def create_any(name: str, **options: Any) -> ContrastiveLoss:
     return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
 
 
-def tensors_of(loss: ContrastiveLoss) -> dict[str, Tensor]:
+def copy_tensors(loss: ContrastiveLoss) -> dict[str, Tensor]:
     """Return copies of the state without the counters, which count every call."""
     state = loss.state_dict().items()
     return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}

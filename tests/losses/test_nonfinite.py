@@ -8,7 +8,7 @@ import torch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.losses.registry import create_loss
-from tests.losses.cases import CASES, Step, create_any, kinds, make_steps, run_step, tensors_of
+from tests.losses.cases import CASES, Step, copy_tensors, create_any, kinds, make_steps, run_step
 
 BAD = 2
 
@@ -35,7 +35,7 @@ def _assert_nothing_happened(
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)
     # The state gets the dtype of the features.
-    torch.testing.assert_close(tensors_of(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+    torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
 # TempNet's dropout mask has the batch's shape, so a batch without the sample has another mask.
@@ -51,7 +51,7 @@ def test_a_bad_sample_equals_a_missing_sample(name: str) -> None:
             assert not gradients[side][BAD].any()
             _assert_same(torch.cat([gradients[side][:BAD], gradients[side][BAD + 1 :]]), expected[side])
         _assert_same(gradients[2:], expected[2:])
-    _assert_same(tensors_of(masked), tensors_of(absent))
+    _assert_same(copy_tensors(masked), copy_tensors(absent))
 
 
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
@@ -61,7 +61,7 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
     steps = make_steps()
     for step in steps[:2]:
         run_step(loss, step)
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     steps[2].logit_scale = scale
     steps[2].epoch = steps[1].epoch
     value, gradients = run_step(loss, steps[2])
@@ -71,7 +71,7 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
 def test_all_samples_bad_changes_nothing_and_training_continues(name: str) -> None:
     loss = create_any(name)
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     bad, *good = make_steps()
     bad.texts[:] = float("nan")
     for step in (bad, *good):

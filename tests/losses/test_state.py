@@ -10,7 +10,7 @@ import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.state.sharded_table import log_mean_of_equal, shard_bounds
+from openclip_ext.state.sharded_table import group_log_mean, shard_bounds
 from tests.losses.cases import CASES, SAMPLES, create_any, kinds, make_steps, run_step
 
 
@@ -139,6 +139,6 @@ def test_state_of_another_number_of_samples_is_refused() -> None:
 
 def test_log_mean_is_exact_without_duplicates_and_safe_with_large_ones() -> None:
     values, valid = torch.tensor([[-300.0, 250.0, 0.1]]), torch.ones(3, dtype=torch.bool)
-    assert torch.equal(log_mean_of_equal(torch.tensor([2, 0, 1]), values, valid), values)
-    mean = log_mean_of_equal(torch.tensor([5, 5, 1]), values, valid)
+    assert torch.equal(group_log_mean(torch.tensor([2, 0, 1]), values, valid), values)
+    mean = group_log_mean(torch.tensor([5, 5, 1]), values, valid)
     assert torch.allclose(mean, torch.tensor([[250.0, 250.0, 0.1]]) - torch.tensor([[2.0, 2.0, 1.0]]).log())
