@@ -33,13 +33,10 @@ class InnerAdam(nn.Module):
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
-        """Make one step on the sum of the objectives, with the graph of one objective in memory at a time.
+        """Make one step of the network on the sum of the objectives, with the graph of one objective in memory at a time.
 
-        Args:
-            network: updated in place.
-            objectives: each computes a 0-d term of the loss from the network's parameters.
-            lr: learning rate.
-            ok: 0-d bool; if False, nothing changes.
+        An objective computes a 0-d term of the loss from the network's parameters. If ``ok`` (0-d bool) is False, nothing
+        changes.
         """
         parameters: list[Tensor] = list(network.parameters())
         with torch.enable_grad():

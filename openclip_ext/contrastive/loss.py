@@ -26,9 +26,8 @@ _OPENCLIP_BOUNDS = (0.0, math.log(100))
 class StateSize(NamedTuple):
     """Bytes of a loss's state in one process, on the model's device.
 
-    Attributes:
-        replicated: networks, prototypes and their optimizers, equal in every process.
-        per_sample: this process's shards of the tables of per-sample state.
+    ``replicated`` state is equal in every process: networks, prototypes and their optimizers. ``per_sample`` state is this
+    process's shards of the tables.
     """
 
     replicated: int
@@ -136,7 +135,9 @@ class ContrastiveLoss(nn.Module):
             # Losses can train networks of their own, which inference mode and its tensors do not allow.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
-                *inputs, named = compat.map_tensors(_without_inference_mode, inputs)
+                *inputs, named = compat.map_tensors(
+                    lambda value: value.clone() if value.is_inference() else value, inputs
+                )
                 return self.forward(*inputs, **named)
         recomputes = checks.is_in_backward()
         if recomputes and self.training and self.keeps_state:
@@ -342,7 +343,3 @@ class ContrastiveLoss(nn.Module):
         if self.keeps_state:
             self._checks.begin_call()
         return self.keeps_state
-
-
-def _without_inference_mode(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 # Entries kept between two log lines; later ones are only counted.
 _CAPACITY = 256
 _LOGIT_SCALE = -1
+# Calls that are stored as they are. Their entries are computed together, to launch fewer kernels.
+_MOST_RECENT = 64
 
 
 class NonfiniteLog(nn.Module):
@@ -13,15 +15,13 @@ class NonfiniteLog(nn.Module):
 
     entries: Tensor
     filled: Tensor
-    filled_before: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # The last entry receives what is finite or does not fit, so that no shape depends on data.
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_buffer("filled_before", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._last_call = -1
+        self._recent: list[tuple[int, Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def add(self, call: int, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
@@ -33,29 +33,43 @@ class NonfiniteLog(nn.Module):
             finite: ``(B_local,)`` bool.
             scale_ok: 0-d bool; False is logged as a call without indices.
         """
-        if not torch.compiler.is_compiling() and finite.is_cpu and scale_ok and finite.all():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and finite.is_cpu and scale_ok and finite.all():
             return
-        device = self.entries.device
         if index is None:
-            index = torch.arange(len(finite), device=device)
-        logit_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
-        names = torch.cat([index.to(device, torch.int64, non_blocking=True), logit_scale])
-        fine = torch.cat([finite, scale_ok[None]]).to(device)
-        position = (~fine).cumsum(0)
-        slots = (self.filled - 1 + position).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
-        self.entries[slots] = torch.stack([torch.full_like(names, call), names], dim=1)
-        self.filled_before.copy_(self.filled)
-        self.filled += position[-1]
-        self._last_call = call
+            names = torch.arange(len(finite), device=finite.device)
+        else:
+            # A copy, because the caller may reuse the memory.
+            names = index.to(finite.device, torch.int64, non_blocking=True, copy=True)
+        if len(self._recent) == _MOST_RECENT:
+            self._store_recent()
+        self._recent.append((call, names, finite, scale_ok))
+        if is_compiling:  # a list that grows would be compiled again
+            self._store_recent()
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
         """Remove the entries of the last logged call, if it has this number, except where ``skip_if`` (0-d bool) is True."""
-        if self._last_call == call:
-            before = self.filled_before
-            self.filled.copy_(before if skip_if is None else torch.where(skip_if, self.filled, before))
+        if self._recent and self._recent[-1][0] == call:
+            _, names, finite, scale_ok = self._recent.pop()
+            if skip_if is not None:
+                self._recent.append((call, names, finite | ~skip_if, scale_ok | ~skip_if))
+
+    def _store_recent(self) -> None:
+        calls, self._recent = self._recent, []
+        device = self.entries.device
+        logit_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
+        names = torch.cat([part for _, names, _, _ in calls for part in (names.to(device), logit_scale)])
+        fine = torch.cat([part.to(device) for _, _, finite, ok in calls for part in (finite, ok[None])])
+        numbers = torch.cat([torch.full((len(names) + 1,), call, device=device) for call, names, _, _ in calls])
+        position = (~fine).cumsum(0)
+        slots = (self.filled - 1 + position).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
+        self.entries[slots] = torch.stack([numbers, names], dim=1)
+        self.filled += position[-1]
 
     def pop(self) -> list[tuple[int, list[int]]]:
         """Return the entries since the last call of this method: ``(call, indices)``. Synchronizes with the device."""
+        if self._recent:
+            self._store_recent()
         number = min(int(self.filled), _CAPACITY)
         found: dict[int, list[int]] = {}
         for call, index in self.entries[:number].tolist():
@@ -63,5 +77,4 @@ class NonfiniteLog(nn.Module):
             if index != _LOGIT_SCALE:
                 found[call].append(index)
         self.filled.zero_()
-        self._last_call = -1
         return list(found.items())

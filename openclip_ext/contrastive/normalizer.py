@@ -73,10 +73,7 @@ class Normalizer(nn.Module):
 
 
 class MinibatchNormalizer(Normalizer):
-    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation], without state.
-
-    It is biased, and is what OpenCLIP's loss uses in effect: the baseline of every comparison.
-    """
+    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation], biased and stateless, as in OpenCLIP's loss."""
 
     estimates = None
 

@@ -87,11 +87,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def undo_write(self, skip_if: Tensor | None = None) -> None:
-        """Undo the last :meth:`write`, if :attr:`overwritten` has it.
-
-        Args:
-            skip_if: 0-d bool on the device; if True, nothing changes. Does not synchronize.
-        """
+        """Undo the last :meth:`write`, if :attr:`overwritten` has it, except where ``skip_if`` (0-d bool) is True."""
         if self.overwritten is not None:
             slots, before = self.overwritten
             self.values[:, slots] = before if skip_if is None else torch.where(skip_if, self.values[:, slots], before)
