@@ -1,9 +1,9 @@
-"""Everything openclip_ext needs from inside OpenCLIP and torch, in one file.
+"""All use of undocumented parts of OpenCLIP and torch, in one file.
 
-``open_clip`` has a public interface, ``open_clip_train`` has none: it is the training script that comes with the
-package. All use of it, and of what ``open_clip`` does not document, goes through here, so that a new OpenCLIP release
-is a change of one file. ``check_version`` names what was tried. torch and OpenCLIP are imported where they are used, since
-``--help`` needs neither.
+``open_clip`` has a public interface. ``open_clip_train``, the training script in the same package, has none. All use of
+``open_clip_train``, and of undocumented parts of ``open_clip``, is here, so that a new OpenCLIP release changes one file.
+``check_version`` checks the tested versions. torch and OpenCLIP are imported in the functions, because ``--help`` needs
+neither.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 OPENCLIP_LOWEST = (3, 3)
 OPENCLIP_BELOW = (4, 0)
 
-# The names of OpenCLIP's own losses on our command line; the first is the default there and here.
+# Names of OpenCLIP's own losses on our command line; the first is the default.
 OPENCLIP_LOSSES = ("openclip", "siglip")
-# Where --siglip starts the model's parameters (open_clip_train/main.py).
+# Initial values of the model's parameters with --siglip (open_clip_train/main.py).
 SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
-# How SigLipLoss sends features to a neighbor; the bidirectional one takes and gives two tensors.
+# SigLipLoss's functions that send features to a neighbor; the bidirectional one has two tensors.
 SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
     "open_clip.loss.neighbour_exchange_bidir_with_grad",
@@ -37,7 +37,7 @@ SIGLIP_EXCHANGES = (
 
 
 def check_version() -> str:
-    """Return OpenCLIP's version, or say which ones this package was built for.
+    """Return OpenCLIP's version.
 
     Raises:
         ImportError: the installed OpenCLIP is outside ``>=3.3,<4``.
@@ -57,10 +57,10 @@ def check_version() -> str:
 
 
 def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
-    """Return a parser, of a given class, that has OpenCLIP's training flags, without importing ``open_clip``.
+    """Return a parser of class ``kind`` with OpenCLIP's training flags, without importing ``open_clip``.
 
-    ``open_clip_train.params.parse_args`` makes the parser and parses with it in one function: it is called without arguments,
-    and the parser that it makes is kept.
+    ``open_clip_train.params.parse_args`` creates the parser and parses with it in one function. It is called without
+    arguments, and its parser is captured.
     """
     from open_clip_train import params
 
@@ -73,14 +73,14 @@ def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
     script: Any = params
     script.argparse = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": make})
     try:
-        inspect.unwrap(params.parse_args)([])  # not register()'s, which knows our flags, too
+        inspect.unwrap(params.parse_args)([])  # without register(), which adds our flags
     finally:
         script.argparse = argparse
     return made[0]
 
 
 def set_openclip_defaults(args: argparse.Namespace) -> None:
-    """Set the defaults of the optimizer that depend on the model, where no value was given, as OpenCLIP does after parsing."""
+    """Set the optimizer's defaults that depend on the model, if a flag has no value, as OpenCLIP does after parsing."""
     from open_clip_train.params import get_default_params
 
     if "timm" not in args.opt:
@@ -93,10 +93,10 @@ def set_openclip_defaults(args: argparse.Namespace) -> None:
 
 
 def init_device(args: argparse.Namespace) -> torch.device:
-    """Start ``torch.distributed`` where torchrun or SLURM asks for it; sets ``args.rank`` and others.
+    """Start ``torch.distributed`` under torchrun or SLURM; sets ``args.rank`` and others.
 
-    The device becomes PyTorch's current one: OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``. It always has a
-    number, which OpenCLIP leaves out in a single process.
+    The device becomes PyTorch's current device, because OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``. It always
+    has an index, which OpenCLIP omits in a single process.
     """
     import torch
     from open_clip_train.distributed import init_distributed_device
@@ -109,7 +109,7 @@ def init_device(args: argparse.Namespace) -> torch.device:
 
 
 def set_backends() -> None:
-    """Set what OpenCLIP sets for NVIDIA GPUs: products in TF32, convolutions by what is fastest."""
+    """Set OpenCLIP's backend settings for NVIDIA GPUs: TF32 matrix products and the fastest convolutions."""
     import torch
 
     if torch.cuda.is_available():
@@ -119,18 +119,18 @@ def set_backends() -> None:
 
 
 def setup_logging(log_path: str | None, level: int) -> None:
-    """Log in OpenCLIP's format, on the terminal and into ``log_path``."""
+    """Log in OpenCLIP's format, to the terminal and to ``log_path``."""
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)
-    # OpenCLIP sets every logger to the run's level; those inside torch have nothing to say to users below a warning.
+    # OpenCLIP sets every logger to the run's level, but torch's messages below a warning do not help users.
     for name in logging.root.manager.loggerDict:
         if name.split(".")[0] == "torch":
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return OpenCLIP's meaning of ``--precision`` for autocast."""
+    """Return OpenCLIP's autocast context for ``--precision``."""
     from open_clip_train.precision import get_autocast
 
     return get_autocast(precision, device_type=device.type)
@@ -156,10 +156,10 @@ def create_model(
 
     Args:
         name: ``--model``.
-        device: where to.
+        device: device of the model.
         pretrained: tag or file, or None.
         precision: ``--precision``.
-        siglip_start: start ``logit_scale`` and ``logit_bias`` where SigLIP does.
+        siglip_start: whether to use SigLIP's initial ``logit_scale`` and ``logit_bias``.
         options: further arguments of ``open_clip.create_model_and_transforms``.
 
     Returns:
@@ -175,9 +175,9 @@ def create_model(
     )
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
-        # OpenCLIP 3.3 leaves it as the memory was, and has this in a function that it does not call.
+        # OpenCLIP 3.3 leaves it uninitialized, and has this formula in a function that it does not call.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
-        logging.info("OpenCLIP leaves text_decoder.text_projection uninitialized: initialized with its own formula.")
+        logging.info("text_decoder.text_projection initialized: OpenCLIP leaves it uninitialized")
     return built
 
 
@@ -192,7 +192,7 @@ def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
 
 
 def hub_weights(name: str, cache_dir: str | None) -> str | None:
-    """Return the file of weights that a model named ``local-dir:`` or ``hf-hub:`` starts from, or None."""
+    """Return the file of initial weights of a model named ``local-dir:`` or ``hf-hub:``, or None."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -201,13 +201,13 @@ def hub_weights(name: str, cache_dir: str | None) -> str | None:
     if schema == "hf-hub":
         try:
             return factory.download_pretrained_from_hf(identifier, cache_dir=cache_dir)
-        except Exception:  # as OpenCLIP does, whatever the hub's client raises
+        except Exception:  # as OpenCLIP does, because the hub client raises many types
             return None
     return None
 
 
 def changed_preprocessing(model: Any) -> dict[str, Any]:
-    """Return the arguments of ``create_model_and_transforms`` for what differs from OpenCLIP's own preprocessing."""
+    """Return arguments of ``create_model_and_transforms`` for the differences from OpenCLIP's default preprocessing."""
     from dataclasses import asdict
 
     from open_clip.transform import PreprocessCfg
@@ -218,22 +218,22 @@ def changed_preprocessing(model: Any) -> dict[str, Any]:
 
 
 def converts_to_rgb(step: Any) -> bool:
-    """Return whether a step of OpenCLIP's transforms only brings an image to RGB."""
+    """Return whether a step of OpenCLIP's transforms only converts an image to RGB."""
     from open_clip.transform import MaybeConvertMode
 
     return isinstance(step, MaybeConvertMode)
 
 
 def drops_patches(model: Any) -> bool:
-    """Return whether the image tower has a patch dropout."""
+    """Return whether the image tower has patch dropout."""
     return any("patch_drop" in name for name, _ in model.visual.named_modules())
 
 
 def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -> None:
-    """Freeze a text tower, also that of a captioner, for which OpenCLIP has no function.
+    """Freeze a text tower, including a captioner's, for which OpenCLIP has no function.
 
     Raises:
-        UsageError: one of OpenCLIP's own towers, whose LayerNorm cannot be left out.
+        UsageError: one of OpenCLIP's own towers, whose LayerNorm cannot stay trainable.
     """
     from open_clip.hf_model import HFTextEncoder
 
@@ -246,7 +246,7 @@ def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -
 
 
 def is_timm(model: Any) -> bool:
-    """Return whether the image tower is one of timm's."""
+    """Return whether the image tower is from timm."""
     from open_clip.timm_model import TimmModel
 
     return isinstance(model.visual, TimmModel)
@@ -258,7 +258,7 @@ def is_captioner(model: nn.Module) -> bool:
 
 
 def unused_by_captions(model: Any) -> list[nn.Parameter]:
-    """Return the trainable parameters of a captioner on which its captions do not depend."""
+    """Return the trainable parameters of a captioner that its captions do not depend on."""
     import torch
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -272,12 +272,12 @@ def unused_by_captions(model: Any) -> list[nn.Parameter]:
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
-    """Return the width of the joint embedding space: the model's own, or without one, its configuration's.
+    """Return the embedding dimension of a model, or without a model, of its configuration.
 
-    The model is asked first, since OpenCLIP fetches the configuration of a hub model from the network.
+    The model comes first, because OpenCLIP downloads the configuration of a hub model.
 
     Raises:
-        ValueError: neither tells.
+        ValueError: neither has an embedding dimension.
     """
     import open_clip
     import torch
@@ -291,12 +291,12 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
             return width
     config = open_clip.get_model_config(model_name)
     if config is None:
-        raise ValueError(f"cannot tell the embedding width of model {model_name!r}; known: open_clip.list_models()")
+        raise ValueError(f"unknown embedding dimension of model {model_name!r}. Use a model of open_clip.list_models()")
     return int(config["embed_dim"])
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Take the model itself out of DistributedDataParallel and ``torch.compile``."""
+    """Return the model inside DistributedDataParallel and ``torch.compile``."""
     from torch import nn
 
     while True:
@@ -308,23 +308,23 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-# --- inside torch, tried with 2.6 to 2.14 --------------------------------------------------------------------------------
+# --- inside torch, tested with 2.6 to 2.14 -------------------------------------------------------------------------------
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside of what ``torch.compile`` returned."""
+    """Return the model inside the result of ``torch.compile``."""
     return getattr(model, "_orig_mod", model)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return a model's BatchNorm layers of all kinds."""
+    """Return a model's BatchNorm layers of all types."""
     from torch import nn
 
     return [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nested: Any) -> Any:
-    """Apply a function to all tensors in a nesting of lists, tuples and dictionaries."""
+    """Apply a function to all tensors in nested lists, tuples and dictionaries."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -332,14 +332,14 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nested: Any) -> Any:
 
 
 def leaves(nested: Any) -> list[Any]:
-    """Return what a nesting of lists, tuples and dictionaries holds."""
+    """Return the leaves of nested lists, tuples and dictionaries."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(nested)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step, if it is told so by a tensor, does nothing without a wait of the host."""
+    """Return whether an optimizer's step can be skipped by a tensor, without a host-device sync."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -357,12 +357,12 @@ def create_scheduler(
     cooldown_power: float,
     cooldown_end: float,
 ) -> Callable[[int], float]:
-    """Return OpenCLIP's learning-rate schedule: a function of the optimizer step that sets every group's rate.
+    """Return OpenCLIP's learning-rate schedule: a function of the optimizer step that sets the learning rate of every group.
 
     Args:
         name: ``cosine``, ``const`` or ``const-cooldown``.
-        optimizer: whose rates are set.
-        lr: the rate after the warm-up.
+        optimizer: its learning rates are set.
+        lr: learning rate after the warm-up.
         warmup: steps of linear warm-up.
         steps: optimizer steps of the whole run.
         cooldown_steps, cooldown_power, cooldown_end: the end of ``const-cooldown``.
@@ -380,14 +380,14 @@ def create_scheduler(
 
 
 def remote_sync(local: str, remote: str, protocol: str) -> bool:
-    """Copy the run folder to its remote place once; whether it worked."""
+    """Copy the run folder to its remote location once; return whether it succeeded."""
     from open_clip_train.file_utils import remote_sync as sync
 
     return sync(local, remote, protocol)
 
 
 def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str) -> Any:
-    """Start OpenCLIP's background process that copies the run folder again and again."""
+    """Start OpenCLIP's background process that copies the run folder periodically."""
     from open_clip_train.file_utils import start_sync_process
 
     process = start_sync_process(every_seconds, local, remote, protocol)
@@ -404,11 +404,11 @@ def extend_script(
     parse_args: Callable[[Callable], Callable],
     train_one_epoch: Callable[[Callable], Callable],
 ) -> None:
-    """Extend functions of OpenCLIP's own training script, wherever they are bound; those that are extended already stay.
+    """Extend functions of OpenCLIP's own training script in all modules that import them; extended functions stay unchanged.
 
     Args:
-        create_loss, parse_args, train_one_epoch: what takes OpenCLIP's function and returns the one to use instead, which
-            wraps it (``functools.wraps``).
+        create_loss, parse_args, train_one_epoch: map OpenCLIP's function to the function to use instead, which wraps it
+            (``functools.wraps``).
     """
     import open_clip
     import open_clip.factory
@@ -424,7 +424,7 @@ def extend_script(
 
 
 def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any) -> None:
-    """Bind an extended function in all modules, unless the first has one already."""
+    """Bind an extended function in all modules, unless the first module already has one."""
     function = getattr(modules[0], name)
     if not hasattr(function, "__wrapped__"):
         function = extended(function)

@@ -1,7 +1,7 @@
-"""Collectives that are right with one process, too, and never carry a gradient.
+"""Collectives that also work with one process, without gradients.
 
 The exact gradients of the losses need no communication in the backward pass (see ``contrastive/global_loss.py``), so
-nothing here is differentiable. Every function is the identity (or trivial) without ``torch.distributed``.
+nothing here is differentiable. Without ``torch.distributed`` every function is the identity, or trivial.
 """
 
 import functools
@@ -18,19 +18,19 @@ from openclip_ext.cli.errors import UsageError
 
 T = TypeVar("T")
 
-# One rank may evaluate or save for hours. A rank that has stopped is noticed by ``training/heartbeat.py``.
-_PATIENCE = timedelta(hours=48)
-# Of a collective on GPUs: until the slowest rank has taken its first step, which compiles and tunes; afterwards.
+# One rank may evaluate or save for hours. ``training/heartbeat.py`` detects a stopped rank.
+_CONTROL_TIMEOUT = timedelta(hours=48)
+# Timeouts of a collective on GPUs: before the end of the first step, which compiles and tunes, and later.
 START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)
 
 
 def is_initialized() -> bool:
-    """Return whether several processes may be working together."""
+    """Return whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """Return this process's number, 0 to ``world_size() - 1``."""
+    """Return this process's rank, 0 to ``world_size() - 1``."""
     return dist.get_rank() if is_initialized() else 0
 
 
@@ -40,31 +40,31 @@ def world_size() -> int:
 
 
 def check_world_size(created_with: int) -> None:
-    """Raise ValueError if a loss is used with another number of processes than it was created with."""
+    """Raise ValueError if a loss is used with another number of processes than at its creation."""
     if world_size() != created_with:
         raise ValueError(
-            f"the loss was created with {created_with} process(es) and is used with {world_size()}: create it after "
-            "torch.distributed.init_process_group (in Lightning: give the module a function that creates it)"
+            f"the loss was created with {created_with} process(es) and is used with {world_size()}. Create it after "
+            "torch.distributed.init_process_group (in Lightning: pass a function that creates it)"
         )
 
 
 def unconnected_processes() -> int:
-    """Count the processes that a launcher such as torchrun says it started, where they do not know of each other; else 0."""
+    """Return the launcher's number of processes if there are several but no process group, otherwise 0."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched if launched > 1 and not is_initialized() else 0
 
 
 def check_equal_sizes(batch: Tensor) -> None:
-    """Raise ValueError on all ranks if their batches on the CPU have different sizes: gloo would end the processes.
+    """Raise ValueError on all ranks if their batches on the CPU have different sizes, because gloo would abort the processes.
 
-    On a GPU the sizes are not exchanged, since that takes as long as some steps.
+    Batches on a GPU are not checked, because the communication takes as long as some steps.
     """
     if world_size() > 1 and batch.is_cpu:
         sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"the ranks have batches of different sizes: {', '.join(map(str, sizes))}. Expected equal ones: use "
-                "drop_last=True, and a sampler that gives each rank as many samples"
+                f"batch sizes of the ranks: expected equal sizes, found {', '.join(map(str, sizes))}. Use drop_last=True, and "
+                "a sampler with equally many samples per rank"
             )
 
 
@@ -75,13 +75,13 @@ def is_master() -> bool:
 
 @torch.no_grad()
 def all_gather(tensor: Tensor) -> Tensor:
-    """Concatenate a tensor of equal shape from all ranks along dimension 0, in rank order, without gradient.
+    """Concatenate a tensor from all ranks along dimension 0, in rank order, without gradient. Collective: all ranks call it.
 
     Args:
-        tensor: ``(N, ...)``, the same shape and type on every rank.
+        tensor: ``(N, ...)``, with the same shape and dtype on every rank.
 
     Returns:
-        ``(world_size * N, ...)``; with one process the detached input itself.
+        ``(world_size * N, ...)``; with one process the detached input.
     """
     if world_size() == 1:
         return tensor.detach()
@@ -93,7 +93,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """Gather as :func:`all_gather` a tensor on the CPU, whatever the backend; does not wait for the GPU."""
+    """Gather a tensor on the CPU as :func:`all_gather`, for any backend; does not synchronize with the GPU."""
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
@@ -103,7 +103,7 @@ def all_gather_on_host(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum a tensor over all ranks into a new tensor, without gradient."""
+    """Return the sum of a tensor over all ranks, without gradient. Collective: all ranks call it."""
     tensor = tensor.detach().clone()
     if world_size() > 1:
         dist.all_reduce(tensor)
@@ -112,7 +112,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_reduce_max(tensor: Tensor) -> Tensor:
-    """Take the largest of all ranks' values into a new tensor, without gradient."""
+    """Return the maximum of a tensor over all ranks, without gradient. Collective: all ranks call it."""
     tensor = tensor.detach().clone()
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -120,32 +120,32 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 
 
 def _control_group() -> dist.ProcessGroup:
-    """Return a gloo group for objects and waiting: no GPU work, and patient, since one rank may evaluate for hours."""
+    """Return a gloo group for objects and barriers, without GPU work, with a long timeout: one rank may evaluate for hours."""
     return _control_group_of(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
 def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make the group at the first use, and anew when ``torch.distributed`` was started anew."""
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    """Create the group at the first use, and again after ``torch.distributed`` was restarted."""
+    group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
     return group
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process has ended: NCCL's error, or gloo's, which has no type."""
+    """Return whether a collective failed because another process exited (gloo's error has no type)."""
     return isinstance(error, dist.DistBackendError) or ("gloo" in str(error) and "by peer" in str(error))
 
 
 def shutdown() -> None:
-    """Leave the group of processes, where there is one."""
+    """Destroy the process group, if there is one."""
     _control_group_of.cache_clear()
     if is_initialized():
         dist.destroy_process_group()
 
 
 def broadcast_object(value: Any) -> Any:
-    """Give every rank the (picklable) value of rank 0."""
+    """Return the (picklable) value of rank 0. Collective: all ranks call it."""
     if world_size() == 1:
         return value
     box = [value]
@@ -154,7 +154,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Gather every rank's (picklable) value, in rank order."""
+    """Return every rank's (picklable) value, in rank order. Collective: all ranks call it."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -163,11 +163,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def on_master(action: Callable[[], T]) -> T:
-    """Return on all ranks what an action gives on the master; its UsageError is raised on all of them, so that none waits.
-
-    Raises:
-        UsageError: the master's.
-    """
+    """Run an action on rank 0; return its result, or raise its UsageError, on all ranks. Collective: all ranks call it."""
     outcome: tuple[Any, str | None] = (None, None)
     if is_master():
         try:
@@ -181,12 +177,12 @@ def on_master(action: Callable[[], T]) -> T:
 
 
 def any_rank(flag: int) -> int:
-    """Return the largest of all ranks' small non-negative numbers; does not wait for the GPU."""
+    """Return the largest of all ranks' small non-negative numbers; does not synchronize with the GPU."""
     return any_rank_soon(flag)()
 
 
 def any_rank_soon(flag: int) -> Callable[[], int]:
-    """Begin :func:`any_rank`, and return the function that waits for its result."""
+    """Start :func:`any_rank`, and return a function that waits for its result."""
     if world_size() == 1:
         return lambda: flag
     box = torch.tensor(flag)
@@ -200,9 +196,9 @@ def any_rank_soon(flag: int) -> Callable[[], int]:
 
 
 def set_patience(patience: timedelta) -> None:
-    """Set after which time NCCL's watchdog ends a process whose collective does not end; all ranks must call it.
+    """Set the timeout of NCCL's watchdog for later collectives; waits for the GPU. Collective: all ranks call it.
 
-    What was begun before keeps its time, so the GPU's work is waited for.
+    Collectives that are already running keep their timeout.
     """
     if is_initialized() and dist.get_backend() == "nccl":
         barrier()
@@ -213,6 +209,6 @@ def set_patience(patience: timedelta) -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks, for hours if need be."""
+    """Wait for all ranks, if necessary for hours. Collective: all ranks call it."""
     if world_size() > 1:
         dist.barrier(group=_control_group())

@@ -26,7 +26,7 @@ def test_embedding_width_of_all_kinds_of_configurations():
         assert compat.embedding_dim("hf-hub:somebody/model", model) == 64  # without asking the hub
     custom = open_clip.create_model("demo-vit", force_custom_text=True)
     assert compat.embedding_dim("hf-hub:somebody/model", custom) == 64
-    with pytest.raises(ValueError, match="embedding width"):
+    with pytest.raises(ValueError, match="unknown embedding dimension"):
         compat.embedding_dim("no-such-model")
 
 

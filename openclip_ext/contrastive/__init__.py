@@ -1,1 +1,1 @@
-"""The machinery that all global contrastive losses share. No method is named here: those are in ``openclip_ext/losses/``."""
+"""Components that all global contrastive losses share. The methods are in ``openclip_ext/losses/``."""

@@ -1,6 +1,6 @@
-"""The samples of one step: as the caller gave them, gathered from all processes, and contrasted with one another.
+"""The samples of one step: as passed by the caller, gathered from all processes, and compared at given temperatures.
 
-Tensors with a leading dimension of 2 hold the two sides: 0 for image anchors (against the texts), 1 for text anchors
+Tensors with a leading dimension of 2 contain the two sides: 0 for image anchors (against the texts), 1 for text anchors
 (against the images).
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.state.sharded_table import count_of_equal, mean_of_equal
+from openclip_ext.state.sharded_table import group_count, group_mean
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
-    """Make a cached property. ``functools.cached_property`` has a lock before Python 3.12 that Dynamo cannot trace."""
+    """Return a cached property. Dynamo cannot trace the lock that ``functools.cached_property`` has before Python 3.12."""
     kept = "_" + compute.__name__
 
     @functools.wraps(compute)
@@ -36,21 +36,21 @@ class LocalBatch:
     """Checked inputs of one call of a loss, in this process.
 
     Attributes:
-        image, text: ``(B_local, d)``, as given (any float type, with gradient).
+        image, text: ``(B_local, d)`` as passed by the caller (any float dtype, with gradient).
         logit_scale: 0-d, with gradient.
-        index: ``(B_local,)`` int64, or None where the loss needs none.
-        in_range: ``(B_local,)`` bool, whether each index is one of the data set's; None without an index.
-        num_samples: size of the data set; None without an index.
-        labels: ``(B_local,)`` int64, equal for equal captions; None: all captions differ.
-        positives_attract: whether samples of equal labels are positives; if not, they are left out of the negatives only.
+        index: ``(B_local,)`` int64. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
-        dtype: precision to compute in.
+        dtype: dtype of the computation.
         epoch: epoch of the run, from 0.
-        call: number of calls in training mode before this one.
+        call: number of earlier calls in training mode.
         learning: whether this call is in training mode.
-        views: 2 if the samples are views of half as many images. ``image`` then holds the first views of all images
-            followed by the second ones, ``text`` the second views followed by the first. So each sample's own embedding
-            appears on the other side, too.
+        views: 2 if the samples are two views each of half as many images. ``image`` then contains the first views of all
+            images followed by the second ones, ``text`` the second views followed by the first ones. A sample's own embedding
+            is therefore also on the other side.
+        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
+        positives_attract: whether samples with equal labels are positives; if not, they are only excluded from the negatives.
+        in_range: ``(B_local,)`` bool, whether an index is in the data set. None without an index.
+        num_samples: size of the data set. None without an index.
     """
 
     image: Tensor
@@ -75,7 +75,7 @@ class LocalBatch:
         return (scale > 0) & (scale < math.inf)
 
     def detached(self) -> "LocalBatch":
-        """Return the same inputs without their graph, to keep them beyond the step."""
+        """Return the inputs without graph and index, to keep them after the step."""
         return replace(
             self,
             image=self.image.detach(),
@@ -88,29 +88,29 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class GatheredBatch:
-    """``B`` samples that are contrasted with one another: detached, and in the loss's own precision.
+    """``B`` samples that are compared with one another: detached, in the dtype of the loss.
 
-    A sample with a non-finite feature, or an index out of range, does not count: ``valid`` is False and its features are
-    zero, so that whatever follows from them is finite, and its :attr:`share` of 0 removes it.
+    A sample with a non-finite feature or an index out of range is masked: ``valid`` is False and its features are zero. Values
+    computed from it are therefore finite, and its :attr:`share` of 0 removes them.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
         positive: ``(B,)`` similarities ``s_ii``; with :attr:`positive_means` ``(2, B)``, means over the positives.
         valid: ``(B,)`` bool.
-        ignored: ``(B,)`` bool, the samples that do not count.
-        count: 0-d, number of samples that count, at least 2 of each view.
-        negatives: number of negatives of each anchor that counts: 0-d, or ``(B,)`` with labels.
-        logit_scale: 0-d; 1 where the given one is not finite and positive.
-        scale_ok: 0-d bool, whether the logit scale is finite and positive, on all processes or on none.
-        ok: 0-d bool, whether the logit scale is, and at least two samples (of each view) count whose labels, if any, differ.
-            If not, no sample counts.
+        ignored: ``(B,)`` bool, the masked samples.
+        count: 0-d, number of valid samples, at least 2 of each view.
+        negatives: number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
+        logit_scale: 0-d; 1 if the caller's logit scale is not finite and positive.
+        scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
+        ok: 0-d bool, whether the logit scale is finite and positive and at least two samples (of each view) are valid, with
+            different labels if there are labels. If False, no sample is valid.
         index: ``(B,)`` int64, or None.
         first: position of this process's first sample.
         local_size: number of this process's samples.
-        world_size: number of processes whose samples these are.
-        epoch, call, learning, views: those of the :class:`LocalBatch`.
-        labels: ``(B,)`` int64, or None; samples with equal labels are no negatives of each other.
-        positive_means: ``(2, B, d)``, the mean of each anchor's positives, on the other side; None: there is but one.
+        world_size: number of processes with samples in this batch.
+        epoch, call, learning, views: as in :class:`LocalBatch`.
+        labels: ``(B,)`` int64, or None; samples with equal labels are not negatives of each other.
+        positive_means: ``(2, B, d)``, mean of each anchor's positives, on the other side. None means one positive per anchor.
     """
 
     features: Tensor
@@ -135,32 +135,30 @@ class GatheredBatch:
 
     @property
     def size(self) -> int:
-        """Number of samples, including those that do not count."""
+        """Number of samples, masked ones included."""
         return self.features.shape[1]
 
     @_computed_once
     def pairs(self) -> Tensor:
-        """Number of pairs of each anchor: its negatives and the positive one."""
+        """Number of pairs of each anchor: its negatives and the positive pair."""
         return self.negatives + 1
 
     @_computed_once
     def log_negatives(self) -> Tensor:
-        """Logarithm of the number of negatives."""
         return self.negatives.log()
 
     @_computed_once
     def log_pairs(self) -> Tensor:
-        """Logarithm of the number of pairs."""
         return self.pairs.log()
 
     @_computed_once
     def share(self) -> Tensor:
-        """``(B,)``, each sample's share in the mean over those that count."""
+        """``(B,)``, each sample's share of the mean over valid samples."""
         return self.valid / self.count
 
     @_computed_once
     def scale_to_tau(self) -> Tensor:
-        """0-d derivative of ``τ = 1/logit_scale``; 0 where no sample counts."""
+        """0-d derivative of ``τ = 1/logit_scale``; 0 if no sample is valid."""
         return -(self.ok / self.logit_scale.square())
 
     @property
@@ -169,21 +167,19 @@ class GatheredBatch:
         return slice(self.first, self.first + self.local_size)
 
     def sample_index(self) -> Tensor:
-        """Return the index ``(B,)``, which a loss with state for each sample has asked for."""
+        """Return the index ``(B,)``, for a loss with ``needs_index``."""
         assert self.index is not None, "the loss declares needs_index"
         return self.index
 
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
-        """Return the mean over the samples that count, along the last dimension of ``(..., B)``.
+        """Return the mean over valid samples, along the last dimension of ``(..., B)``.
 
-        Args:
-            values: finite where a sample does not count.
-            anchors: positions that ``values`` covers; of a part of the batch, the result is that part's share of the mean.
+        ``values`` are finite also for masked samples. If they cover only ``anchors``, returns their contribution to the mean.
         """
         return values @ self.share[anchors]
 
     def gather_local(self, values: Tensor) -> Tensor:
-        """Concatenate all processes' ``(rows, B_local)``, a value for each of their samples, to ``(rows, B)``."""
+        """Gather ``(rows, B_local)`` of all processes to ``(rows, B)``. Collective: all ranks call it."""
         if self.world_size == 1:
             return values
         rows = values.shape[0]
@@ -191,37 +187,33 @@ class GatheredBatch:
         return gathered.transpose(0, 1).reshape(rows, -1)
 
     def through_positive(self, coefficients: Tensor) -> Tensor:
-        """Compute the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` in this process's features, ``(2, B_local, d)``.
-
-        Args:
-            coefficients: ``(2, B_local)`` of this process's anchors, 0 where one does not count.
-        """
+        """Return the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` (0 for masked anchors) in this process's features."""
         if self.positive_means is None:
             return coefficients.sum(dim=0)[:, None] * self.features[:, self.local].flip(0)
         assert self.labels is not None
         as_anchors = coefficients[:, :, None] * self.positive_means[:, self.local]
         weighted = self.gather_local(coefficients)[:, :, None] * self.features
-        as_positives = _mean_over_equal(self.labels, weighted, self.valid).flip(0)
+        as_positives = _label_means(self.labels, weighted, self.valid).flip(0)
         return (as_anchors + as_positives[:, self.local]).masked_fill_(self.ignored[self.local, None], 0)
 
 
 @dataclass(frozen=True)
-class Contrast:
+class BatchAtTemperature:
     """A gathered batch at given temperatures, with the sums over each anchor's negatives.
 
     Attributes:
         batch: the samples.
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
-        batch_estimate: computes :attr:`log_estimate` of what the objective needs.
-        of_all: computes :meth:`of_all_processes`; None: these samples are those of all processes.
+        batch_estimate: computes :attr:`log_estimate`, which depends on the objective.
+        of_all: computes :meth:`of_all_processes`. None means that these are the samples of all processes.
     """
 
     batch: GatheredBatch
     tau: Tensor
     log_sums: Tensor
-    batch_estimate: Callable[["Contrast"], Tensor]
-    of_all: Callable[[], "Contrast"] | None = None
+    batch_estimate: Callable[["BatchAtTemperature"], Tensor]
+    of_all: Callable[[], "BatchAtTemperature"] | None = None
 
     @_computed_once
     def positive_exponent(self) -> Tensor:
@@ -235,12 +227,12 @@ class Contrast:
 
     @_computed_once
     def log_g(self) -> Tensor:
-        """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 where a sample does not count."""
+        """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 for masked samples."""
         return self.log_gap_sums - self.batch.log_negatives
 
     @_computed_once
     def log_estimate(self) -> Tensor:
-        """``(2, B)`` the batch's own estimate of the log-normalizers."""
+        """``(2, B)`` mini-batch estimate of the log-normalizers."""
         return self.batch_estimate(self)
 
     @_computed_once
@@ -248,14 +240,14 @@ class Contrast:
         """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
         return log_math.log_add(self.log_gap_sums, 1.0)
 
-    def of_all_processes(self) -> "Contrast":
-        """Return the contrast of all processes' samples; all processes must call it, or none."""
+    def of_all_processes(self) -> "BatchAtTemperature":
+        """Return all processes' samples at their temperatures. Collective: all ranks call it."""
         return self if self.of_all is None else self.of_all()
 
 
 @torch.no_grad()
 def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
-    """Take all processes' samples, or (``gather=False``) only this process's; promote them, and find those that count."""
+    """Return the samples of all processes, or with ``gather=False`` of this process, in the dtype of the loss, with masks."""
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
     index, labels, valid = batch.index, batch.labels, batch.finite
@@ -275,17 +267,17 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     count = number.clamp(min=2 * batch.views)
     negatives = count - batch.views
     if labels is not None:
-        equal = count_of_equal(labels, valid)
+        equal = group_count(labels, valid)
         negatives = (count - equal).clamp(min=1)
-        # Then each sample that counts has a negative, or none has.
+        # Either every valid sample has a negative, or none has.
         ok = ok & (valid & (equal < number)).any()
     valid = valid & ok
     ignored = ~valid
-    # In place: they were copied above.
+    # In place, because torch.stack copied them.
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
     positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
     if labels is not None and batch.positives_attract:
-        positive_means = _mean_over_equal(labels, features, valid).flip(0)
+        positive_means = _label_means(labels, features, valid).flip(0)
         positive = torch.linalg.vecdot(features, positive_means)
     return GatheredBatch(
         features=features,
@@ -311,8 +303,8 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 
 def finite_rows(features: Tensor) -> Tensor:
-    """Return which samples ``(B,)`` of two sides, ``(2, B, d)``, have finite features only."""
-    # NaN is passed on by the maximum, and compares as False. Much faster than isfinite and all.
+    """Return which samples ``(B,)`` of two sides ``(2, B, d)`` have only finite features."""
+    # The maximum propagates NaN, which compares as False. Much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 
@@ -322,12 +314,12 @@ def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
     return index.clamp(0, num_samples - 1) == index
 
 
-def _mean_over_equal(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean of ``(2, B, d)`` over the samples of each label, for each sample."""
+def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
+    """Return the mean of ``(2, B, d)`` over the samples with the label of each sample."""
     rows = features.transpose(1, 2).flatten(0, 1)
-    return mean_of_equal(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
+    return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 
 
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Return which samples ``(B_local,)`` have finite features only."""
+    """Return which samples ``(B_local,)`` have only finite features."""
     return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))

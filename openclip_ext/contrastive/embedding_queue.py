@@ -1,4 +1,4 @@
-"""The most recent samples' embeddings. Prototypes restart from them, or consist of them."""
+"""The most recent samples' embeddings, from which prototypes restart, or which replace them."""
 
 import torch
 from torch import Tensor, nn
@@ -7,16 +7,12 @@ from openclip_ext.contrastive.batch import GatheredBatch
 
 
 class EmbeddingQueue(nn.Module):
-    """First-in, first-out store of the ``capacity`` most recent samples' embeddings, both sides; a ring buffer.
+    """Ring buffer (first in, first out) of the ``capacity`` most recent samples' embeddings of both sides.
 
-    Samples that do not count never enter. Of a batch larger than the capacity it keeps the first samples, in order.
-
-    Args:
-        capacity: number of samples ``m``.
-        embed_dim: width ``d``.
+    Masked samples never enter. Of a batch larger than the capacity it keeps the first valid samples, in order.
 
     Attributes:
-        rows: ``(2, capacity, d)``, texts and images: what the anchors of each side are contrasted with.
+        rows: ``(2, capacity, d)``, texts and images: the anchors of each side are compared with these.
         next: 0-d, the row of the next sample.
         filled: 0-d, number of rows in use.
     """
@@ -34,7 +30,6 @@ class EmbeddingQueue(nn.Module):
 
     @torch.no_grad()
     def push(self, batch: GatheredBatch) -> None:
-        """Add a batch's samples."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
@@ -42,14 +37,14 @@ class EmbeddingQueue(nn.Module):
         self.next.add_(added).remainder_(self.capacity)
         self.filled.add_(added).clamp_(max=self.capacity)
 
-    def rows_of(self, batch: GatheredBatch) -> Tensor:
-        """Return the row that :meth:`push` will give each sample ``(B,)`` int64; −1 where it gives none."""
+    def assigned_rows(self, batch: GatheredBatch) -> Tensor:
+        """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that do not enter."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.full((batch.size,), -1, device=positions.device)
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the samples that may enter, their rows, and whether each of them counts."""
+        """Return the candidate samples, their rows, and whether each candidate is valid."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity
@@ -61,19 +56,19 @@ class EmbeddingQueue(nn.Module):
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
     def multiplicity(self) -> Tensor:
-        """Return how often :meth:`repeated` takes each row, ``(capacity,)`` int64."""
+        """Return how often :meth:`repeated` contains each row, ``(capacity,)`` int64."""
         slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
         return (slots < filled) * ((self.capacity - 1 - slots) // filled + 1)
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
-    """Return the content of a queue of ``number`` samples that has seen this batch only: ``(2, number, d)``."""
+    """Return the content of a queue of ``number`` samples after this batch only: ``(2, number, d)``."""
     order = _valid_first(batch)
     filled = batch.valid.sum().clamp(min=1, max=number)
     return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
 
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
-    """Return the positions of the samples, those that count first, otherwise in order: ``(B,)``."""
+    """Return the positions ``(B,)`` of the samples, valid samples first, otherwise in order."""
     return torch.argsort(batch.ignored.view(torch.uint8), stable=True)

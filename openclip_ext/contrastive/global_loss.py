@@ -1,14 +1,14 @@
 """Global contrastive loss: an objective over estimated log-normalizers, with a temperature scheme.
 
-One step: gather the embeddings, ask the scheme for the temperatures, sum over each anchor's negatives
-(:class:`Similarities`), ask the normalizer for ``α``, and turn these into gradients by the objective.
+One step: gather the embeddings, get the temperatures from the scheme, sum over each anchor's negatives
+(:class:`Similarities`), get ``α`` from the normalizer, and compute the gradients by the objective.
 
 The gradient is exact without communication in the backward pass. For given ``α`` and ``τ`` it is linear in the pairs'
-weights, and a process that knows all embeddings and all ``α_i`` can compute the gradients of its own embeddings by itself,
-as anchors and as everybody's negatives. So the forward pass gathers ``2·B·d`` values and ``2·B`` scalars, and the backward
-pass nothing. Gradients of the embeddings are multiplied by the number of processes, so that the mean that
-DistributedDataParallel takes of the parameters' gradients is the gradient of one process with the whole batch. The gradient
-of a global temperature is the mean over this process's own anchors.
+weights. A process with all embeddings and all ``α_i`` can therefore compute the gradients of its own embeddings, as anchors
+and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars, the backward pass nothing.
+Gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
+parameters' gradients: the average is the gradient of one process with the full batch. The gradient of a global temperature
+is the mean over this process's own anchors.
 """
 
 import math
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
@@ -35,8 +35,6 @@ _QUANTILES = (0.1, 0.5, 0.9)
 
 
 class _WithGradients(torch.autograd.Function):
-    """A value whose gradients were computed along with it."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, number: int, *tensors_and_gradients: Tensor) -> Tensor:
         ctx.types = [tensor.dtype for tensor in tensors_and_gradients[:number]]
@@ -60,23 +58,19 @@ def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor
 
 
 class GlobalContrastiveLoss(ContrastiveLoss):
-    """A loss made of an estimator of the log-normalizers, a temperature scheme, and an objective.
+    """A loss with an objective, a normalizer (estimator of the log-normalizers) and a temperature scheme.
 
     :func:`openclip_ext.create_loss` creates it by the papers' names. Equations: ``docs/methods/README.md``.
 
     Args:
-        objective: what is minimized for given log-normalizers.
-        normalizer: estimates the log-normalizers.
-        temperature: gives the temperatures.
-        embed_dim: width of the embeddings, where a part of the loss fixes it.
-        num_samples: size of the index space, where a part of the loss needs the index.
+        objective, normalizer, temperature: the parts.
+        embed_dim, num_samples: sizes, if a part of the loss needs them.
         views: as in :class:`LocalBatch`.
-        reference_dim: width of a reference model's embeddings, which each call then needs; 0: there is none.
-        steer, distill, reference_temperature: what to do with them, see :mod:`openclip_ext.contrastive.steering`.
-        equal_captions: how to treat equal captions, see :mod:`openclip_ext.contrastive.equal_captions`.
+        reference_dim, steer, distill, reference_temperature: see :mod:`openclip_ext.contrastive.steering`.
+        equal_captions: see :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
-        ValueError: the parts do not fit together, see :func:`incompatibility`, or cannot treat equal captions in this way.
+        ValueError: the parts are incompatible (:func:`incompatibility`), or do not support this choice of ``equal_captions``.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if reason is not None:
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
-        if reason := _refusal_of_labels(equal_captions, type(objective), type(normalizer)):
+        if reason := _label_incompatibility(equal_captions, type(objective), type(normalizer)):
             raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
@@ -112,9 +106,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.embed_dim = embed_dim
         self.num_samples = num_samples
         self.needs_index = normalizer.needs_index or temperature.needs_index
-        self.keeps_state = any(
-            True for part in (normalizer, temperature) for _ in (*part.parameters(), *part.buffers())
-        )
+        self.keeps_state = any((*part.parameters(), *part.buffers()) for part in (normalizer, temperature))
         self.depends_on_epoch = normalizer.depends_on_epoch or temperature.depends_on_epoch
         self.uses_logit_scale = temperature.uses_logit_scale
         self.learns_logit_scale = temperature.learns_logit_scale
@@ -127,126 +119,135 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        batch = self._labelled(batch, outputs)
+        batch = self._add_labels(batch, outputs)
         steered = batch
         if self.reference_dim:
             steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
             batch = steered if self.steers else replace(batch, finite=steered.finite)
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
-            contrast, similarities = self._contrasted(batch, gather=not self.normalizer.contrasts_locally)
-            estimate, weight_ratio = self._estimated(contrast)
-            values = contrast.batch.mean(self.objective.value(contrast, estimate.alpha, weight_ratio))
+            batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
+            estimate, weight_ratio = self._estimate(batch_at_tau)
+            values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
             gradients, gap = self._feature_gradients(
-                contrast, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
+                batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
-            self._last = _Report.of(contrast, estimate.alpha, weight_ratio)
+            self._last = _Report.of(batch_at_tau, estimate.alpha, weight_ratio)
             self._last_steered = steered.detached() if self.reference_dim else None
         pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
         if gap is not None:
-            tau_gradient = self._tau_gradient(contrast, estimate, weight_ratio, gap)
+            tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
             if learns_own:
-                self._update_temperatures(contrast, tau_gradient)
+                self._update_temperatures(batch_at_tau, tau_gradient)
             if self.temperature.learns_logit_scale:
-                # The mean over this process's anchors.
-                mean = contrast.batch.mean(tau_gradient, contrast.batch.local).mean()
-                pairs.append((batch.logit_scale, contrast.batch.world_size * mean * contrast.batch.scale_to_tau))
+                mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
+                pairs.append(
+                    (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
+                )
         if self.training and self.temperature.solves:
-            self.temperature.solve(contrast)
+            self.temperature.solve(batch_at_tau)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
-            **self._regularizer(contrast, batch.logit_scale),
-            **self._distillation(contrast, steered),
+            **self._regularizer(batch_at_tau, batch.logit_scale),
+            **self._distillation(batch_at_tau, steered),
         }
 
-    def _labelled(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
-        """Return the batch with labels that are equal where captions are, if the loss was asked to heed them."""
+    def _add_labels(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
         if not self.needs_positives:
             return batch
-        labels = labels_of(outputs.get("positives"), batch)
+        labels = read_labels(outputs.get("positives"), batch)
         return replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
 
-    def _contrasted(self, local: LocalBatch, gather: bool) -> tuple[Contrast, Similarities]:
-        """Gather a batch, set its temperatures, and sum over the negatives."""
+    def _contrast(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:
         batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
-            raise ValueError("a contrastive loss needs at least 2 samples to contrast, found 1: raise the batch size")
+            raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
         similarities = Similarities(batch, self.temperature.temperatures(batch))
-        of_all = None if gather else lambda: self._contrasted(local, gather=True)[0]
-        contrast = Contrast(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
-        return contrast, similarities
+        of_all = None if gather else lambda: self._contrast(local, gather=True)[0]
+        batch_at_tau = BatchAtTemperature(
+            batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all
+        )
+        return batch_at_tau, similarities
 
-    def _estimated(self, contrast: Contrast) -> tuple[Estimate, Tensor]:
-        """Return the normalizers' estimate, after its update in training mode, and ``exp(−α)(ε+g)``, ``(2, B)``."""
-        estimate = self.normalizer.step(contrast) if self.training else self.normalizer.predict(contrast)
-        # An estimate may be anything where a sample does not count. From here on all is finite.
-        alpha = estimate.alpha.masked_fill(contrast.batch.ignored, 0)
-        return replace(estimate, alpha=alpha), log_math.saturating_exp(contrast.log_estimate - alpha)
+    def _estimate(self, batch_at_tau: BatchAtTemperature) -> tuple[Estimate, Tensor]:
+        """Return the normalizer's estimate, in training mode after its update, and ``exp(−α)(ε+g)``, ``(2, B)``."""
+        estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
+        # The estimate of a masked sample is arbitrary. From here on all values are finite.
+        alpha = estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0)
+        return replace(estimate, alpha=alpha), log_math.saturating_exp(batch_at_tau.log_estimate - alpha)
 
     def _feature_gradients(
-        self, contrast: Contrast, similarities: Similarities, estimate: Estimate, weight_ratio: Tensor, with_gap: bool
+        self,
+        batch_at_tau: BatchAtTemperature,
+        similarities: Similarities,
+        estimate: Estimate,
+        weight_ratio: Tensor,
+        with_gap: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this process's images and texts ``(2, B_local, d)``.
 
         With ``with_gap`` also return ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``.
         """
-        batch, objective = contrast.batch, self.objective
-        # The value is the mean of two sides, and the processes' gradients are averaged later.
+        batch, objective = batch_at_tau.batch, self.objective
+        # The value is the mean of two sides, and DistributedDataParallel averages the gradients of the processes.
         half = 0.5 * batch.world_size
-        factor = half * objective.pair_factor(contrast.tau) * batch.share
+        factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
         if estimate.batch_share:
             factor = factor * (1 + estimate.batch_share * (1 - weight_ratio))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
-        log_divisor = objective.estimand.log_divisor(contrast)
-        weight_sum = log_math.saturating_exp(contrast.log_gap_sums - estimate.alpha - log_divisor)
-        gradients, mean_similarity = similarities.gradients(contrast.log_sums, factor * weight_sum, with_gap)
-        in_positive = (factor * objective.positive_pair(contrast, estimate.alpha, weight_sum))[:, batch.local]
+        log_divisor = objective.estimand.log_divisor(batch_at_tau)
+        weight_sum = log_math.saturating_exp(batch_at_tau.log_gap_sums - estimate.alpha - log_divisor)
+        gradients, mean_similarity = similarities.gradients(batch_at_tau.log_sums, factor * weight_sum, with_gap)
+        in_positive = (factor * objective.positive_pair(batch_at_tau, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
-            # The common case, without another buffer of the features' size.
+            # The common case needs no additional buffer of the features' size.
             own = batch.features[:, batch.local].flip(0)
             gradients.addcmul_(in_positive.sum(dim=0)[:, None], own)
         else:
             gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * contrast.tau * (1 - weight_ratio) * batch.share
+            through_alpha = half * batch_at_tau.tau * (1 - weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
         if mean_similarity is None:
             return gradients, None
         return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
 
-    def _tau_gradient(self, contrast: Contrast, estimate: Estimate, weight_ratio: Tensor, gap: Tensor) -> Tensor:
-        """Return the derivative of each of this process's anchors' terms in its temperature, ``(2, B_local)``."""
-        of_anchors = (contrast.tau, estimate.alpha, weight_ratio, contrast.batch.positive)
-        tau, alpha, weight_ratio, positive = (values[..., contrast.batch.local] for values in of_anchors)
+    def _tau_gradient(
+        self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
+    ) -> Tensor:
+        """Return the derivative of this process's anchors' terms in their temperatures, ``(2, B_local)``."""
+        of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
+        tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
         gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
         if estimate.tau_slope is not None:
             gradient = gradient + tau * (1 - weight_ratio) * estimate.tau_slope
         return gradient
 
-    def _update_temperatures(self, contrast: Contrast, tau_gradient: Tensor) -> None:
-        """Let a scheme with temperatures of its own learn from the whole batch."""
-        rho = self.temperature.rho(contrast.batch.epoch)
+    def _update_temperatures(self, batch_at_tau: BatchAtTemperature, tau_gradient: Tensor) -> None:
+        rho = self.temperature.rho(batch_at_tau.batch.epoch)
         regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
-        self.temperature.update(contrast, contrast.batch.gather_local(tau_gradient) + regularizer)
+        self.temperature.update(batch_at_tau, batch_at_tau.batch.gather_local(tau_gradient) + regularizer)
 
-    def _regularizer(self, contrast: Contrast, logit_scale: Tensor) -> dict[str, Tensor]:
-        batch = contrast.batch
+    def _regularizer(self, batch_at_tau: BatchAtTemperature, logit_scale: Tensor) -> dict[str, Tensor]:
+        batch = batch_at_tau.batch
         rho = self.temperature.rho(batch.epoch)
         if rho is None:
             return {}
         factor = self.objective.regularizer(rho)
-        values = factor * batch.mean(contrast.tau)
+        values = factor * batch.mean(batch_at_tau.tau)
         if not self.temperature.learns_logit_scale:
             return {"temperature_loss": values.mean()}
         return {"temperature_loss": mean_with_gradients(values, (logit_scale, factor * batch.scale_to_tau))}
 
-    def _distillation(self, contrast: Contrast, steered: LocalBatch) -> dict[str, Tensor]:
+    def _distillation(self, batch_at_tau: BatchAtTemperature, steered: LocalBatch) -> dict[str, Tensor]:
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch = contrast.batch if self.steers else gather_batch(steered, gather=contrast.batch.world_size > 1)
+            batch = (
+                batch_at_tau.batch if self.steers else gather_batch(steered, gather=batch_at_tau.batch.world_size > 1)
+            )
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), contrast.tau, self.reference_temperature)
+            found = distill(batch, model, torch.stack([image, -text]), batch_at_tau.tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
             for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
@@ -266,12 +267,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         index: Tensor | None = None,
         reference: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalizer's prediction for these samples."""
+        """Return the normalizer's prediction for these samples. Collective: all ranks call it."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
-            contrast, _ = self._contrasted(batch, gather=True)
-            alpha = self.normalizer.predict(contrast).alpha[:, contrast.batch.local]
+            batch_at_tau, _ = self._contrast(batch, gather=True)
+            alpha = self.normalizer.predict(batch_at_tau).alpha[:, batch_at_tau.batch.local]
         return alpha[0], alpha[1]
 
     @torch.no_grad()
@@ -283,23 +284,21 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return self.temperature.temperatures(batch)
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch`` (from 0), and tell the normalizer once."""
         is_new = epoch != self.epoch
         super().start_epoch(epoch)
         if is_new:
             self.normalizer.start_epoch(epoch)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """Bound the model's ``logit_scale`` parameter as the temperature scheme says."""
         with torch.no_grad():
             self.temperature.finish_logit_scale_step(parameter, before)
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of the last call, for the logs. Waits for the device.
+        """Return metrics of the last call, for the logs. Synchronizes with the device.
 
-        ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were contrasted with one
-        another, and ``chance`` its value for embeddings that are all equal; ``weight_mean`` is the mean of ``exp(−α)(ε+g)``,
-        1 for an estimate that agrees with the batch.
+        ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were compared with one
+        another, and ``chance`` is its value for equal embeddings. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``, 1 for an
+        estimate that agrees with the batch.
         """
         self._raise_if_out_of_range()
         if self._last is None:
@@ -328,7 +327,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 def incompatibility(
     objective: type[Objective], normalizer: type[Normalizer], temperature: type[TemperatureScheme]
 ) -> str | None:
-    """Return why these parts make no loss, or None if they do."""
+    """Return why these parts cannot form a loss, or None if they can."""
     for declared in ("estimand", "regularized"):
         if not hasattr(objective, declared):
             return f"{objective.__name__} does not declare {declared}"
@@ -336,29 +335,28 @@ def incompatibility(
         offered = " or ".join(estimand.formula for estimand in normalizer.estimates)
         return f"the objective needs an estimate of {objective.estimand.formula}; this normalizer estimates {offered}"
     if normalizer.differentiable and not objective.differentiates_alpha:
-        return "the objective takes α as a constant; this normalizer's gradient may reach the encoders"
+        return "the objective treats α as constant, but this normalizer's gradient can reach the encoders"
     if temperature.regularized and not objective.regularized:
-        return "the objective has no regularizer, and these temperatures are learned with one"
+        return "the objective has no regularizer, but these temperatures are learned with one"
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
-        return "this normalizer's objective may stay in each process, and these temperatures come from the global batch"
+        return "this normalizer can use each process's own batch, but these temperatures need the global batch"
     return None
 
 
-def _refusal_of_labels(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
-    """Return why a loss of these parts cannot treat equal captions in this way; empty: it can."""
+def _label_incompatibility(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
+    """Return why a loss of these parts does not support this choice of ``equal_captions``; empty if it does."""
     if choice != NEGATIVE and normalizer.refuses_labels:
         return f"{normalizer.refuses_labels}; use negative, or another loss"
     if choice == POSITIVE and objective.estimand.includes_positive:
         return (
-            f"this loss estimates {objective.estimand.formula}, which has room for one positive pair; use mask, or another "
-            "loss"
+            f"this loss estimates {objective.estimand.formula}, with only one positive pair; use mask, or another loss"
         )
     return ""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """The numbers of a step for :meth:`GlobalContrastiveLoss.metrics`, without the embeddings, which would take memory."""
+    """Values of a step for :meth:`GlobalContrastiveLoss.metrics`, without the embeddings, which would use memory."""
 
     valid: Tensor
     share: Tensor
@@ -369,11 +367,11 @@ class _Report:
     weight_ratio: Tensor
 
     @classmethod
-    def of(cls, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
-        batch, gaps = contrast.batch, contrast.log_gap_sums
-        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, contrast.tau, alpha, gaps, weight_ratio)
+    def of(cls, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
+        batch, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
+        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, batch_at_tau.tau, alpha, gaps, weight_ratio)
 
     def chance(self) -> float:
-        """Return the mean of ``log(1 + N)`` over the samples that count, each with ``N`` negatives; 0 if none has any."""
+        """Return the mean of ``log(1 + N)`` over valid samples with ``N`` negatives each; 0 if no sample is valid."""
         negatives = self.negatives[self.valid[0]] if self.negatives.ndim else self.negatives
         return statistics.fmean(math.log(1 + number) for number in negatives.reshape(-1).tolist() or [0.0])

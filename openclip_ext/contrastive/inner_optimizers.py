@@ -1,7 +1,7 @@
 """Adam for the networks inside a loss.
 
-``torch.optim`` keeps its state outside of modules: it is in no ``state_dict`` of the loss, stays behind on ``.double()``
-and ``.to()``, and cannot skip a step without waiting for the device. This one has the same formulas with tensors as state.
+``torch.optim`` stores its state outside of modules: ``state_dict``, ``.double()`` and ``.to()`` of the loss miss it, and it
+cannot skip a step without a host-device sync. This one has the same formulas with tensors as state.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ ADAM_EPS = 1e-8
 
 
 class InnerAdam(nn.Module):
-    """``torch.optim.Adam`` with its default β and ε, for a network that requires gradients in :meth:`step` only."""
+    """``torch.optim.Adam`` with its default β and ε, for a network that requires gradients only in :meth:`step`."""
 
     steps: Tensor
 
@@ -29,18 +29,14 @@ class InnerAdam(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Clear the moments and the step count."""
         for buffer in self.buffers():
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
-        """Make one step on the sum of the objectives, of which only one at a time has its graph in memory.
+        """Make one step of the network on the sum of the objectives, with the graph of one objective in memory at a time.
 
-        Args:
-            network: is updated in place.
-            objectives: each computes a 0-d term of the loss from the network's parameters.
-            lr: learning rate.
-            ok: 0-d bool; if False, nothing changes.
+        An objective computes a 0-d term of the loss from the network's parameters. If ``ok`` (0-d bool) is False, nothing
+        changes.
         """
         parameters: list[Tensor] = list(network.parameters())
         with torch.enable_grad():
@@ -56,7 +52,7 @@ class InnerAdam(nn.Module):
 
     @torch.no_grad()
     def apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
-        """Make one step on given gradients with one kernel, which does nothing if not ``ok``."""
+        """Make one step on given gradients with one kernel, which changes nothing if ``ok`` is False."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")

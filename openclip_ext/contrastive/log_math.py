@@ -1,7 +1,7 @@
 """Log-space arithmetic: no state, no communication.
 
-With ``τ = 0.01`` the exponents ``(s_ij − s_ii)/τ`` reach 200, and ``exp(200)`` is infinite in float32. So normalizers are
-kept as logarithms, and sums of exponentials are shifted by their largest term.
+With ``τ = 0.01`` the exponents ``(s_ij − s_ii)/τ`` reach 200, and ``exp(200)`` is infinite in float32. Normalizers are
+therefore stored as logarithms, and sums of exponentials are shifted by their largest term.
 """
 
 import math
@@ -13,12 +13,12 @@ _LOG2_E = 1 / math.log(2)
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """Return the largest exponent that :func:`saturating_exp` takes: the square of its exponential is finite in ``dtype``."""
+    """Return the upper bound of :func:`saturating_exp`: the square of its exponential is finite in ``dtype``."""
     return 0.45 * math.log(torch.finfo(dtype).max)
 
 
 def saturating_exp(exponent: Tensor) -> Tensor:
-    """Return ``exp``, bounded by :func:`max_exponent`.
+    """Return ``exp`` of exponents clamped to :func:`max_exponent`.
 
     An estimate can be so wrong that the true weight overflows. The weight then saturates and stays finite.
     """
@@ -26,7 +26,7 @@ def saturating_exp(exponent: Tensor) -> Tensor:
 
 
 def saturating_expm1(exponent: Tensor) -> Tensor:
-    """Return ``exp − 1``, bounded as :func:`saturating_exp`."""
+    """Return ``exp − 1``, clamped as in :func:`saturating_exp`."""
     return exponent.clamp(max=max_exponent(exponent.dtype)).expm1()
 
 
@@ -49,7 +49,7 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
 def exp_(exponents: Tensor) -> Tensor:
     """Overwrite exponents with their exponentials, for large tensors.
 
-    PyTorch leaves ``exp`` on the CPU to MKL, which takes four times as long on AMD's processors as PyTorch's own ``exp2``.
+    On a CPU, PyTorch's ``exp`` uses MKL, which is four times slower on AMD processors than PyTorch's own ``exp2``.
     """
     return exponents.mul_(_LOG2_E).exp2_() if exponents.is_cpu else exponents.exp_()
 
@@ -62,6 +62,6 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
 
 
 def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:
-    """Return half a cosine from ``start`` at epoch 0 to ``end`` from epoch ``epochs`` on."""
+    """Return a half cosine from ``start`` at epoch 0 to ``end`` at epoch ``epochs`` and later."""
     progress = min(max(epoch, 0) / epochs, 1.0)
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))

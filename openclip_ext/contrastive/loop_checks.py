@@ -1,6 +1,6 @@
-"""Mistakes of the training loop that change the numbers without an error: each gives one warning.
+"""Warnings about mistakes of the training loop that change results without an error, once each.
 
-Only the first two calls of a loss read values, because that waits for the device.
+Only the first two calls of a loss read values, because this synchronizes with the device.
 """
 
 import math
@@ -15,75 +15,65 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 
 CHECKED_CALLS = 2
-# Half-precision features differ from length 1 by less.
+# Half-precision features differ from unit norm by less.
 _TOLERANCE = 0.05
-# The largest value of OpenCLIP's parameter log(1/τ). Its exponential is rarely so small: it starts at 10 or 14.3.
+# The largest value of OpenCLIP's parameter log(1/τ). A logit scale is rarely this small: it starts at 10 or 14.3.
 _LARGEST_LOG_SCALE = math.log(100)
 
 _STATE = "Each such call updates its state, as one optimizer step. "
-# A warning for each mistake; in braces what was found.
 _WARNINGS = {
     "processes": "{processes} processes were started (WORLD_SIZE), but torch.distributed.init_process_group was not called: "
-    "each contrasts its own samples only",
-    "no epoch": "start_epoch() was not called before the first training step. Schedules of this loss follow the epoch. Call "
-    "loss.start_epoch(epoch) at the start of each epoch, from 0",
+    "each compares only its own samples. Call it before the loss is created",
+    "no epoch": "start_epoch() was not called before the first training step, but schedules of this loss depend on the epoch. "
+    "Call loss.start_epoch(epoch) at the start of each epoch, from 0",
     "no gradient": f"the loss was called in training mode under torch.no_grad(). {_STATE}"
-    "To look at its value, call it after loss.eval(), and continue after loss.train()",
+    "To read its value, call it after loss.eval(), then call loss.train()",
     "no backward": f"the loss was called again in training mode before the backward pass of the previous call. {_STATE}"
-    "To look at its value, call it after loss.eval(). To accumulate gradients, call it once on the features of all "
-    "micro-batches",
-    "scale": "logit_scale: found {scale:.4g}, a temperature of {temperature:.2g}. Expected 1/temperature, such as 14.3 at the "
-    "start of training. If this is the logarithm that OpenCLIP's models keep, pass model.logit_scale.exp()",
-    "length": "image_features, text_features: found rows of length {shortest:.4g} to {longest:.4g}, expected 1. Otherwise the "
-    "loss can become huge. Pass torch.nn.functional.normalize(features, dim=-1)",
+    "To read its value, call it after loss.eval(). To accumulate gradients, call it once on the features of all micro-batches",
+    "scale": "logit_scale: expected 1/temperature, such as 14.3 at the start of training, found {scale:.4g}. If this is "
+    "OpenCLIP's parameter, a logarithm, pass model.logit_scale.exp()",
+    "length": "image_features, text_features: expected rows of unit norm, found norms from {shortest:.4g} to {longest:.4g}. "
+    "Pass torch.nn.functional.normalize(features, dim=-1)",
 }
 
 
 class LoopChecks:
-    """Watches the loop that calls a loss. It is not part of the loss's state.
-
-    Attributes:
-        epoch_is_known: whether the loop, or a restored state, has told the epoch.
-    """
+    """Checks of the loop that calls a loss, outside of its state. ``epoch_is_known`` after ``start_epoch`` or a restore."""
 
     def __init__(self) -> None:
         self.epoch_is_known = False
         self._warned: set[str] = set()
-        # Whether the backward pass of the last checked call ran; None if it cannot.
+        # Whether the backward pass of the last checked call ran. None means that it has no backward pass.
         self._backward_ran: bool | None = None
 
     def warn(self, mistake: str, **found: Any) -> None:
-        """Warn of a mistake, unless that was done before."""
+        """Warn of a mistake, once."""
         if mistake not in self._warned:
             self._warned.add(mistake)
             warnings.warn(_WARNINGS[mistake].format(**found), stacklevel=2)
 
     def check_processes(self) -> None:
-        """Warn if other processes were started, too, and there is no process group to reach them."""
+        """Warn if a launcher started several processes but there is no process group."""
         if processes := distributed.unconnected_processes():
             self.warn("processes", processes=processes)
 
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
     ) -> None:
-        """Warn about features of another length than 1, and about a scale that looks like its logarithm.
-
-        Raises:
-            ValueError: the scale is not finite and positive.
-        """
+        """Warn about features without unit norm and a scale that looks like its logarithm; ValueError for a wrong scale."""
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])
         shortest, longest, scale = values.tolist()
         if not 0 < scale < math.inf:
             raise ValueError(
-                f"logit_scale: found {scale:.4g}, expected a finite positive number, 1/temperature. OpenCLIP's models keep "
-                "its logarithm: pass model.logit_scale.exp()"
+                f"logit_scale: expected 1/temperature, a finite positive number, found {scale:.4g}. Pass "
+                "model.logit_scale.exp()"
             )
         start = initial_logit_scale
         is_asked_for = start is not None and math.isclose(scale, math.exp(start), rel_tol=_TOLERANCE)
         if uses_logit_scale and scale <= _LARGEST_LOG_SCALE and not is_asked_for:
-            self.warn("scale", scale=scale, temperature=1 / scale)
+            self.warn("scale", scale=scale)
         if unit_norm and max(longest - 1, 1 - shortest) > _TOLERANCE:
             self.warn("length", shortest=shortest, longest=longest)
 
@@ -94,7 +84,7 @@ class LoopChecks:
         self._backward_ran = None
 
     def finish_call(self, terms: Iterable[Tensor]) -> None:
-        """Notice when the backward pass of this call runs."""
+        """Record when the backward pass of this call runs."""
 
         def note(gradient: Tensor) -> None:
             self._backward_ran = True

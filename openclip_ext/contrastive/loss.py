@@ -1,4 +1,4 @@
-"""Interface of all losses."""
+"""The interface of all losses."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
-from openclip_ext.state.sharded_table import ShardedTable, kept_apart
+from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
 # OpenCLIP keeps the temperature in [0.01, 1].
@@ -24,11 +24,10 @@ _OPENCLIP_BOUNDS = (0.0, math.log(100))
 
 
 class StateSize(NamedTuple):
-    """Bytes that a loss keeps in one process, on the model's device.
+    """Bytes of a loss's state in one process, on the model's device.
 
-    Attributes:
-        replicated: networks, prototypes and their optimizers, the same in every process.
-        per_sample: this process's part of the tables of per-sample state.
+    ``replicated`` state is equal in every process: networks, prototypes and their optimizers. ``per_sample`` state is this
+    process's shards of the tables.
     """
 
     replicated: int
@@ -38,31 +37,31 @@ class StateSize(NamedTuple):
 class ContrastiveLoss(nn.Module):
     """Base of all losses.
 
-    A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. One call in training mode is one
-    optimizer step and updates the state. A call in evaluation mode changes nothing. A loss belongs to one thread.
+    A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. A call in training mode is one
+    optimizer step and updates the state. A call in evaluation mode changes nothing. A loss is not thread-safe.
 
     Attributes:
-        embed_dim: required width of the features; None: any.
-        num_samples: size of the index space; None: the loss needs no index.
+        embed_dim: required embedding dimension. None means any.
+        num_samples: size of the index space. None means that the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
         needs_positives: whether ``forward`` needs ``positives``, which captions are equal.
-        keeps_state: whether a call in training mode changes the loss, beyond what the training's optimizer does.
-        depends_on_epoch: whether schedules of the loss follow :meth:`start_epoch`.
-        expects_unit_norm: whether the features must have length 1.
+        keeps_state: whether a call in training mode changes the loss, in addition to the training's optimizer.
+        depends_on_epoch: whether the loss has schedules that depend on :meth:`start_epoch`.
+        expects_unit_norm: whether the features must have unit norm.
         uses_logit_scale: whether the value depends on the model's ``logit_scale``.
-        learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it: DistributedDataParallel
-            fails on a parameter that never receives one.
-        initial_logit_scale: start value of OpenCLIP's parameter ``log(1/τ)``; None: leave the model's.
-        initial_logit_bias: start value of OpenCLIP's ``logit_bias``; None: the model needs none.
+        learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
+            DistributedDataParallel fails on a parameter without a gradient.
+        initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
+        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss needs none.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
         trains_captions_only: whether a captioner's embeddings get no gradient.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
-        logit_scale_lr: constant learning rate of that parameter; None: that of the encoders, with its schedule.
-        follows_autocast: whether it computes under the caller's autocast, instead of in the precision of the features.
-        reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0: there is none.
-        steers: whether the similarities are differences to the reference's.
+        logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
+        follows_autocast: whether the loss uses the caller's autocast instead of the dtype of the features.
+        reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0 means none.
+        steers: whether the similarities are differences to the reference's similarities.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
-            and not ``log(ε + g)``.
+            instead of ``log(ε + g)``.
     """
 
     embed_dim: int | None = None
@@ -107,44 +106,44 @@ class ContrastiveLoss(nn.Module):
         """Compute the loss of a batch; in training mode also update the state once.
 
         Args:
-            image_features, text_features: ``(B_local, d)``, unit norm, any floating-point type; for a loss of two views the
-                embeddings of the first and of the second views. Samples with a non-finite feature are left out, without
-                waiting for the device, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
+            image_features, text_features: ``(B_local, d)``, unit norm, any float dtype; for a loss of two views, the
+                embeddings of the first and of the second views. Samples with a non-finite feature are masked without a
+                host-device sync, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
             logit_scale: 0-d or one element, ``1/τ``. If it is not finite and positive, the loss is 0 and nothing changes.
             logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
-            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that need none.
-            output_dict: return the terms.
-            outputs: other outputs of the model; a loss ignores those that it does not use. ``positives`` is used by a
-                loss created with ``equal_captions``: ``(B_local,)`` int64 labels that are equal where captions are, or, with
-                one process, the ``(B_local, B_local)`` bool mask of the pairs with equal captions. ``reference`` is used by a
-                loss created with ``reference_dim``: the reference model's embeddings of images and of texts,
-                ``(B_local, reference_dim)`` each.
+            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that do not need it.
+            output_dict: whether to return the terms instead of their sum.
+            outputs: other outputs of the model; unused ones are ignored. A loss with ``equal_captions`` uses ``positives``:
+                ``(B_local,)`` int64 labels, equal for equal captions, or, with one process, the ``(B_local, B_local)`` bool
+                mask of the pairs with equal captions. A loss with ``reference_dim`` uses ``reference``: the reference model's
+                embeddings of images and of texts, ``(B_local, reference_dim)`` each.
 
         Returns:
-            The terms by name, ``contrastive_loss`` among them, or their sum.
+            The terms by name, including ``contrastive_loss``, or their sum.
 
         Raises:
-            ValueError: wrong shapes or types; too few samples to contrast; on the CPU, ranks with batches of different
-                sizes; an index (or labels) missing, or (at once on the CPU, at the next :meth:`metrics` or
-                :meth:`pop_nonfinite` on other devices) outside of ``[0, num_samples)``; in the first two calls in training
-                mode, a scale that is not finite and positive.
-            RuntimeError: a loss that keeps state is called again in the backward pass (``torch.utils.checkpoint``).
+            ValueError: wrong shapes or dtypes; fewer than 2 samples; on the CPU, ranks with batches of different sizes; a
+                missing index or missing labels; an index outside of ``[0, num_samples)`` (on a GPU at the next :meth:`metrics`
+                or :meth:`pop_nonfinite`); in the first two calls in training mode, a scale that is not finite and positive.
+            RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
-            UserWarning: in training mode, of what is probably a mistake of the loop (``contrastive/loop_checks.py``). The
-                first two calls wait for the device for it.
+            UserWarning: a probable mistake of the training loop (``contrastive/loop_checks.py``). The first two calls in
+                training mode synchronize with the device to find it.
         """
         if self.training and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # Losses may train networks of their own, which inference mode forbids, also with its tensors.
+            # Losses can train networks of their own, which inference mode and its tensors do not allow.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
-                *inputs, named = compat.map_tensors(_usual, inputs)
+                *inputs, named = compat.map_tensors(
+                    lambda value: value.clone() if value.is_inference() else value, inputs
+                )
                 return self.forward(*inputs, **named)
         recomputes = checks.is_in_backward()
         if recomputes and self.training and self.keeps_state:
             raise RuntimeError(
-                "the loss was called in a backward pass, as by torch.utils.checkpoint, which would update its state twice. "
-                "Checkpoint the model only, and call the loss outside"
+                "the loss was called in a backward pass, which would update its state twice. Call it outside of "
+                "torch.utils.checkpoint"
             )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
@@ -156,16 +155,15 @@ class ContrastiveLoss(nn.Module):
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             if watched:
                 self._checks.finish_call(terms.values())
-            size = len(image_features)  # of two views, which the batch has twice
-            names = None if batch.index is None else batch.index[:size]
-            if names is None and isinstance(index, Tensor) and index.shape == (size,):
-                names = None if index.is_floating_point() else index
-            self.nonfinite.add(self.calls, names, batch.finite[:size], batch.scale_ok)
+            size = len(image_features)  # a batch of two views has twice as many samples
+            names = index if batch.index is None else batch.index[:size]
+            is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
+            self.nonfinite.add(self.calls, names if is_index else None, batch.finite[:size], batch.scale_ok)
         self.calls += self.training and not recomputes
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Compute the terms of a checked batch, with their graph; in training mode also update the state once."""
+        """Return the terms of a checked batch, with their graph; in training mode also update the state once."""
         raise NotImplementedError
 
     def log_normalizers(
@@ -173,30 +171,24 @@ class ContrastiveLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Estimate the log-normalizers ``α`` of this process's samples from the stored state, without changing it.
 
-        With several processes all of them must call it, with equally many samples.
-
-        Args:
-            image_features, text_features, logit_scale, index: as for :meth:`forward`.
+        Collective: all ranks call it, with equally many samples. The arguments are as for :meth:`forward`. Raises
+        NotImplementedError if the loss has no normalizers.
 
         Returns:
             ``(B_local,)`` for the images and for the texts, or for the first and the second views.
-
-        Raises:
-            NotImplementedError: the loss estimates none.
         """
-        raise NotImplementedError(f"{type(self).__name__} estimates no normalizer")
+        raise NotImplementedError(f"{type(self).__name__} has no normalizers")
 
     def get_extra_state(self) -> Tensor:
-        """Return the host's counters ``(epoch, calls)``, for ``state_dict``. Safetensors stores nothing but tensors."""
+        """Return the counters ``(epoch, calls)``, as a tensor because safetensors stores nothing else."""
         return torch.tensor([self.epoch, self.calls])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the counters."""
         self.epoch, self.calls = state.tolist()
         self._checks.epoch_is_known = True
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
+        """Start epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
         if epoch < 0:
             raise ValueError(f"start_epoch({epoch}): epochs count from 0")
         self.epoch = epoch
@@ -204,23 +196,18 @@ class ContrastiveLoss(nn.Module):
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """Bound the model's parameter ``log(1/τ)`` in place. Call it after ``optimizer.step()``.
-
-        Args:
-            parameter: the parameter.
-            before: its value before the step, or None if it was not kept.
-        """
+        """Clamp the model's parameter ``log(1/τ)`` after ``optimizer.step()``; ``before`` is its earlier value, if known."""
         parameter.clamp_(*_OPENCLIP_BOUNDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of the last call, for the logs. Waits for the device."""
+        """Return metrics of the last call, for the logs. Synchronizes with the device."""
         return {}
 
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
         """Return ``(call, indices)`` of this process's non-finite samples since the last call of this method.
 
-        The first call is number 0. Samples without an index are named by their position in the batch. An entry without
-        indices says that ``logit_scale`` was not finite and positive. Waits for the device.
+        Calls count from 0. A sample without an index is reported by its position in the batch. An entry without indices means
+        that ``logit_scale`` was not finite and positive. Synchronizes with the device.
 
         Raises:
             ValueError: an index was out of range.
@@ -233,35 +220,33 @@ class ContrastiveLoss(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, ShardedTable)}
 
     def state_size(self) -> StateSize:
-        """Return the bytes of state in this process."""
         return StateSize(
             replicated=sum(leaf.nbytes for leaf in compat.leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
             per_sample=sum(table.nbytes for table in self.tables().values()),
         )
 
     def replicated_state(self) -> dict[str, Any]:
-        """Return ``state_dict()`` without the tables: the part that is the same in every process."""
-        with kept_apart(self.tables().values()):
+        """Return ``state_dict()`` without the tables: the part that is equal in every process."""
+        with exclude_tables(self.tables().values()):
             return self.state_dict()
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`replicated_state`; the tables stay as they are."""
-        with kept_apart(self.tables().values()):
+        """Restore :meth:`replicated_state`; the tables stay unchanged."""
+        with exclude_tables(self.tables().values()):
             self.load_state_dict(state)
 
     def restore_state(
         self, replicated: dict[str, Any], tables: Mapping[str, Sequence[np.ndarray]], source: object
     ) -> None:
-        """Load what :meth:`replicated_state` returned, and this rank's part of the tables from all ranks' parts.
+        """Load a :meth:`replicated_state`, and this rank's shards of the tables from the shards of all ranks.
 
-        Raises:
-            UsageError: they are of a loss with other options or of other data; the message names the source.
+        Raises UsageError, with ``source``, if they belong to a loss with other options or other data.
         """
         own = self.tables()
         if tables.keys() != own.keys():
             raise UsageError(
-                f"{source} has per-sample state of {sorted(tables)}, this run's loss keeps {sorted(own)}: resume with "
-                "the options of the saved run"
+                f"{source} has per-sample state of {sorted(tables)}, expected {sorted(own)}. Resume with the options of the "
+                "saved run"
             )
         if any(part.dtype == np.float64 for parts in tables.values() for part in parts):
             self.double()
@@ -269,8 +254,7 @@ class ContrastiveLoss(nn.Module):
             self.load_replicated_state(replicated)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
-                f"{source} has the state of a loss with other options ({' '.join(str(error).split())[:500]}): resume with "
-                "the options of the saved run"
+                f"{source} has the state of a loss with other options ({error}). Resume with the options of the saved run"
             ) from error
         for name, table in own.items():
             restore_table(table, tables[name], source)
@@ -284,13 +268,13 @@ class ContrastiveLoss(nn.Module):
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Restore a state, as in ``nn.Module``; the loss takes on its precision."""
+        """Restore a state, as in ``nn.Module``; a float64 state makes the loss float64."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
 
     def _follow(self, features: Tensor) -> torch.dtype:
-        """Move the state to the input's device and precision: at least float32, and never below its own."""
+        """Move the state to the input's device and dtype: at least float32, and never below the state's dtype."""
         state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
@@ -307,7 +291,7 @@ class ContrastiveLoss(nn.Module):
         index: Tensor | None,
         learning: bool = False,
     ) -> LocalBatch:
-        """Check the inputs; the state follows their device and precision."""
+        """Check the inputs; move the state to their device and dtype."""
         checks.check_features(image_features, text_features, self.embed_dim)
         index = checks.check_index(index, image_features) if self.needs_index else None
         batch = LocalBatch(
@@ -329,25 +313,25 @@ class ContrastiveLoss(nn.Module):
         return batch
 
     def _note_range(self, index: Tensor, in_range: Tensor) -> None:
-        """Raise ValueError for an index out of range: at once on the CPU, in :meth:`_raise_if_out_of_range` elsewhere."""
+        """Raise ValueError for an index out of range: on the CPU now, elsewhere in :meth:`_raise_if_out_of_range`."""
         if not index.is_cpu or torch.compiler.is_compiling():
             self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
         elif not in_range.all():
             raise ValueError(
-                f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}: "
-                "num_samples is too small, or the index is of another data set"
+                f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}. Create the "
+                "loss with the size of this data set"
             )
 
     def _raise_if_out_of_range(self) -> None:
         if not self.indices_in_range:
             self.indices_in_range.fill_(True)
             raise ValueError(
-                f"an index was outside of [0, {self.num_samples}) (those samples were left out): num_samples is too small, "
-                "or the index is of another data set"
+                f"an index was outside of [0, {self.num_samples}) and its sample was masked. Create the loss with the size of "
+                "this data set"
             )
 
     def _check_loop(self, batch: LocalBatch) -> bool:
-        """Look for mistakes of the training loop; return whether the call's backward pass is to be noticed, too."""
+        """Warn of mistakes of the training loop; return whether to watch for the backward pass of this call."""
         if self.depends_on_epoch and not self._checks.epoch_is_known:
             self._checks.warn("no epoch")
         if self.keeps_state and not torch.is_grad_enabled():
@@ -359,8 +343,3 @@ class ContrastiveLoss(nn.Module):
         if self.keeps_state:
             self._checks.begin_call()
         return self.keeps_state
-
-
-def _usual(tensor: Tensor) -> Tensor:
-    """Return a tensor of inference mode as a usual one."""
-    return tensor.clone() if tensor.is_inference() else tensor

@@ -1,4 +1,4 @@
-"""What a loss and a training loop do with the model: its temperature, what is frozen, and its batch normalization."""
+"""Changes of the model for a loss: its temperature, frozen parameters, and batch normalization."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 
 # The model's parameter ``log(1/τ)``.
 LOGIT_SCALE = "logit_scale"
-# What a model returns that is one number for the whole model, not a row per sample.
+# Outputs of a model that are one number, not a row per sample.
 SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the temperature's start value, if it is asked for, and freeze what the loss does not train.
+    """Set the initial temperature, if ``set_logit_scale``, and freeze what the loss does not train.
 
-    DistributedDataParallel fails on a parameter that never receives a gradient.
+    DistributedDataParallel fails on a parameter without a gradient.
     """
     logit_scale = model.get_parameter(LOGIT_SCALE)
     if set_logit_scale and loss.initial_logit_scale is not None:
@@ -34,7 +34,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     if loss.trains_captions_only and compat.is_captioner(model):
         for parameter in compat.unused_by_captions(model):
             parameter.requires_grad_(False)
-    if loss.views > 1:  # no image passes through anything else
+    if loss.views > 1:  # images pass only through the visual tower
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
 

@@ -1,4 +1,4 @@
-"""Interface of the estimators of the log-normalizers, and the mini-batch estimate."""
+"""The interface of normalizers (estimators of the log-normalizers), and the mini-batch estimate."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand
 from openclip_ext.contrastive.similarities import Similarities
@@ -21,10 +21,10 @@ class Estimate:
 
     Attributes:
         alpha: ``(2, B)``.
-        batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this very batch, through which gradients flow.
-        feature_gradient: takes weights ``(2, B_local)`` of this process's anchors and returns ``Σ weight·∇α``, the rest of
-            α's gradient, for this process's images and texts ``(2, B_local, d)``; None: there is none.
-        tau_slope: ``∂α/∂τ`` of this process's anchors ``(2, B_local)``, where it is to reach a learned temperature; or None.
+        batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this batch, through which gradients flow.
+        feature_gradient: maps weights ``(2, B_local)`` of this process's anchors to ``Σ weight·∇α``, the other part of α's
+            gradient, for this process's images and texts ``(2, B_local, d)``. None (default) means no gradient.
+        tau_slope: ``∂α/∂τ`` of this process's anchors ``(2, B_local)``, if it is part of the temperature's gradient; or None.
     """
 
     alpha: Tensor
@@ -36,18 +36,17 @@ class Estimate:
 class Normalizer(nn.Module):
     """An estimator of the log-normalizers ``α`` and its state.
 
-    Every process calls it with the same contrast and gets the same result, so its state needs no synchronization. Samples
-    that do not count (``batch.valid``) leave no trace in the state. Keyword-only arguments of the constructor are options of
-    the loss.
+    Every process calls it with the same batch and gets the same result, so its state needs no synchronization. Masked samples
+    (``batch.valid`` is False) do not change the state. Keyword-only arguments of the constructor are options of the loss.
 
     Attributes:
-        estimates: the quantities that it can estimate; None: any. A subclass must declare them.
+        estimates: the supported estimands. None means any. A subclass must declare it.
         needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether it has schedules that follow the epoch.
-        differentiable: whether its estimate may come with a gradient in the embeddings.
-        refuses_labels: why it cannot leave out samples of equal labels; empty: it can.
-        contrasts_locally: whether the encoders' loss may contrast each process's own samples only. :meth:`step` then learns
-            from ``contrast.of_all_processes()``.
+        depends_on_epoch: whether it has schedules that depend on the epoch.
+        differentiable: whether its estimate can have a gradient in the embeddings.
+        refuses_labels: why it cannot exclude samples with equal labels; empty if it can.
+        contrasts_locally: whether the encoders' loss can use each process's own samples only. :meth:`step` then learns from
+            ``batch_at_tau.of_all_processes()``.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -57,56 +56,49 @@ class Normalizer(nn.Module):
     refuses_labels: ClassVar[str] = ""
     contrasts_locally: bool = False
 
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Update the state with a training batch and estimate its log-normalizers."""
-        return self.predict(contrast)
+        return self.predict(batch_at_tau)
 
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Estimate log-normalizers from the stored state, which stays as it is."""
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        """Estimate log-normalizers from the stored state, without changing it."""
         raise NotImplementedError
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch`` (from 0); called once for each."""
+        """Start epoch ``epoch`` (from 0); called once per epoch."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return numbers for the logs."""
+        """Return metrics for the logs."""
         return {}
 
 
 class MinibatchNormalizer(Normalizer):
-    """The batch's own estimate [NeuCLIP, section 3, mini-batch approximation]. No state.
-
-    It is biased, and what OpenCLIP's loss does in effect: the baseline of every comparison.
-    """
+    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation], biased and stateless, as in OpenCLIP's loss."""
 
     estimates = None
 
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Estimate ``α`` from this batch alone."""
-        return Estimate(contrast.log_estimate)
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        return Estimate(batch_at_tau.log_estimate)
 
 
 @torch.no_grad()
-def contrast_minibatch(batch: LocalBatch, gather: bool) -> Contrast:
-    """Contrast a batch at the model's temperature, for losses that need it only for their logs; see :func:`gather_batch`."""
+def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
+    """Return a batch at the model's temperature, for losses that need it only for their logs; see :func:`gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
-        return Contrast(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
+        return BatchAtTemperature(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
-    """Return what a loss reports that does not contrast each sample with all others.
+    """Return the metrics of a loss that does not compare each sample with all others, from the last call's detached batch.
 
-    ``infonce`` and ``chance`` are those within this process's samples. Waits for the device.
-
-    Args:
-        batch: the last call's, detached.
+    ``infonce`` and ``chance`` are computed within this process's samples. Synchronizes with the device.
     """
     temperature = 1 / batch.logit_scale.item()
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
     if len(batch.image) < 2:
         return metrics
-    contrast = contrast_minibatch(batch, gather=False)
-    infonce = contrast.batch.mean(contrast.infonce).mean().item()
+    batch_at_tau = contrast_minibatch(batch, gather=False)
+    infonce = batch_at_tau.batch.mean(batch_at_tau.infonce).mean().item()
     return metrics | {"infonce": infonce, "chance": math.log(len(batch.image))}

@@ -2,7 +2,8 @@
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
-the temperature. The gradient defines an objective; its value is for the logs. Equation numbers in [brackets] are the papers'.
+the temperature. The gradient defines an objective; its value is for the logs. Equation numbers in [brackets] are from the
+papers.
 """
 
 from abc import ABC, abstractmethod
@@ -13,37 +14,37 @@ from typing import ClassVar
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 
 
 @dataclass(frozen=True, eq=False)
 class Estimand:
-    """The quantity whose logarithm ``α`` is. An estimate of one is wrong for another, so each objective declares its own.
+    """What ``α`` is the logarithm of. Estimates are not interchangeable, so each objective declares its own.
 
     Attributes:
         formula: for messages.
-        from_batch: the batch's own estimate of ``α``, ``(2, B)``, without ε.
-        log_divisor: log of the number that divides ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
+        from_batch: mini-batch estimate of ``α``, ``(2, B)``, without ε.
+        log_divisor: log of the divisor of ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
         includes_positive: whether the positive pair is one of the terms.
     """
 
     formula: str
-    from_batch: Callable[[Contrast], Tensor]
-    log_divisor: Callable[[Contrast], Tensor]
+    from_batch: Callable[[BatchAtTemperature], Tensor]
+    log_divisor: Callable[[BatchAtTemperature], Tensor]
     includes_positive: bool = False
 
 
 # ε + g_i, g_i the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
 NEGATIVES_MEAN = Estimand(
     "log(ε + g), the mean over the negatives",
-    from_batch=lambda contrast: contrast.log_g,
-    log_divisor=lambda contrast: contrast.batch.log_negatives,
+    from_batch=lambda batch_at_tau: batch_at_tau.log_g,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
 )
 # Z_i·exp(−c·s_ii), the mean over all B pairs of an anchor.
 PARTITION_MEAN = Estimand(
     "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
-    from_batch=lambda contrast: contrast.infonce - contrast.batch.log_pairs,
-    log_divisor=lambda contrast: contrast.batch.log_pairs,
+    from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_pairs,
     includes_positive=True,
 )
 
@@ -51,14 +52,14 @@ PARTITION_MEAN = Estimand(
 class Objective(ABC):
     """What is minimized for given log-normalizers.
 
-    Tensors have a value for each anchor of both sides, ``(2, B)``. All are finite where a sample does not count, and so must
-    be the results: a weight of 0 removes them. ``weight_ratio`` is ``exp(batch's own estimate − α)``, 1 where both agree.
+    Tensors have one value per anchor of both sides, ``(2, B)``. Arguments are finite also for masked samples, and results must
+    be finite, too: a weight of 0 removes them. ``weight_ratio`` is ``exp(mini-batch estimate − α)``, 1 if the two agree.
 
     Attributes:
         estimand: what ``α`` estimates. A subclass must declare it.
-        regularized: whether it has a regularizer with the weight ``ρ``. A subclass must declare it.
-        differentiates_alpha: whether its derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
-            may reach the encoders.
+        regularized: whether there is a regularizer with the weight ``ρ``. A subclass must declare it.
+        differentiates_alpha: whether the derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
+            can reach the encoders.
         eps: ε, added to the estimand.
     """
 
@@ -67,28 +68,28 @@ class Objective(ABC):
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0
 
-    def log_estimate(self, contrast: Contrast) -> Tensor:
-        """Return the batch's own estimate of ``α``, ``(2, B)``."""
-        return log_math.log_add(self.estimand.from_batch(contrast), self.eps)
+    def log_estimate(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return the mini-batch estimate of ``α``, ``(2, B)``."""
+        return log_math.log_add(self.estimand.from_batch(batch_at_tau), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
-        """Return the factor of ``w_ij`` in the derivative in ``s_ij``, for all anchors or for each, ``(2, B)``."""
+        """Return the factor of ``w_ij`` in the derivative in ``s_ij``: a number, or ``(2, B)``."""
         return 1.0
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         """Return the derivative in ``s_ii`` divided by :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``.
 
-        The default is right for a value that depends on the gaps ``s_ij − s_ii`` only.
+        The default is for a value that depends only on the gaps ``s_ij − s_ii``.
         """
         return -weight_sum
 
     @abstractmethod
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        """Return the value without the regularizer, per anchor."""
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        """Return the value per anchor, without the regularizer."""
 
     @abstractmethod
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
-        """Return the derivative in ``τ_i`` without the regularizer, for this process's anchors ``(2, B_local)``.
+        """Return the derivative in ``τ_i`` without the regularizer, ``(2, B_local)``.
 
         Args:
             tau, alpha, weight_ratio: ``(2, B_local)``.
@@ -101,13 +102,10 @@ class Objective(ABC):
         return 0.0
 
 
-class Contrastive(Objective):
+class FastCLIPObjective(Objective):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of [NeuCLIP 13].
 
-    [13] is [12] with ``exp(−α)(ε+g)`` taken as 1, which holds where α is a moving average that follows ``log(ε+g)``.
-
-    Args:
-        eps: ε.
+    [13] is [12] with ``exp(−α)(ε+g)`` set to 1, which is true for a moving average α of ``log(ε+g)``.
     """
 
     estimand = NEGATIVES_MEAN
@@ -117,8 +115,8 @@ class Contrastive(Objective):
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * (weight_ratio + alpha)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * (weight_ratio + alpha)
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return alpha + 1 - gap / tau
@@ -127,10 +125,10 @@ class Contrastive(Objective):
         return rho - 1
 
 
-class Unified(Contrastive):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], whose gradient in τ has ``exp(−α)(ε+g)`` where [13] has 1.
+class NeuCLIPObjective(FastCLIPObjective):
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]; its gradient in τ has ``exp(−α)(ε+g)`` where [13] has 1.
 
-    α is held. Its own dependence on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (``Estimate.tau_slope``).
+    α is treated as constant. Its dependence on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (``Estimate.tau_slope``).
     """
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
@@ -138,7 +136,7 @@ class Unified(Contrastive):
 
 
 class Unscaled(Objective):
-    """Base of objectives of the gaps over τ that are not multiplied by τ, without a regularizer."""
+    """Base of objectives of the gaps divided by τ, without the factor τ and without a regularizer."""
 
     regularized = False
 

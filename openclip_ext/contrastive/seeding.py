@@ -1,4 +1,4 @@
-"""Random numbers of the losses: the same on every rank, and independent of the training's generators."""
+"""Random numbers of the losses: equal on every rank, and independent of the training's generators."""
 
 import hashlib
 import math
@@ -8,10 +8,10 @@ from torch import nn
 
 
 def generator(device: torch.device | str, *parts: int | str) -> torch.Generator | None:
-    """Make a generator whose stream is a function of ``parts`` alone.
+    """Return a generator whose stream depends only on ``parts``; None for the meta device.
 
-    The random numbers of a step follow from the seed and from counters that are state anyway. So no generator's state has to
-    be saved, moved between devices and restored. None for the meta device, where nothing is drawn.
+    Random numbers of a step depend on the seed and on counters that are already state. Generators therefore need not be saved,
+    moved between devices or restored.
     """
     if torch.device(device).type == "meta":
         return None
@@ -20,7 +20,7 @@ def generator(device: torch.device | str, *parts: int | str) -> torch.Generator 
 
 
 def linear(width_in: int, width_out: int, bias: bool, random: torch.Generator | None) -> nn.Linear:
-    """Make a linear layer with torch's distribution of start values, drawn from the given generator."""
+    """Return a linear layer with torch's distribution of initial values, drawn from the given generator."""
     layer = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
     bound = 1 / math.sqrt(width_in)
     with torch.no_grad():

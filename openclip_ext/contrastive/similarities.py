@@ -1,9 +1,9 @@
 """Similarities of this process's anchors with all samples of a batch, and the sums of the losses over them.
 
-There are two passes. The first gives the log-sums over each anchor's negatives, from which the caller estimates the
-log-normalizers. The second gives the gradients. If all samples are local, one product of images and texts serves both
-sides: its rows are image anchors, its columns text anchors. Large batches are taken in chunks of anchors, and the second
-pass computes each chunk again, so that memory is ``O(B·chunk)`` and not ``O(B²)``.
+There are two passes. The first returns the log-sums over each anchor's negatives, from which the caller estimates the
+log-normalizers. The second returns the gradients. If all samples are local, one product of images and texts serves both
+sides: its rows are image anchors, its columns text anchors. Large batches are processed in chunks of anchors, and the second
+pass computes each chunk again, so that memory is ``O(B·chunk)`` instead of ``O(B²)``.
 """
 
 from collections.abc import Iterator
@@ -15,40 +15,35 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Similarity of a pair that does not count. For any temperature in (0, 1] its exponential is 0, and unlike -inf it may be
-# multiplied by that 0.
+# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1], and unlike -inf it can be multiplied by 0.
 MASKED_SIMILARITY = -1e4
 
-# Pairs in a chunk. About five buffers of this size are in memory at a time: 0.7 GB in float32.
+# Pairs per chunk. About five buffers of this size are in memory at a time: 0.7 GB in float32.
 MAX_PAIRS = 2**25
 
 _ROWS, _COLUMNS = 1, 0
 
 
 def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
-    """Cut a range of anchors so small that ``width`` numbers for each of them on both sides fit in a chunk."""
+    """Split a range of anchors into slices with up to ``MAX_PAIRS`` elements, ``width`` per anchor and side."""
     size = max(1, MAX_PAIRS // (2 * width))
     for start in range(anchors.start, anchors.stop, size):
         yield slice(start, min(start + size, anchors.stop))
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """Return the bytes that a step keeps of the similarities of so many anchors with so many samples, in float32.
+    """Return the bytes of similarities in memory for ``local_size`` anchors and ``size`` samples, in float32.
 
-    Computing takes about two more buffers of a third of this.
+    The computation uses about two more buffers of a third of this size.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
 
 class Similarities:
-    """Similarities of a batch at given temperatures.
+    """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
-    Pairs that do not count have :data:`MASKED_SIMILARITY`: the anchor's positive pair, pairs of equal labels and, with two
-    views, the anchor itself.
-
-    Args:
-        batch: the samples.
-        tau: ``(2, B)`` temperatures of the anchors.
+    Masked pairs have :data:`MASKED_SIMILARITY`: the anchor's positive pair, pairs with equal labels and, with two views, the
+    anchor itself.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -65,7 +60,7 @@ class Similarities:
     def log_sums(self) -> Tensor:
         """Return ``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
-        Where a sample does not count, the value makes ``log g`` 0. Of a gathered batch this exchanges ``2·B`` scalars.
+        For masked samples the value makes ``log g`` 0. Communicates ``2·B`` scalars for a gathered batch.
         """
         batch = self.batch
         parts: list[list[Tensor]] = [[], []]
@@ -84,22 +79,22 @@ class Similarities:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` in the embeddings.
 
-        The softmax is held, and the sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
+        The softmax is treated as constant, and the sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
 
         Args:
             log_sums: the result of :meth:`log_sums`.
-            coefficients: ``(2, B)``, 0 where an anchor does not count.
+            coefficients: ``(2, B)``, 0 for masked anchors.
             with_mean_similarity: whether to return the mean similarities.
 
         Returns:
-            The gradient in this process's images and texts, ``(2, B_local, d)``, as anchors and as everybody's negatives; and
-            the mean similarity of its anchors with their negatives by softmax, ``(2, B_local)``, or None.
+            The gradient in this process's images and texts ``(2, B_local, d)``, as anchors and as negatives; and the
+            softmax-weighted mean similarity of its anchors with their negatives, ``(2, B_local)``, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])
         means = torch.empty_like(features[..., 0]) if with_mean_similarity else None
         for number, chunk in enumerate(self._chunks()):
-            first = number == 0  # then it overwrites what is summed over the chunks
+            first = number == 0  # overwrites the sums over chunks
             side, other = chunk.side, 1 - chunk.side
             here = slice(chunk.anchors.start - batch.first, chunk.anchors.stop - batch.first)
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
@@ -121,7 +116,7 @@ class Similarities:
         return features, means
 
     def _chunks(self) -> Iterator["_Chunk"]:
-        """Return the chunks of the image anchors and, unless one product serves both sides, of the text anchors."""
+        """Yield chunks of image anchors and, unless one product serves both sides, of text anchors."""
         if self._kept:
             yield from self._kept
             return
@@ -135,13 +130,7 @@ class Similarities:
 
 @dataclass
 class _Chunk:
-    """Similarities ``(c, B)`` of some anchors of one side, the rows, with all samples of the other, the columns.
-
-    Attributes:
-        side: the side of the rows.
-        anchors: positions of these anchors in the batch.
-        values: the similarities.
-    """
+    """Similarities ``values`` ``(c, B)`` of ``anchors`` of one ``side`` (rows) with all samples of the other (columns)."""
 
     batch: GatheredBatch
     tau: Tensor
@@ -161,7 +150,7 @@ class _Chunk:
             values.masked_fill_(batch.labels[self.anchors, None] == batch.labels, MASKED_SIMILARITY)
         values.diagonal(self.anchors.start).fill_(MASKED_SIMILARITY)
         if batch.views == 2:
-            # An anchor's own embedding, which the other side has half of its process's samples further.
+            # The anchor's own embedding, which the other side has at half the local size from here.
             positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
             half = batch.local_size // 2
             local = positions - batch.first
@@ -175,21 +164,16 @@ class _Chunk:
         return self.values / self.tau[1 - self.side]
 
     def log_sum(self, dim: int) -> Tensor:
-        """Return the log of the sum of ``exp(s/τ)`` over the rows' or the columns' entries, with the anchor's τ."""
+        """Return the log of the sum of ``exp(s/τ)`` along ``dim``, with the anchor's τ."""
         terms = self._exponents(dim)
         largest = log_math.shifted_exp_(terms, dim)
         self._terms[dim] = terms, largest
         return largest + terms.sum(dim).log_()
 
     def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the softmax of the rows' or the columns' anchors over *all* their negatives, up to a scale for each anchor.
+        """Return each anchor's softmax over *all* its negatives, from the ``(2, B)`` log-sums of all anchors.
 
-        Args:
-            dim: the dimension to sum over.
-            log_sums: ``(2, B)`` of all anchors.
-
-        Returns:
-            Terms ``(c, B)``, which the caller may overwrite, and scales, ``(c,)`` or ``(B,)``.
+        The softmax is the product of terms ``(c, B)``, which the caller may overwrite, and scales, ``(c,)`` or ``(B,)``.
         """
         log_sum = log_sums[self.side, self.anchors] if dim == _ROWS else log_sums[1 - self.side]
         if dim in self._terms:

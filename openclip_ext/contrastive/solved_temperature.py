@@ -1,10 +1,10 @@
-"""A temperature without a learning rate: solved for, over a queue of recent embeddings.
+"""A temperature without a learning rate, solved for over a queue of recent embeddings.
 
 The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
-``KL_i(τ)`` is the divergence from uniform of the anchor's softmax over its negatives. It is the dual of a bound on that
-divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: some ``exp(−ρ)`` of the data counts as hard.
-A batch has too few negatives to find this τ: of ``m`` the divergence is below ``log m``. A queue of recent embeddings has
-enough.
+``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from uniform. It is the dual of a bound on that
+divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: about ``exp(−ρ)`` of the data counts as hard.
+A batch has too few negatives for this τ: with ``m`` negatives the divergence is below ``log m``. A queue of recent
+embeddings has enough.
 
 Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: ``docs/methods/solved-temperature.md``.
 """
@@ -19,31 +19,29 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
-# The embeddings of an untrained model say nothing about the temperature.
-_STEPS_BEFORE = 100
-# Share of the way to the solution that log τ goes in a step.
+# Steps before the first move, because embeddings of an untrained model carry no information about the temperature.
+_WARMUP_STEPS = 100
+# Share of the distance to the solution that log τ moves per step.
 _RATE = 0.01
-# At most so many anchors of each side are solved for: enough, as a step is short.
+# Maximum anchors per side to solve for; enough, because steps are small.
 _ANCHORS = 32
-# log τ is found to one of so many intervals between its bounds, 0.1 % of τ, by cutting them into parts again and again.
-# More parts at a time take more arithmetic, which counts on a CPU, and fewer kernels, which count elsewhere.
+# Number of intervals between the bounds of log τ: a precision of 0.1 % of τ. Each iteration splits the interval into parts.
+# More parts need more arithmetic, which is slow on a CPU, but fewer kernels, which is fast on a GPU.
 _INTERVALS = 2**12
 _PARTS = {"cpu": 2, "cuda": 8}
 
 
 class SolvedTemperature(TemperatureScheme):
-    """τ at which the anchors' softmax over recent embeddings has a divergence of ρ from uniform, in their mean.
+    """The τ at which the anchors' softmax over recent embeddings has, on average, a divergence of ρ from uniform.
 
-    ``log τ`` goes a hundredth of the way in a step, once the queue is full, and not in the first 100 steps. The queue does not
-    yet hold the batch then, so no anchor meets its own pair, unless the queue is longer than the data set. The model's
-    ``logit_scale`` follows where the loop calls ``finish_logit_scale_step``.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
+    ``log τ`` moves a hundredth of the way per step, after the first 100 steps and once the queue is full. The queue does not
+    yet contain the batch then, so an anchor does not meet its own pair, unless the queue is longer than the data set. The
+    model's ``logit_scale`` follows if the loop calls ``finish_logit_scale_step``.
     """
 
     solves = True
@@ -66,13 +64,14 @@ class SolvedTemperature(TemperatureScheme):
         check_bounds(temperature_min, temperature_max)
         if rho < 0:
             raise OptionError(
-                "rho", f"rho={rho:g}: a solved temperature has a divergence of rho, which is never negative"
+                "rho",
+                f"rho={rho:g}: expected at least 0, because the divergence of a solved temperature is never negative",
             )
         if rho >= math.log(temperature_queue):
             warnings.warn(
-                f"rho={rho:g}: no temperature has this divergence over {temperature_queue} embeddings, at most "
-                f"{math.log(temperature_queue):.2f}. It will go to temperature_min={temperature_min:g}. Give a smaller rho "
-                "(a larger hard share) or a longer temperature_queue",
+                f"rho={rho:g}: the divergence over {temperature_queue} embeddings is at most "
+                f"{math.log(temperature_queue):.2f}, so the temperature will reach temperature_min={temperature_min:g}. Use a "
+                "smaller rho (a larger hard share) or a longer temperature_queue",
                 stacklevel=2,
             )
         self.target = rho
@@ -81,34 +80,33 @@ class SolvedTemperature(TemperatureScheme):
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
         self.queue = EmbeddingQueue(temperature_queue, embed_dim)
-        # NaN: not known yet, the model's.
+        # NaN means not set yet: the model's temperature is used.
         self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return one for all anchors; with ``solve_per_sample`` each anchor's own, as soon as there is enough to solve it."""
+        """Return one temperature for all anchors; with ``solve_per_sample`` each anchor's own, once it can be solved for."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
-        if not self.solve_per_sample or batch.call < _STEPS_BEFORE:
+        if not self.solve_per_sample or batch.call < _WARMUP_STEPS:
             return tau
         own = batch.gather_local(self._solve_each(batch))
         return torch.where(self._is_ready() & batch.valid, own, tau)
 
     @torch.no_grad()
-    def solve(self, contrast: Contrast) -> None:
-        """Move ``log τ`` towards the solution for this batch, then put the batch into the queue."""
-        batch = contrast.batch
+    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
+        """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
+        batch = batch_at_tau.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
-        # Known without a wait for the device: there are no more steps than calls.
-        if batch.call >= _STEPS_BEFORE:
-            log_tau = self._moved(log_tau, batch)
+        # Checked without a sync, because there are at most as many steps as calls.
+        if batch.call >= _WARMUP_STEPS:
+            log_tau = self._move(log_tau, batch)
         self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
         self.steps += batch.ok
         self.queue.push(batch)
 
-    def _moved(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
-        """Return ``log τ`` after a step towards the solution, if there is enough to solve it."""
+    def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
         some = slice(0, min(batch.size, _ANCHORS))
         similarities = self._similarities(batch, some)
         valid = batch.valid[some].to(similarities.dtype)
@@ -118,14 +116,14 @@ class SolvedTemperature(TemperatureScheme):
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 
     def _is_ready(self) -> Tensor:
-        return (self.queue.filled == self.queue.capacity) & (self.steps >= _STEPS_BEFORE)
+        return (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS)
 
     def _similarities(self, batch: GatheredBatch, anchors: slice) -> Tensor:
-        """Of some anchors of both sides with the queue, ``(2, b, m)``."""
+        """Return similarities of some anchors of both sides with the queue, ``(2, b, m)``."""
         return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
 
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return ``log τ`` at which the divergence, which falls with τ, is ρ; shaped as ``like``."""
+        """Return ``log τ`` at which the divergence, which decreases with τ, is ρ; shaped like ``like``."""
         lowest, highest = self.bounds
         low, width = torch.full_like(like, lowest), highest - lowest
         parts = _parts(like.device)
@@ -136,7 +134,7 @@ class SolvedTemperature(TemperatureScheme):
         return low + width / 2
 
     def _solve_each(self, batch: GatheredBatch) -> Tensor:
-        """τ of this process's anchors, ``(2, B_local)``."""
+        """Return τ of this process's anchors, ``(2, B_local)``."""
         parts = []
         for anchors in anchor_chunks(batch.local, _parts(batch.features.device) * self.queue.capacity):
             similarities = self._similarities(batch, anchors)
@@ -144,11 +142,10 @@ class SolvedTemperature(TemperatureScheme):
         return torch.cat(parts, dim=1)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Let the model's parameter follow, for its checkpoints."""
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return ρ, and the divergence that the last step found, once there is one. Waits for the device."""
+        """Return ρ, and the divergence of the last step if it was solved for. Synchronizes with the device."""
         divergence = self.divergence.item()
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
@@ -158,12 +155,7 @@ def _parts(device: torch.device) -> int:
 
 
 def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
-    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension, shaped as ``log_tau``.
-
-    Args:
-        similarities: ``(2, b, m)``.
-        log_tau: ``(..., 2, b)``, or of shapes that broadcast to it.
-    """
+    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension of ``s`` ``(2, b, m)``, shaped like ``log_tau``."""
     inverse = torch.exp(-log_tau)
     terms = similarities * inverse[..., None]
     largest = log_math.shifted_exp_(terms, dim=-1)
@@ -173,5 +165,5 @@ def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
 
 
 def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
-    """Return the weighted mean of :func:`_divergence` over both sides of the anchors, shaped as ``log_tau``."""
+    """Return the weighted mean of :func:`_divergence` over all anchors, shaped like ``log_tau``."""
     return (_divergence(similarities, log_tau[..., None, None]) * weights).sum(dim=(-2, -1))

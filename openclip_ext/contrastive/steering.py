@@ -1,9 +1,9 @@
 """A frozen reference model inside the loss: steering (DRRho-CLIP, Wei et al. 2025, arXiv:2505.06699) and distillation.
 
 With the reference's unit embeddings ``ê1, ê2`` and ``ŝ_ij = ê1_i·ê2_j``, steering replaces ``s_ij − s_ii`` in every exponent
-by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative counts by how much worse the model is on it than the reference. That is one
+by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative counts by how much worse the model is on it than the reference. This is one
 inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, so the same code computes it from features of two blocks, the reference's
-first, with any normalizer. The reference is a constant, so its block has no gradient.
+block first, with any normalizer. The reference is constant, so its block has no gradient.
 
 Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
 
@@ -21,25 +21,16 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
 
-# Samples of a step whose pairs the logs count.
+# Samples of a step whose pairs are counted for the logs.
 _REPORTED = 512
-# Keeps the direction of a zero row finite.
+# Keeps the directions of zero rows finite.
 _SMALLEST_NORM = 1e-12
 
 
-# --- features of two blocks ------------------------------------------------------------------------------------------
-
-
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
-    """Return the batch with the reference's embeddings in front of the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
+    """Return the batch with the reference's embeddings before the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
-    Args:
-        batch: of the model's embeddings.
-        reference: ``(B_local, width)`` of images and of texts.
-        width: the reference's.
-
-    Raises:
-        ValueError: they are missing, or of another shape.
+    ``reference`` contains ``(B_local, width)`` of images and of texts; ValueError if it does not.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -61,29 +52,23 @@ def blocks(reference_width: int) -> tuple[slice, ...]:
     return (slice(0, reference_width), slice(reference_width, None)) if reference_width else (slice(None),)
 
 
-def norms_of(rows: Tensor, columns: slice) -> Tensor:
-    """Return the lengths ``(2, m, 1)`` of one block of rows ``(2, m, d)``."""
+def block_norms(rows: Tensor, columns: slice) -> Tensor:
+    """Return the norms ``(2, m, 1)`` of one block of rows ``(2, m, d)``."""
     return torch.linalg.vector_norm(rows[..., columns], dim=2, keepdim=True).clamp_(min=_SMALLEST_NORM)
 
 
-def directions_of(rows: Tensor, columns: Sequence[slice]) -> Tensor:
-    """Return rows ``(2, m, d)`` with each block divided by its length: a cosine for the reference, and one for the model."""
+def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
+    """Return rows ``(2, m, d)`` with each block divided by its norm."""
     if len(columns) == 1:
-        return rows / norms_of(rows, columns[0])
-    return torch.cat([rows[..., block] / norms_of(rows, block) for block in columns], dim=2)
-
-
-# --- distillation ----------------------------------------------------------------------------------------------------
+        return rows / block_norms(rows, columns[0])
+    return torch.cat([rows[..., block] / block_norms(rows, block) for block in columns], dim=2)
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """The distillation term of a batch.
+    """The distillation term: ``values`` ``(2,)``, the mean cross entropy of each side's anchors, and its gradients.
 
-    Attributes:
-        values: ``(2,)``, the mean cross entropy of each side's anchors.
-        gradients: in this process's images and texts, ``(2, B_local, d)``.
-        scale_gradient: 0-d, in ``1/τ``, of this process's anchors.
+    ``gradients`` are in this process's images and texts, ``(2, B_local, d)``; ``scale_gradient`` is 0-d, in ``1/τ``.
     """
 
     values: Tensor
@@ -94,11 +79,7 @@ class Distilled:
 def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
     """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without a graph.
 
-    Args:
-        batch: the samples.
-        features, reference: ``(2, B, d)`` and ``(2, B, d̂)`` of the model and of the reference.
-        tau: ``(2, B)`` temperatures of the anchors.
-        reference_tau: ``τ̂``.
+    ``features`` ``(2, B, d)`` are the model's, ``reference`` ``(2, B, d̂)`` the reference's, ``tau`` ``(2, B)`` the anchors'.
     """
     sides = range(2)
     chunks = list(anchor_chunks(batch.local, batch.size))
@@ -140,17 +121,14 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
     return Distilled(values, gradients, batch.world_size * scale_gradient)
 
 
-# --- logs ------------------------------------------------------------------------------------------------------------
-
-
 def report(batch: LocalBatch, width: int) -> dict[str, float]:
-    """Return the share of negatives on which the reference is ahead, and its own InfoNCE, within this process's samples.
+    """Return the share of negatives on which the reference is ahead, and the reference's InfoNCE, of this process's samples.
 
-    It is ahead where ``ŝ_ij − ŝ_ii < s_ij − s_ii``. Its InfoNCE is at the model's temperature. Waits for the device.
+    It is ahead where ``ŝ_ij − ŝ_ii < s_ij − s_ii``. Its InfoNCE uses the model's temperature. Synchronizes with the device.
 
     Args:
-        batch: with two blocks, without its graph.
-        width: of the reference's block.
+        batch: two blocks of features, without graph.
+        width: embedding dimension of the reference's block.
     """
     usable = batch.finite.nonzero()[:_REPORTED, 0]
     if len(usable) < 2:

@@ -1,6 +1,6 @@
-"""Interface of the temperature schemes, and the schemes with a constant or a global temperature.
+"""The interface of temperature schemes, and the schemes with a constant or a global temperature.
 
-OpenCLIP's models keep the parameter ``log(1/τ)`` and pass ``logit_scale``, its exponential.
+OpenCLIP's models have the parameter ``log(1/τ)`` and pass ``logit_scale``, its exponential.
 """
 
 import math
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
-# GlobalTemperature's slow_when_small: this factor of the learning rate, at or below this temperature.
+# GlobalTemperature's slow_when_small: learning-rate factor at or below this temperature.
 _SLOW_BELOW = 0.03
 _SLOW_FACTOR = 1 / 3
 
 
 class TemperatureScheme(nn.Module):
-    """Gives the temperatures, and learns them. Keyword-only arguments of the constructor are options of the loss.
+    """A source of temperatures, which may learn them. Keyword-only arguments of the constructor are options of the loss.
 
     Attributes:
         needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether it has schedules that follow the epoch.
+        depends_on_epoch: whether it has schedules that depend on the epoch.
         uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
-        learns_own: whether it keeps temperatures of its own, which :meth:`update` learns.
-        solves: whether :meth:`solve` finds temperatures from the embeddings.
+        learns_own: whether it has its own temperatures, which :meth:`update` learns.
+        solves: whether :meth:`solve` computes temperatures from the embeddings.
         regularized: whether it is learned with the objective's regularizer ``ρ``.
-        logit_scale_lr: learning rate of the model's parameter, without schedule; None: that of the encoders.
-        initial_logit_scale: start value of the model's parameter ``log(1/τ)``; None: the model's own.
+        logit_scale_lr: constant learning rate of the model's parameter. None means the encoders' learning rate.
+        initial_logit_scale: initial value of the model's parameter ``log(1/τ)``. None means the model's value.
     """
 
     needs_index: ClassVar[bool] = False
@@ -44,24 +44,24 @@ class TemperatureScheme(nn.Module):
     initial_logit_scale: float | None = None
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the temperatures of the anchors in this step, before any update: ``(2, B)``."""
+        """Return the anchors' temperatures of this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         """Learn from the derivative of the regularized objective in each anchor's temperature, ``(2, B)``."""
 
-    def solve(self, contrast: Contrast) -> None:
-        """Find the next step's temperatures from the embeddings of a training step (of all processes)."""
+    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
+        """Compute the next step's temperatures from the embeddings of a training step (of all processes)."""
 
     def rho(self, epoch: int) -> float | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Bound the model's parameter ``log(1/τ)`` after the optimizer's step; ``before`` is its value before the step."""
+        """Clamp the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its earlier value."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return the numbers for the logs."""
+        """Return metrics for the logs."""
         rho = self.rho(epoch)
         return {} if rho is None else {"rho": rho}
 
@@ -72,30 +72,26 @@ def global_temperatures(batch: GatheredBatch) -> Tensor:
 
 
 def log_inverse(temperature: float | None) -> float | None:
-    """Return OpenCLIP's parameter for a temperature."""
+    """Return OpenCLIP's parameter ``log(1/τ)`` for a temperature."""
     return None if temperature is None else -math.log(temperature)
 
 
 def check_bounds(lower: float, upper: float) -> None:
-    """Raise ValueError unless ``lower ≤ upper``."""
+    """Raise OptionError unless ``lower ≤ upper``."""
     if lower > upper:
         raise OptionError("temperature_min", f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
-def own_start(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
-    """Return start and learning rate of temperatures outside of the model; raise ValueError if one is missing."""
+def check_own_temperature(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
+    """Return initial value and learning rate of temperatures outside of the model; raise OptionError if one is missing."""
     if temperature is None or lr_tau is None:
         missing = "temperature" if temperature is None else "lr_tau"
-        raise OptionError(missing, f"{missing}=None: {whose} need a value, as the model has none for them")
+        raise OptionError(missing, f"{missing}=None: {whose} need a value")
     return temperature, lr_tau
 
 
 class ConstantTemperature(TemperatureScheme):
-    """``τ`` fixed.
-
-    Args:
-        temperature: τ; None: whatever ``logit_scale`` says, without a gradient.
-    """
+    """A constant ``τ``; with ``temperature=None`` that of ``logit_scale``, without a gradient."""
 
     def __init__(self, *, temperature: float | None) -> None:
         super().__init__()
@@ -104,17 +100,13 @@ class ConstantTemperature(TemperatureScheme):
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the same value for all anchors."""
         if self.temperature is None:
             return global_temperatures(batch)
         return torch.full_like(batch.positive, self.temperature).expand(2, batch.size)
 
 
 class UnregularizedTemperature(TemperatureScheme):
-    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
-    """
+    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer."""
 
     learns_logit_scale = True
     uses_logit_scale = True
@@ -129,12 +121,10 @@ class UnregularizedTemperature(TemperatureScheme):
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the model's temperature for all anchors."""
         return global_temperatures(batch)
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Keep the temperature within its bounds."""
         lower, upper = self.bounds
         parameter.clamp_(-math.log(upper), -math.log(lower))
 
@@ -142,8 +132,7 @@ class UnregularizedTemperature(TemperatureScheme):
 class GlobalTemperature(UnregularizedTemperature):
     """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
-    Keyword arguments are the options of these names (``losses/options.py``).
-    With ``slow_when_small`` the learning rate is a third in each step that begins with ``τ ≤ 0.03``.
+    With ``slow_when_small`` the learning rate is a third in steps that start with ``τ ≤ 0.03``.
     """
 
     regularized = True
@@ -171,16 +160,12 @@ class GlobalTemperature(UnregularizedTemperature):
         self.slow_when_small = slow_when_small
 
     def rho(self, epoch: int) -> float:
-        """Return ρ of an epoch."""
         return self.rho_end if epoch >= self.switch_epoch else self.first_rho
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Keep the temperature within its bounds; with ``slow_when_small`` shorten the step of a small one.
-
-        A third of the learning rate is a third of AdamW's step, because the parameter has no weight decay.
-        """
         if self.slow_when_small and before is not None:
+            # A third of AdamW's step is a step at a third of the learning rate, because there is no weight decay.
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)
             parameter.copy_(before + factor * (parameter - before))
         super().finish_logit_scale_step(parameter, before)
@@ -191,8 +176,6 @@ class TwoGlobalTemperatures(TemperatureScheme):
 
     See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam with the learning rate ``lr_tau`` learns their logarithms.
     A step uses the temperatures from before its update. The model's ``logit_scale`` follows the mean of both logarithms.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     learns_own = True
@@ -209,7 +192,7 @@ class TwoGlobalTemperatures(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        start, self.lr = own_start(temperature, lr_tau, "two global temperatures")
+        start, self.lr = check_own_temperature(temperature, lr_tau, "two global temperatures")
         self.weight = rho
         self.bounds = (math.log(temperature_min), math.log(temperature_max))
         self.initial_logit_scale = log_inverse(start)
@@ -217,21 +200,17 @@ class TwoGlobalTemperatures(TemperatureScheme):
         self.adam = InnerAdam(self)
 
     def rho(self, epoch: int) -> float:
-        """Return ρ, constant."""
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return each side's temperature for all its anchors."""
         return self.log_tau.exp()[:, None].expand(2, batch.size)
 
     @torch.no_grad()
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """Make one Adam step of both."""
-        of_log_tau = contrast.batch.mean(gradient) * self.log_tau.exp()
-        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, contrast.batch.ok)
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
+        of_log_tau = batch_at_tau.batch.mean(gradient) * self.log_tau.exp()
+        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, batch_at_tau.batch.ok)
         self.log_tau.clamp_(*self.bounds)
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Let the model's parameter follow, for its checkpoints."""
-        parameter.fill_(0).sub_(self.log_tau.mean())
+        parameter.fill_(0).sub_(self.log_tau.mean())  # for the model's checkpoints

@@ -1,1 +1,1 @@
-"""The methods, a file each: paper, equations, parts, defaults, and the ``METHOD`` that ``registry.py`` collects."""
+"""The methods, one file each: paper, equations, parts, defaults, and the ``METHOD`` for ``registry.py``."""

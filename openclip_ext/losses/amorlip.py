@@ -1,21 +1,16 @@
 """AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.
 
 Sun et al., *AmorLIP: Efficient Language-Image Pretraining via Amortization*, arXiv:2505.18983, 2025; equation numbers in
-[brackets] are this paper's. With ``c = 1/τ`` and the partition function ``Z_i = (1/B) Σ_j exp(c·s_ij)``, the positive pair
-included, an MLP a side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ(e_i) − c·s_ii``.
+[brackets] are from this paper. With ``c = 1/τ`` and the partition function ``Z_i = (1/B) Σ_j exp(c·s_ij)``, including the
+positive pair, one MLP per side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ(e_i) − c·s_ii``.
 
 - Stage I, every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z``              [12]
 - every ``T_target`` steps: ``target ← α·target + (1−α)·online``                                                      [11]
 - Stage II, every step, with the target network's ``λ``, by default on each process's own batch:                       [6]
   ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``.
-  The ½ is ours, because every loss here averages the two sides.
+  The ½ is not in the paper: every loss here averages the two sides.
 
 Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("amorlip", embed_dim=512, epochs=30)
-    >>> loss.start_epoch(epoch)  # the target network becomes the previous one
-    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
 """
 
 import math
@@ -27,25 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, Objective, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, NeuCLIPObjective, Objective
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 
-# After a re-initialization at an epoch's start the network needs about this many steps to become accurate again.
-_STEPS_AN_EPOCH_NEEDS = 1000
-# Number of tensors of the embedding's width in the graph of a fit.
+# Approximate number of steps until the network is accurate again after a re-initialization.
+_STEPS_UNTIL_ACCURATE = 1000
+# Tensors with the embedding dimension in the graph of a fit.
 _GRAPH_TENSORS = 8
 
 
 class TwoSidedMlp(nn.Module):
     """``log λ(e)`` for both sides: one MLP each, evaluated together.
 
-    The layers are those of AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus
-    the input, ReLU, Linear(d, 1).
+    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus the
+    input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:
@@ -59,7 +54,7 @@ class TwoSidedMlp(nn.Module):
 
     @torch.no_grad()
     def initialize(self, random: torch.Generator | None) -> None:
-        """Set the start values of ``nn.Linear`` and ``nn.LayerNorm``, drawn on the CPU so that all devices start alike."""
+        """Set the initial values of ``nn.Linear`` and ``nn.LayerNorm``, drawn on the CPU to be equal on all devices."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             bound = 1 / math.sqrt(weight.shape[1])
             for parameter in (weight, bias):
@@ -84,8 +79,6 @@ class MlpNormalizer(Normalizer):
 
     The target network predicts. With the defaults for other losses (no previous network, no averaging, a fit in every step)
     this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -130,15 +123,13 @@ class MlpNormalizer(Normalizer):
         _copy(self.target, self.previous)
 
     def get_extra_state(self) -> Tensor:
-        """Return the steps of the epoch, 0-d int64."""
         return torch.tensor(self.epoch_step)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the steps of the epoch."""
         self.epoch_step = int(state)
 
     def start_epoch(self, epoch: int) -> None:
-        """Keep the target network as the previous one; with ``reinitialize`` restart the online and the target network."""
+        """Copy the target network to the previous one; with ``reinitialize`` restart the online and the target network."""
         self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:
@@ -155,43 +146,40 @@ class MlpNormalizer(Normalizer):
         _copy(self.online, self.target)
 
     def _warn_of_short_epochs(self) -> None:
-        if self.reinitialize and not self._warned and 0 < self.epoch_step < _STEPS_AN_EPOCH_NEEDS:
+        if self.reinitialize and not self._warned and 0 < self.epoch_step < _STEPS_UNTIL_ACCURATE:
             self._warned = True
             warnings.warn(
-                f"the last epoch had {self.epoch_step} steps, and the normalizer network restarts in each epoch. It needs "
-                f"about {_STEPS_AN_EPOCH_NEEDS} steps to become accurate; consider reinitialize=False "
-                "(--no-reinitialize)",
+                f"the last epoch had {self.epoch_step} steps, but the normalizer network restarts every epoch and needs about "
+                f"{_STEPS_UNTIL_ACCURATE} steps to become accurate. Consider reinitialize=False (--no-reinitialize)",
                 stacklevel=4,
             )
 
-    def step(self, contrast: Contrast) -> Estimate:
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Fit if due, on the global batch; average the target network if due; predict."""
         if self.epoch_step % self.fit_every == 0:
-            self._fit(contrast.of_all_processes())
+            self._fit(batch_at_tau.of_all_processes())
         if self.epoch_step % self.target_every == 0:
-            self._average_target(contrast.batch.scale_ok)
+            self._average_target(batch_at_tau.batch.scale_ok)
         self.epoch_step += 1
-        return self.predict(contrast)
+        return self.predict(batch_at_tau)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Return the prediction of the target network."""
-        return Estimate(self.target(contrast.batch.features) - contrast.positive_exponent)
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        return Estimate(self.target(batch_at_tau.batch.features) - batch_at_tau.positive_exponent)
 
-    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
-        """Return the batch's own ``log Z`` ``(2, B)``."""
-        return contrast.log_estimate + contrast.positive_exponent
+    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return the mini-batch ``log Z`` ``(2, B)``."""
+        return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
     @torch.no_grad()
-    def _fit(self, contrast: Contrast) -> None:
-        batch = contrast.batch
-        log_batch = self._log_batch_partition(contrast)
+    def _fit(self, batch_at_tau: BatchAtTemperature) -> None:
+        batch = batch_at_tau.batch
+        log_batch = self._log_batch_partition(batch_at_tau)
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
         def objective(anchors: slice) -> Tensor:
-            """Return these anchors' part of the mean over all."""
             log_lambda = self.online(batch.features[:, anchors])
-            others = (values[:, anchors] for values in (log_target, log_batch, contrast.tau))
+            others = (values[:, anchors] for values in (log_target, log_batch, batch_at_tau.tau))
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
 
@@ -212,7 +200,7 @@ def amortization_objective(
 ) -> Tensor:
     """Return what the network minimizes, per anchor.
 
-    The divergences take the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
+    The divergences use the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
 
     Args:
         name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified`` [NeuCLIP 12].
@@ -247,24 +235,21 @@ def _copy(source: nn.Module, destination: nn.Module) -> None:
             old.copy_(new)
 
 
-# --- stage II --------------------------------------------------------------------------------------------------------
-
-
 class Partition(Objective):
     """The second stage [6]: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
 
     The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. The gradient of the
-    temperature takes ``λ`` as a constant.
+    temperature treats ``λ`` as constant.
     """
 
     estimand = PARTITION_MEAN
     regularized = True
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
-        return log_math.saturating_exp(-alpha) / contrast.batch.pairs - 1
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+        return log_math.saturating_exp(-alpha) / batch_at_tau.batch.pairs - 1
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * weight_ratio - contrast.batch.positive
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * weight_ratio - batch_at_tau.batch.positive
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return (positive * (1 - weight_ratio) - gap) / tau
@@ -274,10 +259,7 @@ class Partition(Objective):
 
 
 class PartitionNormalizer(MlpNormalizer):
-    """The MLP of the paper: it predicts the partition function, positive pair included. Stage II may stay in a process.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
-    """
+    """The MLP of the paper, which predicts the partition function, including the positive pair."""
 
     estimates = (PARTITION_MEAN,)
     contrasts_locally = True
@@ -287,18 +269,17 @@ class PartitionNormalizer(MlpNormalizer):
         self.negatives_only = negatives_only
         self.contrasts_locally = not gather_stage2
 
-    def _log_batch_partition(self, contrast: Contrast) -> Tensor:
+    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         if not self.negatives_only:
-            return super()._log_batch_partition(contrast)
-        return contrast.log_sums - contrast.batch.log_pairs
+            return super()._log_batch_partition(batch_at_tau)
+        return batch_at_tau.log_sums - batch_at_tau.batch.log_pairs
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Return the prediction of the target network, with the positive pair."""
-        alpha = super().predict(contrast).alpha
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        alpha = super().predict(batch_at_tau).alpha
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -contrast.batch.log_pairs))
+        return Estimate(torch.logaddexp(alpha, -batch_at_tau.batch.log_pairs))
 
 
 METHOD = Method(
@@ -309,7 +290,7 @@ METHOD = Method(
     temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
     fixed={"slow_when_small": True},
     parts=(
-        NormalizerPart("mlp", MlpNormalizer, objective=Unified, defaults={"normalizer_lr": 1e-3}),
+        NormalizerPart("mlp", MlpNormalizer, objective=NeuCLIPObjective, defaults={"normalizer_lr": 1e-3}),
         NormalizerPart(
             "mlp",
             PartitionNormalizer,

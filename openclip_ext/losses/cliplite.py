@@ -1,16 +1,11 @@
-"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair. It has no normalizers.
+"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair, without normalizers.
 
 Shrivastava et al., *CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision*,
-AISTATS 2023; equation numbers in [brackets] are the paper's. With a discriminator ``T`` and a cyclic shift ``π``::
+AISTATS 2023; equation numbers in [brackets] are from this paper. With a discriminator ``T`` and a cyclic shift ``π``::
 
     loss = mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))                                  [3, 4]
 
 Naive float64 version: ``tests/references/cliplite.py``. Page: ``docs/methods/cliplite.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("cliplite", embed_dim=512)
-    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
-    >>> parameters += loss.model_head().parameters()  # the projections are trained with the model
 """
 
 import math
@@ -35,8 +30,8 @@ _BATCH_NORM_MOMENTUM = 0.1
 class Projection(nn.Module):
     """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
 
-    The shortcut is linear, and starts as the identity if the widths agree. The first linear layer and the shortcut have no
-    bias. ``random`` draws the start values.
+    The shortcut is linear, and initially the identity if the dimensions are equal. The first linear layer and the shortcut
+    have no bias. ``random`` draws the initial values.
     """
 
     running_mean: Tensor
@@ -61,7 +56,7 @@ class Projection(nn.Module):
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as :meth:`forward`, with the statistics of the samples that count (``valid``, at least two), for training.
+        """Map as :meth:`forward`, with the statistics of the valid samples (at least two), for training.
 
         Returns:
             The projections, and the target of the running statistics: mean and unbiased variance, ``(2, projection_dim)``.
@@ -102,10 +97,8 @@ class ClipLiteLoss(ContrastiveLoss):
 
     ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale``. ``π`` is the cyclic shift of this
     process's batch, so that every pair has one negative. Pass the projections' parameters (:meth:`model_head`) to the
-    training's optimizer; evaluation must go through them. Each process takes its negatives and the BatchNorms' statistics
-    from its own batch. The running statistics follow the mean over all processes.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
+    training's optimizer; evaluations must use the projections. Each process uses the negatives and the BatchNorm statistics
+    of its own batch. The running statistics follow the mean over all processes.
     """
 
     expects_unit_norm = False
@@ -118,14 +111,12 @@ class ClipLiteLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> Projections:
-        """Return the projections, through which evaluation goes, too."""
+        """Return the projections, which evaluations must use."""
         return self.projections
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         if len(batch.image) < 2:
-            raise ValueError(
-                "CLIP-Lite needs at least 2 samples, one of them a negative, found 1: raise the batch size"
-            )
+            raise ValueError("CLIP-Lite needs at least 2 samples, found 1: increase the batch size")
         finite, scale_ok = batch.finite, batch.scale_ok
         ok = scale_ok & (finite.sum() >= 2)
         valid = finite & ok
@@ -146,11 +137,11 @@ class ClipLiteLoss(ContrastiveLoss):
             return [projection(side) for projection, side in zip(sides, features, strict=True)]
         results = [projection.project(side, valid) for projection, side in zip(sides, features, strict=True)]
         statistics = torch.stack([statistics for _, statistics in results])
-        # One exchange: the sum of the statistics of the processes that have some, and the number of these.
+        # One collective: the sum of the statistics of the processes with valid samples, and their number.
         sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
         mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
         share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
-        if not is_in_backward():  # a recomputation has the batch that has counted
+        if not is_in_backward():  # a recomputed batch was already counted
             for projection, statistics in zip(sides, mean, strict=True):
                 projection.follow(statistics, share)
         return [projected for projected, _ in results]
@@ -161,7 +152,7 @@ class ClipLiteLoss(ContrastiveLoss):
 
 
 def _next_valid(valid: Tensor) -> Tensor:
-    """Return ``π``: for each sample the one that follows among those that count, cyclically; ``(B,)``."""
+    """Return ``π``: the next valid sample of each sample, cyclically; ``(B,)``."""
     order = torch.argsort((~valid).to(torch.uint8), stable=True)
     place = valid.cumsum(dim=0) - 1
     return order[(place + 1) % valid.sum().clamp(min=1)]

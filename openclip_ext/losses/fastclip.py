@@ -8,17 +8,12 @@ arXiv:2407.01445, 2024; Algorithm 2 and equations [3, 4, 13] of NeuCLIP. For eac
 
 with ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions differ in the temperature:
 
-- ``fastclip-v0``: one, learned; the loss is ``mean g_i/u_i``, not multiplied by τ, without ρ;
+- ``fastclip-v0``: one, learned; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
 - ``fastclip-v1``: constant;
-- ``fastclip-v2``: one for each sample, learned (``isogclr.py``);
+- ``fastclip-v2``: one per sample, learned (``isogclr.py``);
 - ``fastclip`` = ``fastclip-v3``: one, learned, with ρ; a third of its learning rate at ``τ ≤ 0.03``       [NeuCLIP 13]
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("fastclip", num_samples=len(dataset), epochs=30)
-    >>> loss.start_epoch(epoch)  # γ follows the epoch
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 from typing import ClassVar
@@ -27,23 +22,19 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Contrastive, Estimand, Unscaled
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, FastCLIPObjective, Unscaled
 from openclip_ext.losses.method import Method, NormalizerPart
-from openclip_ext.state.sharded_table import ShardedTable, log_mean_of_equal
+from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
 
 
 class SampleAverages(Normalizer):
-    """An average ``u`` of the batches' estimates for each sample and side, ``α_i = log u_i``, the new one.
+    """An average ``u`` of the mini-batch estimates for each sample and side, ``α_i = log u_i``, the new one.
 
-    Kept as ``log u``. A sample seen for the first time takes the batch's estimate. If an index occurs in the global batch more
-    than once, all its occurrences receive the mean of the new u.
-
-    A subclass implements :meth:`averaged`. The table takes 8 bytes for each sample, spread over the processes.
-
-    Args:
-        num_samples: size of the index space.
+    Stored as ``log u``. The first average of a sample is the mini-batch estimate. An index that occurs more than once in the
+    global batch gets the mean of its new u. A subclass implements :meth:`averaged`. The table needs 8 bytes per sample,
+    sharded over the processes.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -53,41 +44,30 @@ class SampleAverages(Normalizer):
         super().__init__()
         self.table = ShardedTable(2, num_samples)
 
-    def averaged(self, contrast: Contrast) -> Tensor:
-        """Return the new ``log u`` ``(2, B)`` from the stored one and the batch's estimate."""
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return the new ``log u`` ``(2, B)`` from the stored one and the mini-batch estimate."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
-        """Update the averages of the batch's samples; they are the estimate."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = log_mean_of_equal(index, self.averaged(contrast), batch.valid)
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+        averaged = group_log_mean(index, self.averaged(batch_at_tau), batch.valid)
         self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Return the stored averages; the batch's estimate for samples never seen."""
-        return Estimate(self.stored(contrast))
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        return Estimate(self.stored(batch_at_tau))
 
-    def stored(self, contrast: Contrast) -> Tensor:
-        """Return ``log u`` ``(2, B)``; the batch's estimate for samples never seen."""
-        return self.table.read(contrast.batch.sample_index(), missing=contrast.log_estimate)
+    def stored(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return the stored ``log u`` ``(2, B)``; the mini-batch estimate for unused samples."""
+        return self.table.read(batch_at_tau.batch.sample_index(), missing=batch_at_tau.log_estimate)
 
 
 class MovingAverageNormalizer(SampleAverages):
-    """``u_i ← (1−γ)·u_i + γ·(ε + g_i(batch))`` with a γ that follows the epoch [NeuCLIP 3].
-
-    Keyword arguments are the options of these names (``losses/options.py``).
-    """
+    """``u_i ← (1−γ)·u_i + γ·(ε + g_i(batch))`` with a γ that depends on the epoch [NeuCLIP 3]."""
 
     def __init__(
-        self,
-        *,
-        num_samples: int,
-        gamma: float,
-        gamma_schedule: str,
-        gamma_decay_epochs: int | None,
-        epochs: int,
+        self, *, num_samples: int, gamma: float, gamma_schedule: str, gamma_decay_epochs: int | None, epochs: int
     ) -> None:
         super().__init__(num_samples)
         self.final_gamma = gamma
@@ -100,29 +80,25 @@ class MovingAverageNormalizer(SampleAverages):
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
-    def averaged(self, contrast: Contrast) -> Tensor:
-        """Mix the stored averages with the batch's estimates, the same share for all samples."""
-        return log_math.log_mix(self.stored(contrast), contrast.log_estimate, self.gamma(contrast.batch.epoch))
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        return log_math.log_mix(
+            self.stored(batch_at_tau), batch_at_tau.log_estimate, self.gamma(batch_at_tau.batch.epoch)
+        )
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return γ of this epoch."""
         return {"gamma": self.gamma(epoch)}
 
 
 class Ratio(Unscaled):
-    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, not multiplied by τ.
-
-    Args:
-        eps: ε.
-    """
+    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, without the factor τ."""
 
     estimand = NEGATIVES_MEAN
 
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return log_math.saturating_exp(contrast.log_g - alpha)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return log_math.saturating_exp(batch_at_tau.log_g - alpha)
 
 
 def _version_3(name: str) -> Method:
@@ -141,18 +117,10 @@ METHODS = (
         normalizer="moving-average",
         temperature_scheme="global",
         objective=Ratio,
-        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=Contrastive),),
+        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=FastCLIPObjective),),
     ),
-    Method(
-        name="fastclip-v1",
-        normalizer="moving-average",
-        temperature_scheme="constant",
-    ),
-    Method(
-        name="fastclip-v2",
-        normalizer="moving-average",
-        temperature_scheme="per-sample",
-    ),
+    Method(name="fastclip-v1", normalizer="moving-average", temperature_scheme="constant"),
+    Method(name="fastclip-v2", normalizer="moving-average", temperature_scheme="per-sample"),
     _version_3("fastclip-v3"),
     _version_3("fastclip"),
 )

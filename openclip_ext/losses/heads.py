@@ -1,7 +1,7 @@
-"""Modules that a loss trains with the model: how checkpoints hold them, and how evaluation goes through them.
+"""Modules that a loss trains with the model: their entry in checkpoints, and their use in evaluation.
 
-A checkpoint holds them under :data:`HEADS_KEY`, beside the ``state_dict`` that stock OpenCLIP loads:
-``{"kind": that of a METHOD's head, "config": plain types, "state_dict": tensors}``.
+A checkpoint contains them under :data:`HEADS_KEY`, next to the ``state_dict`` that stock OpenCLIP loads:
+``{"kind": kind of a METHOD's head, "config": plain types, "state_dict": tensors}``.
 """
 
 from pathlib import Path
@@ -17,18 +17,13 @@ HEADS_KEY = "heads"
 
 
 class HeadsError(ValueError):
-    """Heads in a checkpoint that cannot be used. The message says what was found and what to do."""
+    """Heads in a checkpoint that cannot be used."""
 
 
 class ProjectedModel(nn.Module):
-    """An OpenCLIP model whose embeddings pass through heads that were trained with it (CLIP-Lite's projections).
+    """An OpenCLIP model followed by heads ``image`` and ``text`` that were trained on its unit embeddings (CLIP-Lite)."""
 
-    Args:
-        model: its unit embeddings are what the heads were trained on.
-        heads: has ``image`` and ``text``, modules from ``(B, d)`` to ``(B, d')``.
-    """
-
-    # Neither OpenCLIP's models nor heads have a common typed base.
+    # OpenCLIP's models and heads have no common typed base class.
     model: Any
     heads: Any
 
@@ -44,7 +39,7 @@ class ProjectedModel(nn.Module):
         return self.model.visual
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
-        """Return what the model returns, with projected unit embeddings."""
+        """Return the model's outputs, with projected unit embeddings."""
         outputs = dict(self.model(image, text))
         for name, head in (("image_features", self.heads.image), ("text_features", self.heads.text)):
             if outputs.get(name) is not None:
@@ -63,20 +58,19 @@ class ProjectedModel(nn.Module):
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """Return the entry of heads in a checkpoint."""
+    """Return the checkpoint entry of heads."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads of a checkpoint's entry; raise HeadsError, which names the source, for unknown ones."""
-    # Only what is registered: a file must not name what is imported.
+    """Build the heads of a checkpoint entry; raise HeadsError, with the source, for unknown heads."""
+    # Only registered classes, because a file must not control what is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
         raise HeadsError(
-            f"{source} holds heads of the kind {kind!r}, without which its embeddings mean nothing; known kinds: "
-            f"{', '.join(known)}. Evaluate it with the version that trained it; heads of a loss of your own are known after "
-            "openclip_ext.register_method"
+            f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known. Evaluate it with the version "
+            "that trained it, or call openclip_ext.register_method for your own loss"
         )
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
@@ -86,21 +80,21 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 
 def read_heads(path: str | Path) -> nn.Module | None:
-    """Return the heads that a checkpoint file holds; None if it holds none, or ``path`` is no such file."""
+    """Return the heads in a checkpoint file; None if it has none, or ``path`` is not a checkpoint file."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # An old or scripted file, which has none: OpenCLIP reads it, or says why not.
+        # An old or scripted file, which has no heads. OpenCLIP loads it or reports the error.
         return None
     entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
     return None if entry is None else build_heads(entry, path)
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """Return the model that evaluations see: with the heads behind it, on its device, if they are evaluated."""
+    """Return the model that evaluations use: followed by the heads, on its device, if they are evaluated."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

@@ -10,23 +10,19 @@ With ``views=2``, as in the algorithm, the pairs are two views of each image, wh
 
 Naive float64 versions: ``PerSample`` in ``tests/references/contrastive.py``, ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("isogclr", num_samples=len(dataset))
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
-from openclip_ext.contrastive.objectives import Contrastive
-from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, own_start
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.objectives import FastCLIPObjective
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, check_own_temperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
 from openclip_ext.losses.sogclr import CONSTANT_GAMMA
-from openclip_ext.state.sharded_table import ShardedTable, mean_of_equal
+from openclip_ext.state.sharded_table import ShardedTable, group_mean
 
 _LARGEST_GRADIENT = 5.0
 _BETAS = (0.9, 0.999)
@@ -37,12 +33,11 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 class PerSampleTemperature(TemperatureScheme):
     """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimizing its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
 
-    Adam, with moments for each sample, takes the gradient clamped to ±5. A sample is seen once an epoch, so bias correction
+    Adam, with moments for each sample, uses the gradient clamped to ±5. A sample occurs once per epoch, so bias correction
     counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from before its update. An
-    index that occurs in the global batch more than once learns from the mean of its gradients.
+    index that occurs more than once in the global batch learns from the mean of its gradients.
 
-    Keyword arguments are the options of these names (``losses/options.py``).
-    The table takes 24 bytes for each sample, spread over the processes.
+    The table needs 24 bytes per sample, sharded over the processes.
     """
 
     needs_index = True
@@ -62,33 +57,31 @@ class PerSampleTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        self.start, self.lr = own_start(temperature, lr_tau, "temperatures of each sample")
+        self.start, self.lr = check_own_temperature(temperature, lr_tau, "per-sample temperatures")
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         # Rows: temperatures, first and second moments, two sides each.
         self.table = ShardedTable(6, num_samples)
 
     def rho(self, epoch: int) -> float:
-        """Return ρ, constant."""
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the stored temperatures; the start value for samples never seen."""
+        """Return the stored temperatures; the initial temperature for unused samples."""
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
     @torch.no_grad()
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """Make one Adam step of the temperatures of the batch's samples."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
-        gradient = mean_of_equal(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+        gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
         beta1, beta2 = _BETAS if batch.epoch > 0 else (0.0, 0.0)
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)
         corrected = mean / (1 - beta1 ** (batch.epoch + 1))
         size = (square / (1 - beta2 ** (batch.epoch + 1))).sqrt() + _EPS
-        tau = (contrast.tau - self.lr * corrected / size).clamp(*self.bounds)
+        tau = (batch_at_tau.tau - self.lr * corrected / size).clamp(*self.bounds)
         self.table.write(index, torch.cat([tau, mean, square]), batch.valid)
 
 
@@ -104,6 +97,6 @@ METHOD = Method(
         TwoViewLoss,
         _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
         TWO_VIEW_REFUSED,
-        parts=(Contrastive, MovingAverageNormalizer, PerSampleTemperature),
+        parts=(FastCLIPObjective, MovingAverageNormalizer, PerSampleTemperature),
     ),
 )

@@ -1,4 +1,4 @@
-"""How a file in this folder declares the method that it implements."""
+"""The declaration of a method, one or more in each file of this folder."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,13 @@ from openclip_ext.contrastive.temperature import TemperatureScheme
 class NormalizerPart:
     """A normalizer that losses can be composed of.
 
-    Two parts may have the same name if they estimate different quantities: the objective decides.
+    Two parts can have the same name if they estimate different quantities: the objective decides.
 
     Attributes:
         name: value of the option ``normalizer``.
         build: the class. Its keyword-only arguments are its options.
-        objective: what a loss minimizes with it, unless its method names an objective.
-        defaults: defaults of options that differ from the options' own; also for temperature schemes without a default.
+        objective: the objective of a loss with this normalizer, unless its method declares one.
+        defaults: defaults that differ from the options' own defaults; also for temperature schemes without a default.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TemperaturePart:
 
     Attributes:
         name, build, defaults: as in :class:`NormalizerPart`.
-        long_run_defaults: what differs from the defaults in a training of many optimizer steps.
+        long_run_defaults: defaults that differ in a training of many optimizer steps.
     """
 
     name: str
@@ -50,7 +50,7 @@ class WholeLoss:
 
     Attributes:
         build, defaults: as in :class:`NormalizerPart`.
-        refused: common options that it does not take, with the reason.
+        refused: common options that it does not support, with the reason.
         parts: classes of an objective, a normalizer and a temperature scheme that it is built from.
     """
 
@@ -62,19 +62,19 @@ class WholeLoss:
 
 @dataclass(frozen=True)
 class Method:
-    """A loss by name: composed of parts, or a :class:`WholeLoss`, or a whole loss unless the user asks for a part.
+    """A loss by name: composed of parts, or a :class:`WholeLoss`, or a whole loss unless the user chooses a part.
 
     Attributes:
         name: value of ``--loss``.
         normalizer, temperature_scheme: names of its parts; the user can override both.
-        objective: what it minimizes; None: the objective of its normalizer.
-        normalizer_defaults, temperature_defaults: its own defaults for the options of these parts, not of their replacements.
-        training_defaults: what the training program takes where the defaults are the paper's, if the normalizer is its own.
-        training_scheme: the temperature scheme that the training program takes instead of the paper's; empty: the paper's.
-        fixed: arguments of its parts that are no options.
-        whole: the loss that is not composed of parts; None: there is none.
-        two_views: the loss of this name for two views of each image, without texts; None: there is none.
-        head: class of its ``model_head()``, with the attribute ``kind``, which names it in checkpoints; None: it has none.
+        objective: what it minimizes. None means the objective of its normalizer.
+        normalizer_defaults, temperature_defaults: defaults for the options of its own parts, not of their replacements.
+        training_defaults: defaults of the training program that differ from the paper's, if the normalizer is its own.
+        training_scheme: temperature scheme of the training program; empty means the paper's.
+        fixed: arguments of its parts that are not options.
+        whole: the loss that is not composed of parts, or None.
+        two_views: the loss of this name for two views of each image, without texts, or None.
+        head: class of its ``model_head()``, or None; the attribute ``kind`` is its name in checkpoints.
         parts: normalizers and temperature schemes that its file adds.
         options: options that its file adds to those of ``losses/options.py``.
     """

@@ -1,8 +1,8 @@
 """NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.
 
-*NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization*; equation numbers in [brackets] are this
-paper's. With ``e1, e2`` the unit embeddings of images and texts, ``s_ij = e1_i·e2_j`` and prototypes ``W1, W2``, ``(m, d)``
-each, the normalizer-prediction network (NPN) predicts::
+*NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization*; equation numbers in [brackets] are from
+this paper. With ``e1, e2`` the unit embeddings of images and texts, ``s_ij = e1_i·e2_j`` and prototypes ``W1, W2``,
+``(m, d)`` each, the normalizer-prediction network (NPN) predicts::
 
     α1_i = log( ε + (1/m) Σ_j exp((cos(e1_i, W1_j) − s_ii)/τ) )          α2_i likewise with e2_i, W2        [10, 11]
 
@@ -12,21 +12,15 @@ One step ``t`` (Algorithm 1):
 2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimizing ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
    with ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` of the batch (for ``k = 2``: ``s_ji``);
 3. with the ``α`` that the updated ``W`` predicts, the encoders minimize the same objective, averaged over the two sides,
-   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.Unified`).
+   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.NeuCLIPObjective`).
 
-With ``verify_fit`` (not in the paper) step 3 takes the recent embeddings themselves for prototypes wherever the fitted ones
+With ``verify_fit`` (not in the paper) step 3 uses the recent embeddings themselves as prototypes if the fitted prototypes
 predicted this batch worse before they were fitted to it.
 
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("neuclip", embed_dim=512, prototypes=1024)
-    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
-    >>> sum(terms.values()).backward()
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,19 +29,16 @@ from torch.optim.adagrad import adagrad
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
 from openclip_ext.contrastive.similarities import anchor_chunks
-from openclip_ext.contrastive.steering import blocks, directions_of, norms_of
+from openclip_ext.contrastive.steering import block_norms, blocks, normalize_blocks
 from openclip_ext.losses.method import Method, NormalizerPart
 
 _ADAGRAD_EPS = 1e-10
-
-
-# --- the network -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,57 +49,58 @@ class PrototypeEstimate:
 
     Attributes:
         alpha: ``(2, B_local)``.
-        share: ``Σ_j p_ij``, ``(2, B_local)``; less than 1 by the share of ε.
-        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``; None if not asked for.
+        share: ``Σ_j p_ij``, ``(2, B_local)``: 1 minus the share of ε.
+        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None.
     """
 
     alpha: Tensor
     share: Tensor
     pull: Tensor | None
 
-    def feature_gradient(self, weights: Tensor, contrast: Contrast) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors in its own features; prototypes and τ held.
+    def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors in its features; prototypes and τ are constant.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = contrast.batch
-        scaled = weights / contrast.tau[:, batch.local]
+        batch = batch_at_tau.batch
+        scaled = weights / batch_at_tau.tau[:, batch.local]
         return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
 
-    def tau_slope(self, contrast: Contrast) -> Tensor:
+    def tau_slope(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = contrast.batch
+        batch = batch_at_tau.batch
         cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
         gap = cosine - self.share * batch.positive[..., batch.local]
-        return -gap / contrast.tau[:, batch.local].square()
+        return -gap / batch_at_tau.tau[:, batch.local].square()
 
 
 def estimate_from_prototypes(
     directions: Tensor,
-    contrast: Contrast,
+    batch_at_tau: BatchAtTemperature,
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
-    left_out: Tensor | None = None,
+    excluded: Tensor | None = None,
 ) -> PrototypeEstimate:
     """Return ``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [10, 11].
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        contrast: features are used as given.
+        batch_at_tau: the anchors.
         eps: ε.
-        with_gradient: whether the gradient in the embeddings will be asked for.
-        multiplicity: how often each prototype counts ``(m,)``; None: once.
-        left_out: with a multiplicity, the prototype to leave out for each anchor ``(B,)``, −1 for none; None: none at all.
+        with_gradient: whether the gradient in the embeddings is needed.
+        multiplicity: weight of each prototype in the mean ``(m,)``. None (default) means 1.
+        excluded: with a multiplicity, the prototype to exclude for each anchor ``(B,)``, −1 for none. None (default) means
+            none.
     """
-    batch, tau = contrast.batch, contrast.tau
+    batch, tau = batch_at_tau.batch, batch_at_tau.tau
     number: int | Tensor = directions.shape[1]
-    if left_out is not None:
+    if excluded is not None:
         assert multiplicity is not None
-        number = number - torch.where(left_out < 0, 0, multiplicity[left_out])
-    offset = _log_offset(contrast, number)
+        number = number - torch.where(excluded < 0, 0, multiplicity[excluded])
+    offset = _log_offset(batch_at_tau, number)
     alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
@@ -118,8 +110,8 @@ def estimate_from_prototypes(
         terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
         if log_multiplicity is not None:
             terms += log_multiplicity
-        if left_out is not None:
-            _leave_out_(terms, left_out[anchors])
+        if excluded is not None:
+            _mask_out_(terms, excluded[anchors])
         largest = log_math.shifted_exp_(terms, dim=2)
         shift = largest - offset[:, anchors]
         log_mean = shift + terms.sum(dim=2).log_()
@@ -131,37 +123,30 @@ def estimate_from_prototypes(
     return PrototypeEstimate(alpha, share, pull)
 
 
-def _log_offset(contrast: Contrast, prototypes: int | Tensor) -> Tensor:
-    """Return what to subtract from ``logsumexp_j e_i·Ŵ_j/τ_i`` to get the log-mean of ``exp((cos − s_ii)/τ_i)``, ``(2, B)``.
-
-    Args:
-        contrast: the anchors.
-        prototypes: number of terms of the sum, for all anchors or for each ``(B,)``.
-    """
+def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
+    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log-mean of ``exp((cos − s_ii)/τ_i)`` over the prototypes, ``(2, B)``."""
     if isinstance(prototypes, Tensor):
-        return contrast.positive_exponent + prototypes.to(contrast.tau.dtype).log()
-    return contrast.positive_exponent + math.log(prototypes)
+        return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
+    return batch_at_tau.positive_exponent + math.log(prototypes)
 
 
-def _leave_out_(exponents: Tensor, left_out: Tensor) -> None:
-    """Set the exponents ``(2, b, m)`` of one prototype of each anchor to −∞; of none where ``left_out`` is −1."""
-    column = left_out.clamp(min=0).expand(2, -1)[:, :, None]
-    kept = torch.where(left_out[:, None] < 0, exponents.gather(2, column), -torch.inf)
+def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
+    """Set the exponents ``(2, b, m)`` of one prototype per anchor to −∞; of none if ``excluded`` is −1."""
+    column = excluded.clamp(min=0).expand(2, -1)[:, :, None]
+    kept = torch.where(excluded[:, None] < 0, exponents.gather(2, column), -torch.inf)
     exponents.scatter_(2, column, kept)
 
 
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
-    A step with usable samples: restart when ``t mod T_r = 0`` (the first included) from the ``m`` most recent embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized in the cosine only;
-    with a reference model (``contrastive/steering.py``) they have two blocks, and α the difference of two cosines.
+    A step with valid samples: restart if ``t mod T_r = 0`` (including the first step) from the ``m`` most recent embeddings,
+    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized only in the cosine.
+    With a reference model (``contrastive/steering.py``) they have two blocks, and α is the difference of two cosines.
 
     AdaGrad's first update after a restart moves every coordinate of a unit prototype by the learning rate, 1 in the paper,
-    and the fit sees one batch only. The prototypes can then predict far worse than the embeddings they started from, and
-    the encoders learn to get away from them. ``verify_fit`` prevents it: see :meth:`_fit_is_better`.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
+    and the fit uses only one batch. The prototypes can then predict far worse than the embeddings they started from, and
+    the encoders learn to avoid them. ``verify_fit`` prevents this: see :meth:`_fit_is_better`.
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -191,9 +176,9 @@ class PrototypeNormalizer(Normalizer):
     ) -> None:
         super().__init__()
         if alpha_tau_gradient and not alpha_gradient:
-            raise OptionError("alpha_tau_gradient", "alpha_tau_gradient=True: only with alpha_gradient=True")
+            raise OptionError("alpha_tau_gradient", "alpha_tau_gradient=True needs alpha_gradient=True")
         if normalizer_objective not in ("unified", "l2-log"):
-            reason = f"normalizer_objective={normalizer_objective!r}: prototypes take unified or l2-log"
+            reason = f"normalizer_objective={normalizer_objective!r}: prototypes support unified or l2-log"
             raise OptionError("normalizer_objective", reason)
         self.eps = eps
         self.restart_every = restart_every
@@ -209,100 +194,94 @@ class PrototypeNormalizer(Normalizer):
         self.blocks = blocks(reference_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
-        # Steps with a usable sample. Counted on the device, so that the host need not wait to know which these are.
+        # Steps with valid samples, counted on the device to avoid a host-device sync.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        # Whether the last step predicted with the fitted prototypes, or (verify_fit) with the queue.
-        # State only where it is used, so that checkpoints from before this option still load.
+        # Whether the last step predicted with the fitted prototypes; if not (verify_fit), with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
-        """Restart if due, make ``T_u`` updates, and predict."""
-        ok = contrast.batch.ok
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        ok = batch_at_tau.batch.ok
         if self.verify_fit:
-            self.uses_fit.copy_(torch.where(ok, self._fit_is_better(contrast) & ~self._restart_is_due(), self.uses_fit))
-        self.queue.push(contrast.batch)
+            self.uses_fit.copy_(
+                torch.where(ok, self._fit_is_better(batch_at_tau) & ~self._is_restart_due(), self.uses_fit)
+            )
+        self.queue.push(batch_at_tau.batch)
         self._restart_if_due(ok)
-        before = self._estimate(self._used_prototypes(), contrast) if self.simultaneous else None
+        before = self._estimate(self._used_prototypes(), batch_at_tau) if self.simultaneous else None
         if self.updates:
-            self.fit(contrast)
+            self.fit(batch_at_tau)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), contrast)
+        return before or self._estimate(self._used_prototypes(), batch_at_tau)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Return the prediction of the last step's prototypes, or before the first step, of a restart from this batch."""
-        fresh = repeated_batch(contrast.batch, self.queue.capacity)
-        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), contrast)
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        """Predict with the last step's prototypes; before the first step, with prototypes restarted from this batch."""
+        fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
+        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), batch_at_tau)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return whether the last step used the fit, with ``verify_fit``. Waits for the device."""
+        """Return whether the last step used the fit, with ``verify_fit``. Synchronizes with the device."""
         return {"uses_fit": float(self.uses_fit)} if self.verify_fit else {}
 
     def _used_prototypes(self) -> Tensor:
-        """Return the fitted prototypes, or the recent embeddings where the fit did not prove better."""
         if not self.verify_fit:
             return self.prototypes
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
-    def _fit_is_better(self, contrast: Contrast) -> Tensor:
-        """Compare what the prototypes and the queue predict for a batch that neither has seen; 0-d bool.
+    def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Compare the predictions of the prototypes and of the queue for a batch that is new to both; 0-d bool.
 
-        Both are scored with the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``, which in expectation over batches
-        is smallest for the exact normalizers. A score that is not a number is not better.
+        The score of both is the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``, whose expectation over batches is
+        smallest for the exact normalizers. A NaN score is not better.
         """
-        batch = contrast.batch
-        fitted, recent = (self._alpha(prototypes, contrast) for prototypes in (self.prototypes, self.queue.repeated()))
-        excess = [log_math.saturating_exp(contrast.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
-        return torch.where(batch.valid, contrast.tau * (excess[0] - excess[1]), 0).sum() < 0
+        batch = batch_at_tau.batch
+        fitted, recent = (
+            self._alpha(prototypes, batch_at_tau) for prototypes in (self.prototypes, self.queue.repeated())
+        )
+        excess = [log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
+        return torch.where(batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
 
-    def _restart_is_due(self) -> Tensor:
+    def _is_restart_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
 
     def _restart_if_due(self, ok: Tensor) -> None:
-        due = self._restart_is_due() & ok
-        if due.is_cpu and can_read_values(due) and not due:  # on a GPU the host would wait for the value
+        due = self._is_restart_due() & ok
+        if due.is_cpu and can_read_values(due) and not due:  # on a GPU this would synchronize
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
     @torch.no_grad()
-    def fit(self, contrast: Contrast) -> None:
-        """Make ``T_u`` updates on the batch."""
-        fit = _Fit(contrast, self)
+    def fit(self, batch_at_tau: BatchAtTemperature) -> None:
+        fit = _Fit(batch_at_tau, self)
         for _ in range(self.updates):
             fit.update()
 
-    def _alpha(self, prototypes: Tensor, contrast: Contrast) -> Tensor:
-        """Return the log-normalizers of all processes' anchors, ``(2, B)``, without their gradient."""
+    def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
+        """Return all processes' log-normalizers, ``(2, B)``, without their gradient."""
         estimate = estimate_from_prototypes(
-            directions_of(prototypes, self.blocks), contrast, self.eps, with_gradient=False
+            normalize_blocks(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
         )
-        return contrast.batch.gather_local(estimate.alpha)
+        return batch_at_tau.batch.gather_local(estimate.alpha)
 
-    def _estimate(self, prototypes: Tensor, contrast: Contrast) -> Estimate:
-        directions = directions_of(prototypes, self.blocks)
-        estimate = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient)
-        alpha = contrast.batch.gather_local(estimate.alpha)
+    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Estimate:
+        directions = normalize_blocks(prototypes, self.blocks)
+        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, self.alpha_gradient)
+        alpha = batch_at_tau.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        slope = estimate.tau_slope(contrast) if self.alpha_tau_gradient else None
+        slope = estimate.tau_slope(batch_at_tau) if self.alpha_tau_gradient else None
         return Estimate(
-            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, contrast), tau_slope=slope
+            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, batch_at_tau), tau_slope=slope
         )
-
-
-# --- its training ----------------------------------------------------------------------------------------------------
 
 
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """Make one step of ``torch.optim.Adagrad`` (other settings: its defaults) in place; a zero gradient changes nothing.
-
-    ``torch.optim`` would keep the accumulator outside of modules, where ``state_dict`` misses it.
-    """
+    """Make one in-place step of ``torch.optim.Adagrad`` with its defaults, on an accumulator that ``state_dict`` contains."""
     if parameter.is_cpu and not torch.compiler.is_compiling():
-        # One pass over memory instead of four. The fused kernel does not read the steps, because the rate is constant.
+        # One pass over memory instead of four. The learning rate is constant, so the fused kernel does not read the steps.
         adagrad(
             [parameter],
             [gradient],
@@ -320,81 +299,44 @@ def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: 
     parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
 
 
-@dataclass(frozen=True)
-class _FitAnchors:
-    """Some anchors of a fit, with what stays the same from one update to the next.
-
-    A fit adds :func:`_log_offset` to ``α_i``, so that it is ``logsumexp_j e_i·Ŵ_j/τ_i`` without ε.
-
-    Attributes:
-        scaled: ``e_i/τ_i``, ``(2, b, d)``.
-        log_eps: ``log ε`` plus the offset, ``(2, b)``.
-        log_estimate: the batch's own estimate of ``α`` plus the offset, ``(2, b)``.
-        factors: ``scaled`` times the constant factors of the derivative: the anchor's share in the mean, and τ for [12].
-        terms: memory for the similarities with the prototypes, ``(2, m, b)``.
-    """
-
-    scaled: Tensor
-    log_eps: Tensor
-    log_estimate: Tensor
-    factors: Tensor
-    terms: Tensor
-
-
 class _Fit:
     """Updates of prototypes on one batch.
 
     They minimize ``τ·(exp(−α)(ε+g) + α)`` [12], or with ``l2-log`` ``½(α − log(ε+g))²`` (section 5.2). The gradient has a
-    closed form and needs no graph: two matrix products an update. With unit prototypes ``Ŵ`` and their shares ``p_ij`` in
+    closed form and needs no graph: two matrix products per update. With unit prototypes ``Ŵ`` and their shares ``p_ij`` in
     ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
-
-    Args:
-        contrast: the samples.
-        normalizer: has the prototypes and the accumulator, which are updated in place, and AdaGrad's settings.
+    :func:`_log_offset` is added to ``α_i``, so that it is ``logsumexp_j e_i·Ŵ_j/τ_i`` without ε.
     """
 
-    def __init__(self, contrast: Contrast, normalizer: PrototypeNormalizer) -> None:
+    def __init__(self, batch_at_tau: BatchAtTemperature, normalizer: "PrototypeNormalizer") -> None:
+        batch, tau = batch_at_tau.batch, batch_at_tau.tau
         self.normalizer = normalizer
         self.prototypes = normalizer.prototypes
         self.is_unified = normalizer.objective == "unified"
-        # Reused in every update: on the CPU fresh memory of this size costs as much as a pass over it.
+        number = self.prototypes.shape[1]
+        offset = _log_offset(batch_at_tau, number)
+        self.scaled = batch.features / tau[:, :, None]
+        self.log_eps = offset + (math.log(normalizer.eps) if normalizer.eps else -math.inf)
+        self.log_estimate = batch_at_tau.log_estimate + offset
+        # The constant factors of the derivative: the anchor's share of the mean, and τ for [12].
+        factor = tau if self.is_unified else 1.0
+        self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
+        self.chunks = list(anchor_chunks(slice(0, batch.size), number))
+        # Reused in every update: on the CPU, new memory of this size costs as much as a pass over it.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
-        # Zero in a step without a usable sample, which changes nothing.
+        # Prototypes along the rows: both products then read their first factor row by row.
+        self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
+        # Zero in a step without valid samples, which changes nothing.
         decay = normalizer.weight_decay
-        self.decay = contrast.batch.ok * decay if decay else None
-        self.chunks = list(self._chunks(contrast))
-
-    def _chunks(self, contrast: Contrast) -> Iterator[_FitAnchors]:
-        batch = contrast.batch
-        size = self.prototypes.shape[1]
-        scaled = batch.features / contrast.tau[:, :, None]
-        offset = _log_offset(contrast, size)
-        log_eps = math.log(self.normalizer.eps) if self.normalizer.eps else -math.inf
-        log_estimate = contrast.log_estimate + offset
-        factor = contrast.tau if self.is_unified else 1.0
-        factors = (factor * batch.share).expand(2, -1)[:, :, None] * scaled
-        terms = None
-        for anchors in anchor_chunks(slice(0, batch.size), size):
-            length = anchors.stop - anchors.start
-            if terms is None:
-                # Prototypes along the rows: both products then read their first factor row by row.
-                terms = scaled.new_empty(2, size, length)
-            yield _FitAnchors(
-                scaled=scaled[:, anchors],
-                log_eps=offset[:, anchors] + log_eps,
-                log_estimate=log_estimate[:, anchors],
-                factors=factors[:, anchors],
-                terms=terms[:, :, :length],
-            )
+        self.decay = batch.ok * decay if decay else None
 
     def update(self) -> None:
-        """Make one AdaGrad step."""
         blocks = self.normalizer.blocks
-        norms = [norms_of(self.prototypes, block) for block in blocks]
+        norms = [block_norms(self.prototypes, block) for block in blocks]
         for block, norm in zip(blocks, norms, strict=True):
             torch.div(self.prototypes[..., block], norm, out=self.directions[..., block])
-        for position, anchors in enumerate(self.chunks):
-            self._add_gradient(self.directions, anchors, first=position == 0)
+        for anchors in self.chunks:
+            self._add_gradient(anchors)
         for block, norm in zip(blocks, norms, strict=True):
             gradient, directions = self.gradient[..., block], self.directions[..., block]
             along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
@@ -403,16 +345,17 @@ class _Fit:
             self.gradient.addcmul_(self.prototypes, self.decay)
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
-    def _add_gradient(self, directions: Tensor, anchors: _FitAnchors, first: bool) -> None:
-        """Add some anchors' part of the gradient in the directions; the first part overwrites the buffer."""
-        terms = torch.bmm(directions, anchors.scaled.transpose(1, 2), out=anchors.terms)
+    def _add_gradient(self, anchors: slice) -> None:
+        """Add the gradient of some anchors in the directions; the first chunk overwrites the buffer."""
+        terms = self.terms[:, :, : anchors.stop - anchors.start]
+        torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
         largest = log_math.shifted_exp_(terms, dim=1)
         log_sum = terms.sum(dim=1).log_().add_(largest)
-        alpha = torch.logaddexp(log_sum, anchors.log_eps)
-        log_ratio = anchors.log_estimate - alpha
+        alpha = torch.logaddexp(log_sum, self.log_eps[:, anchors])
+        log_ratio = self.log_estimate[:, anchors] - alpha
         descent = log_math.saturating_expm1(log_ratio) if self.is_unified else log_ratio
-        pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * anchors.factors
-        self.gradient.baddbmm_(terms, pull, beta=0 if first else 1, alpha=-1)
+        pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * self.factors[:, anchors]
+        self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
 
 
 METHOD = Method(
@@ -423,5 +366,5 @@ METHOD = Method(
     temperature_defaults={"lr_tau": 1.25e-4},
     training_defaults={"verify_fit": True},
     training_scheme="solved",
-    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=Unified),),
+    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective),),
 )

@@ -1,14 +1,9 @@
-"""OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, behind the interface of all losses. Their arithmetic is unchanged.
+"""OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, with the interface of all losses and unchanged arithmetic.
 
-With a ``temperature_scheme`` of ours, ``openclip`` is composed of parts: the same loss at another temperature.
+With one of our values of ``temperature_scheme``, ``openclip`` is composed of parts: the same loss at another temperature.
 
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("openclip")
-    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
-    >>> loss = openclip_ext.create_loss("openclip", temperature_scheme="constant", temperature=0.05)
 """
 
 import math
@@ -20,23 +15,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import Contrast, LocalBatch
-from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, labels_of
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
+from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
 from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
 
-# What a captioner outputs beside its embeddings.
+# Outputs of a captioner in addition to its embeddings.
 _CAPTIONS = {"logits", "labels"}
 
 
 class OpenClipLoss(ContrastiveLoss):
-    """``open_clip.ClipLoss``, and ``CoCaLoss`` or ``DistillClipLoss`` for models that output what those need.
+    """``open_clip.ClipLoss``; ``CoCaLoss`` or ``DistillClipLoss`` for models with the outputs that these need.
 
-    Keyword arguments are the options of these names (``losses/options.py``).
-    ``mask`` leaves other samples of an anchor's caption out of its softmax; with ``positive`` the loss is the mean of the
-    cross-entropy over all samples of its caption.
+    ``mask`` excludes other samples with an anchor's caption from its softmax. With ``positive`` the loss is the mean of the
+    cross-entropy over all samples with its caption.
     """
 
     follows_autocast = True
@@ -69,13 +63,6 @@ class OpenClipLoss(ContrastiveLoss):
         self.distill = DistillClipLoss(**common)
         self.trains_captions_only = coca_contrastive_loss_weight == 0
 
-    def _used_outputs(self, outputs: dict[str, Any]) -> set[str]:
-        if self.needs_positives:
-            return {"positives"}
-        if "dist_image_features" in outputs:
-            return {name for name in outputs if name.startswith("dist_")}
-        return _CAPTIONS if outputs.keys() >= _CAPTIONS else set()
-
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         distributed.check_world_size(self.clip.world_size)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
@@ -86,28 +73,24 @@ class OpenClipLoss(ContrastiveLoss):
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
         weight = self.coca.clip_loss_weight if "caption_loss" in terms else 1.0
-        # CoCa without its contrastive part computes none.
+        # CoCa without its contrastive part computes no InfoNCE.
         self._infonce = terms["contrastive_loss"].detach() / weight if weight else torch.tensor(math.nan)
         return terms
 
     def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:
-        used = {name: outputs[name] for name in self._used_outputs(outputs)}
         loss: nn.Module = self.clip
-        if used.keys() >= _CAPTIONS:
-            loss = self.coca
-        elif used:
-            loss = self.distill
-        else:
-            used = {"logit_bias": outputs["logit_bias"]}
+        used = {"logit_bias": outputs["logit_bias"]}
+        if "dist_image_features" in outputs:
+            loss, used = self.distill, {name: value for name, value in outputs.items() if name.startswith("dist_")}
+        elif outputs.keys() >= _CAPTIONS:
+            loss, used = self.coca, {name: outputs[name] for name in _CAPTIONS}
         return loss(**features, **used, output_dict=True)
 
     def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
-        """Compute ``open_clip.ClipLoss`` with fewer candidates, or more targets."""
+        """Return ``open_clip.ClipLoss`` with fewer candidates, or with more targets."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
-            raise ValueError(
-                f"equal_captions={self.equal_captions}: only for models without captions or a teacher of their own"
-            )
-        labels = labels_of(outputs.get("positives"), batch)
+            raise ValueError(f"equal_captions={self.equal_captions} does not support CoCa or distillation models")
+        labels = read_labels(outputs.get("positives"), batch)
         both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
         own = self.clip.get_ground_truth(labels.device, len(both[0]))
         gathered = distributed.all_gather(labels)
@@ -122,7 +105,7 @@ class OpenClipLoss(ContrastiveLoss):
         return (image + text) / 2
 
     def metrics(self) -> dict[str, float]:
-        """Return ``infonce``, this loss without CoCa's weight, ``chance``, and the temperature, of the last call; waits."""
+        """Return ``infonce`` (without CoCa's weight), ``chance`` and the temperature. Synchronizes with the device."""
         if self._logit_scale is None:
             return {}
         temperature = 1 / self._logit_scale.item()
@@ -133,10 +116,10 @@ class OpenClipLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mini-batch estimate ``log g``, which this loss in effect uses."""
+        """Return the mini-batch estimate ``log g``, which this loss uses in effect."""
         batch = self._batch(image_features, text_features, logit_scale, None)
-        contrast = contrast_minibatch(batch, gather=True)
-        log_g = contrast.log_g[:, contrast.batch.local]
+        batch_at_tau = contrast_minibatch(batch, gather=True)
+        log_g = batch_at_tau.log_g[:, batch_at_tau.batch.local]
         return log_g[0], log_g[1]
 
 
@@ -145,16 +128,12 @@ class InfoNce(Unscaled):
 
     estimand = PARTITION_MEAN
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return alpha + torch.log1p(contrast.batch.negatives)
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return alpha + torch.log1p(batch_at_tau.batch.negatives)
 
 
 class SiglipLoss(ContrastiveLoss):
-    """``open_clip.SigLipLoss``.
-
-    Args:
-        loss_dist_impl: as in OpenCLIP.
-    """
+    """``open_clip.SigLipLoss``."""
 
     follows_autocast = True
     uses_logit_bias = True
@@ -163,11 +142,7 @@ class SiglipLoss(ContrastiveLoss):
 
     def __init__(self, *, loss_dist_impl: str | None) -> None:
         super().__init__()
-        self.siglip = SigLipLoss(
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            dist_impl=loss_dist_impl,
-        )
+        self.siglip = SigLipLoss(rank=distributed.rank(), world_size=distributed.world_size(), dist_impl=loss_dist_impl)
         self._last: LocalBatch | None = None
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -192,7 +167,7 @@ METHODS = (
         name="siglip",
         whole=WholeLoss(
             SiglipLoss,
-            refused={"equal_captions": "OpenCLIP's SigLIP exchanges features between processes without labels"},
+            refused={"equal_captions": "OpenCLIP's SigLIP communicates features between processes without labels"},
         ),
     ),
 )

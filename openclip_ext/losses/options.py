@@ -1,21 +1,25 @@
-"""The names of this package's losses and their options, as data. Nothing here imports torch.
+"""The names of this package's losses and their options, as data. Imports no torch.
 
-Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` are made from them. A part uses the
-options that are keyword-only arguments of its constructor.
+Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` use them. The keyword-only arguments of
+a part's constructor are its options.
 """
 
 import difflib
+import functools
 import math
 import os
 from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError
 
-# Options of a loss with a reference model. Each of them, if given, asks for one.
+# Only ablations set these options.
+_ablation = functools.partial(Option, ablation=True)
+
+# Options that need a reference model.
 REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 
-# In the order of the help: parts, what is contrasted, the objective, temperatures, schedules, estimates from embeddings, a
-# loss's own networks; then the options of a single method.
+# In the order of the help: parts, samples, the objective, temperatures, schedules, estimates from embeddings, networks of a
+# loss; then the options of a single method.
 PACKAGE_OPTIONS = (
     Option(
         "normalizer",
@@ -29,7 +33,7 @@ PACKAGE_OPTIONS = (
         "temperature_scheme",
         str,
         None,
-        "where the temperature comes from (default: the loss's own)",
+        "source of the temperature (default: the loss's own)",
         choices=("constant", "global", "two-global", "solved", "per-sample", "predicted"),
         nullable=True,
     ),
@@ -37,7 +41,7 @@ PACKAGE_OPTIONS = (
         "views",
         int,
         1,
-        "1: contrast images with texts; 2: contrast two augmented views of each image, without texts",
+        "1: compare images with texts; 2: compare two augmented views of each image, without texts",
         minimum=1,
         maximum=2,
     ),
@@ -45,7 +49,7 @@ PACKAGE_OPTIONS = (
         "equal_captions",
         str,
         "negative",
-        "what other samples with an anchor's caption are to it: negatives, as in OpenCLIP; left out (mask); or more positives",
+        "how to treat other samples with an anchor's caption: as negatives (as OpenCLIP), excluded (mask), or as positives",
         choices=("negative", "mask", "positive"),
     ),
     Option(
@@ -65,7 +69,7 @@ PACKAGE_OPTIONS = (
         "reference_temperature",
         float,
         0.01,
-        "temperature of the reference model's softmax (--distill; openclip-ext embed notes the model's own)",
+        "temperature of the reference model's softmax (--distill; openclip-ext embed reports the model's own)",
         exclusive_minimum=0.0,
     ),
     Option(
@@ -82,7 +86,7 @@ PACKAGE_OPTIONS = (
         "rho_end",
         float,
         None,
-        "value of rho in the last part of the run (see --rho-switch); none: rho stays",
+        "value of rho in the last part of the run (see --rho-switch); none: rho is constant",
         symbol="ρ annealing",
         nullable=True,
     ),
@@ -99,7 +103,7 @@ PACKAGE_OPTIONS = (
         "temperature",
         float,
         None,
-        "start value of the temperature, or its value if constant; none: the model's (OpenCLIP: 0.07)",
+        "initial temperature, or its value if constant; none: the model's (OpenCLIP: 0.07)",
         symbol="τ",
         exclusive_minimum=0.0,
         nullable=True,
@@ -118,14 +122,12 @@ PACKAGE_OPTIONS = (
         "temperature_queue",
         int,
         4096,
-        "recent embeddings that a solved temperature is solved over",
+        "number of recent embeddings for a solved temperature",
         symbol="m",
         minimum=2,
     ),
-    Option("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step", ablation=True),
-    Option(
-        "epochs", int, 32, "length of the run, for schedules that span it", symbol="T", minimum=1, openclip_flag=True
-    ),
+    _ablation("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step"),
+    Option("epochs", int, 32, "epochs of the whole run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
         "normalizer_updates",
@@ -136,69 +138,48 @@ PACKAGE_OPTIONS = (
         minimum=0,
     ),
     Option("normalizer_lr", float, 1.0, "learning rate of the normalizer network", minimum=0.0),
-    Option(
+    _ablation(
         "normalizer_objective",
         str,
         "unified",
         "what the normalizer network minimizes",
         choices=("unified", "l2-log", "kl", "js", "kl-printed"),
-        ablation=True,
     ),
-    Option(
-        "l2_log_weight",
-        float,
-        0.1,
-        "weight of l2-log that kl, js and kl-printed have added",
-        minimum=0.0,
-        ablation=True,
-    ),
-    Option(
+    _ablation("l2_log_weight", float, 0.1, "weight of l2-log, which is added to kl, js and kl-printed", minimum=0.0),
+    _ablation(
         "alpha_gradient",
         bool,
         False,
         "let the gradient of the predicted log-normalizers reach the encoders (NeuCLIP's equation 12, read literally)",
-        ablation=True,
     ),
-    Option(
+    _ablation(
         "alpha_tau_gradient",
         bool,
         False,
-        "let that gradient reach a learned temperature, too (NeuCLIP's line 11, read literally)",
-        ablation=True,
+        "let this gradient also reach a learned temperature (NeuCLIP's line 11, read literally)",
     ),
-    Option(
-        "positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator", ablation=True
-    ),
+    _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
         "projection_dim",
         int,
         None,
-        "width of the loss's projection of the embeddings; none: the embeddings' width",
+        "dimension of the loss's projection of the embeddings; none: the embedding dimension",
         minimum=1,
         nullable=True,
     ),
     Option("seed", int, 0, "seed of the loss's own networks", openclip_flag=True),
-    Option(
+    _ablation(
         "width_factor",
         float,
         0.5,
-        "hidden width of the MLP over the embedding's",
+        "hidden width of the MLP / embedding dimension",
         symbol="f_d",
         exclusive_minimum=0.0,
-        ablation=True,
     ),
     Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
-    Option(
-        "target_every",
-        int,
-        1,
-        "steps between two updates of the target network",
-        symbol="T_target",
-        minimum=1,
-        ablation=True,
-    ),
-    Option("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0, ablation=True),
-    Option(
+    _ablation("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
+    _ablation("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
+    _ablation(
         "previous_weight",
         float,
         0.0,
@@ -206,22 +187,14 @@ PACKAGE_OPTIONS = (
         symbol="β_T",
         minimum=0.0,
         maximum=1.0,
-        ablation=True,
     ),
-    Option("reinitialize", bool, False, "re-initialize the MLP at every epoch's start (Algorithm 1, line 4)"),
-    Option(
-        "negatives_only",
-        bool,
-        False,
-        "leave the positive pair out of the partition function that the MLP fits",
-        ablation=True,
-    ),
-    Option(
+    Option("reinitialize", bool, False, "re-initialize the MLP at the start of every epoch (Algorithm 1, line 4)"),
+    _ablation("negatives_only", bool, False, "exclude the positive pair from the partition function that the MLP fits"),
+    _ablation(
         "gather_stage2",
         bool,
         False,
-        "contrast the global batch in the second stage, not only each process's local batch",
-        ablation=True,
+        "use the global batch in the second stage, not only each process's local batch",
     ),
     Option(
         "gamma",
@@ -243,7 +216,7 @@ PACKAGE_OPTIONS = (
         "gamma_decay_epochs",
         int,
         None,
-        "epochs after which gamma has its final value; none: half of the run",
+        "epochs until gamma reaches its final value; none: half of the run",
         symbol="E",
         minimum=1,
         nullable=True,
@@ -257,23 +230,15 @@ PACKAGE_OPTIONS = (
         minimum=1,
         nullable=True,
     ),
-    Option("normalizer_reset", bool, True, "empty AdaGrad's accumulators when the prototypes restart", ablation=True),
-    Option(
-        "normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0, ablation=True
-    ),
-    Option(
-        "simultaneous",
-        bool,
-        False,
-        "predict with the network as it was before this step's updates (Algorithm 3)",
-        ablation=True,
-    ),
+    _ablation("normalizer_reset", bool, True, "clear AdaGrad's accumulators when the prototypes restart"),
+    _ablation("normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0),
+    _ablation("simultaneous", bool, False, "predict with the network before this step's updates (Algorithm 3)"),
     Option(
         "verify_fit",
         bool,
         False,
-        "use the fitted prototypes only in steps whose batch they predict better than recent embeddings do, "
-        "before they are fitted to it; off: as published",
+        "use the fitted prototypes only in steps whose batch they predict better, before the fit, than recent "
+        "embeddings; off: as published",
     ),
     Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
     Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
@@ -283,37 +248,36 @@ PACKAGE_OPTIONS = (
         "batch_weight",
         float,
         0.5,
-        "share of the current batch in the normalizer of the queue; bounds the weights by its inverse",
+        "share of the current batch in the queue's normalizer; bounds the weights by its inverse",
         symbol="λ",
         minimum=0.0,
         maximum=1.0,
     ),
-    Option(
+    _ablation(
         "leave_own_out",
         bool,
         False,
-        "leave the anchor's positive pair out of the queue; lowers the estimation error and unbounds the weights",
-        ablation=True,
+        "exclude the anchor's positive pair from the queue; lowers the estimation error, but does not bound the weights",
     ),
     Option(
         "kappa",
         float,
         10.0,
-        "logarithm of the step size of the averages: a sample's weight of the new estimate is sigmoid(log u + kappa)",
+        "logarithm of the averages' step size: the weight of the new estimate is sigmoid(log u + kappa)",
         symbol="κ",
     ),
     Option(
         "loss_dist_impl",
         str,
         None,
-        "how SigLIP's features travel between processes",
+        "how SigLIP communicates features between processes",
         choices=("bidir", "shift", "reduce", "gather"),
         nullable=True,
         openclip_flag=True,
     ),
 )
 
-# Sets ρ in another way.
+# An alternative to the option rho.
 HARD_SHARE = Option(
     "hard_share",
     float,
@@ -324,24 +288,24 @@ HARD_SHARE = Option(
     maximum=1.0,
 )
 
-# The options of all losses by name. ``registry.register_method`` adds those of other losses.
+# The options of all losses by name. ``registry.register_method`` adds the options of other losses.
 OPTIONS: dict[str, Option] = {option.name: option for option in PACKAGE_OPTIONS}
 
 
-# A sentence on each of this package's losses, by name.
+# A description of each of this package's losses, by name.
 SUMMARIES = {
     "amorlip": "AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.",
-    "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, no normalizers.",
+    "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, without normalizers.",
     "fastclip": "FastCLIP: a moving average for each sample, with a schedule of its weight γ, and one learned temperature.",
-    "fastclip-v0": "FastCLIP-v0: as fastclip, with a loss that is not multiplied by τ and has no ρ.",
+    "fastclip-v0": "FastCLIP-v0: as fastclip, without the factor τ and without ρ in the loss.",
     "fastclip-v1": "FastCLIP-v1: as fastclip, at a constant temperature.",
     "fastclip-v2": "FastCLIP-v2: as fastclip, with a learned temperature for each sample and side.",
     "fastclip-v3": "FastCLIP-v3: another name of fastclip.",
     "isogclr": "iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.",
     "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
     "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
-    "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. No paper has it.",
-    "scent": "SCENT: as fastclip, with a weight γ of the moving average that follows each sample's normalizer.",
+    "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. There is no paper.",
+    "scent": "SCENT: as fastclip, with a weight γ of the moving average that depends on each sample's normalizer.",
     "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
     "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",
     "sogclr": "SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.",
@@ -350,13 +314,13 @@ SUMMARIES = {
 
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
-    """Raise OptionError for a loss that is not known."""
+    """Raise OptionError for an unknown loss."""
     if name in known:
         return
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     if str(name).endswith(".py"):
-        hint = f" For a file of your own give {os.path.basename(name).removesuffix('.py')}:METHOD, from its folder."
+        hint = f" For your own file use {os.path.basename(name).removesuffix('.py')}:METHOD, in its folder."
     raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
 
 

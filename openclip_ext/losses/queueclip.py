@@ -1,7 +1,7 @@
-"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. No paper has it.
+"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. There is no paper.
 
-The embeddings of the ``m`` most recent samples, the batch included, replace NeuCLIP's prototypes, and the batch has a share λ
-(a defensive mixture)::
+The embeddings of the ``m`` most recent samples, including the batch, replace NeuCLIP's prototypes, and the batch has a share
+λ (a defensive mixture)::
 
     α_queue,i = log( ε + (1/m) Σ_j exp((s_ij − s_ii)/τ) ),   j over the queue
     exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
@@ -11,11 +11,6 @@ makes the queue a control variate for the batch: with ``r = g_batch/g_queue`` th
 ``∇log g_queue`` sum to one.
 
 Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("queueclip", embed_dim=512, prototypes=4096)
-    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
-    >>> sum(terms.values()).backward()
 """
 
 import torch
@@ -23,11 +18,11 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Unified
-from openclip_ext.contrastive.steering import blocks, directions_of
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
+from openclip_ext.contrastive.steering import blocks, normalize_blocks
 from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
 
@@ -35,16 +30,14 @@ from openclip_ext.losses.neuclip import estimate_from_prototypes
 class QueueNormalizer(Normalizer):
     """NeuCLIP's prediction [NeuCLIP 10, 11] from the queue, mixed with the batch.
 
-    The anchor's positive pair is in the queue, unless ``leave_own_out``. It makes the estimate too large, and so bounds the
+    The anchor's positive pair is in the queue, unless ``leave_own_out``. This makes the estimate too large, and so bounds the
     weights from above.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     estimates = (NEGATIVES_MEAN,)
     differentiable = True
     refuses_labels = (
-        "the queue keeps embeddings of earlier steps without their captions, and would push equal ones apart"
+        "the queue contains embeddings of earlier steps without their captions, and would push equal ones apart"
     )
 
     def __init__(
@@ -60,7 +53,7 @@ class QueueNormalizer(Normalizer):
     ) -> None:
         super().__init__()
         if leave_own_out and prototypes < 2:
-            raise OptionError("leave_own_out", "leave_own_out=True: needs prototypes >= 2, or nothing is left")
+            raise OptionError("leave_own_out", "leave_own_out=True needs prototypes >= 2")
         self.eps = eps
         self.batch_weight = batch_weight
         self.leave_own_out = leave_own_out
@@ -69,34 +62,35 @@ class QueueNormalizer(Normalizer):
         self.blocks = blocks(reference_dim)
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
-        """Add the batch to the queue, and estimate from it."""
-        left_out = self.queue.rows_of(contrast.batch) if self.leave_own_out else None
-        self.queue.push(contrast.batch)
-        return self._estimate(self.queue.rows, self.queue.multiplicity(), contrast, left_out)
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        excluded = self.queue.assigned_rows(batch_at_tau.batch) if self.leave_own_out else None
+        self.queue.push(batch_at_tau.batch)
+        return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, excluded)
 
     @torch.no_grad()
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Estimate from the queue as it is; from this batch while the queue is empty."""
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        """Estimate from the stored queue, or from this batch if the queue is empty."""
         empty = self.queue.filled == 0
-        rows = torch.where(empty, repeated_batch(contrast.batch, self.queue.capacity), self.queue.rows)
-        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), contrast)
+        rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
+        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
 
     def _estimate(
-        self, rows: Tensor, multiplicity: Tensor, contrast: Contrast, left_out: Tensor | None = None
+        self, rows: Tensor, multiplicity: Tensor, batch_at_tau: BatchAtTemperature, excluded: Tensor | None = None
     ) -> Estimate:
-        batch = contrast.batch
-        directions = directions_of(rows, self.blocks)
-        queue = estimate_from_prototypes(directions, contrast, self.eps, self.alpha_gradient, multiplicity, left_out)
+        batch = batch_at_tau.batch
+        directions = normalize_blocks(rows, self.blocks)
+        queue = estimate_from_prototypes(
+            directions, batch_at_tau, self.eps, self.alpha_gradient, multiplicity, excluded
+        )
         queue_alpha = batch.gather_local(queue.alpha)
-        alpha = log_math.log_mix(queue_alpha, contrast.log_estimate, self.batch_weight)
+        alpha = log_math.log_mix(queue_alpha, batch_at_tau.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
         queue_share = (1 - self.batch_weight) * log_math.saturating_exp(queue_alpha - alpha)[:, batch.local]
         return Estimate(
             alpha,
             batch_share=self.batch_weight,
-            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, contrast),
+            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, batch_at_tau),
         )
 
 
@@ -104,10 +98,10 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # Without its gradient the queue is no control variate for the batch. The rate of a learned temperature is NeuCLIP's.
+    # Only with its gradient is the queue a control variate. The learning rate of a learned temperature is NeuCLIP's.
     parts=(
         NormalizerPart(
-            "queue", QueueNormalizer, objective=Unified, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
+            "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""SCENT: FastCLIP-v3 with a moving average whose weight γ follows each sample's normalizer.
+"""SCENT: FastCLIP-v3 with a moving average whose weight γ depends on each sample's normalizer.
 
 Wei et al., *A Geometry-Aware Efficient Algorithm for Compositional Entropic Risk Minimization*, ICML 2026, arXiv:2602.02877.
 The dual of each anchor's loss, ``min_ν exp(−ν)(ε + g) + ν`` with ``u = exp(ν)``, takes one step of proximal mirror descent
@@ -6,21 +6,17 @@ with the Bregman divergence of ``exp(−ν)`` and step size ``exp(κ)``::
 
     u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch)),    γ_i = sigmoid(log u_i + κ),    α_i = log u_i, the new one
 
-So a sample with a large normalizer follows the batch, and one with a small normalizer averages over more visits.
+A large normalizer therefore follows the batch, and a small one averages over more epochs.
 
 Naive float64 version: ``Scent`` in ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("scent", num_samples=len(dataset))
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from openclip_ext.contrastive.batch import Contrast
-from openclip_ext.contrastive.objectives import Contrastive
+from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.losses.fastclip import SampleAverages
 from openclip_ext.losses.method import Method, NormalizerPart
 
@@ -28,26 +24,23 @@ _QUANTILES = (0.05, 0.5, 0.95)
 
 
 class ScentNormalizer(SampleAverages):
-    """``u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch))`` with ``γ_i = sigmoid(log u_i + κ)`` of the stored ``u_i``.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
-    """
+    """``u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch))`` with ``γ_i = sigmoid(log u_i + κ)`` of the stored ``u_i``."""
 
     def __init__(self, *, num_samples: int, kappa: float) -> None:
         super().__init__(num_samples)
         self.kappa = kappa
-        # The logits of the last step's γ and which samples are valid. A state of the logs alone, which no checkpoint has.
+        # Logits of the last step's γ and the valid samples: only for the logs, and in no checkpoint.
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def averaged(self, contrast: Contrast) -> Tensor:
-        """Mix the stored averages with the batch's estimates by ``log γ`` and ``log(1−γ)``, which do not overflow."""
-        log_u = self.stored(contrast)
+    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+        log_u = self.stored(batch_at_tau)
         logit = log_u + self.kappa
-        self._last = logit, contrast.batch.valid
-        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + contrast.log_estimate)
+        self._last = logit, batch_at_tau.batch.valid
+        # log γ and log(1−γ) do not overflow.
+        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return quantiles of γ in the last step; a first visit counts with its new u. Waits for the device."""
+        """Return quantiles of γ in the last step; for a new sample, of its new u. Synchronizes with the device."""
         if self._last is None:
             return {}
         logit, valid = self._last
@@ -64,5 +57,5 @@ METHOD = Method(
     temperature_scheme="global",
     temperature_defaults={"lr_tau": 2e-4},
     fixed={"slow_when_small": True},
-    parts=(NormalizerPart("scent", ScentNormalizer, objective=Contrastive),),
+    parts=(NormalizerPart("scent", ScentNormalizer, objective=FastCLIPObjective),),
 )

@@ -1,4 +1,4 @@
-"""SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.
+"""SimCLR: two augmented views of each image, compared with all other views of the batch, without texts.
 
 Chen et al., *A Simple Framework for Contrastive Learning of Visual Representations*, ICML 2020. With ``h`` the projected
 unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all views of::
@@ -8,11 +8,6 @@ unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all v
 "The positive pair can be removed from the denominator" ([opt4ml, section 6.5.1]; ``positive_in_denominator=False``).
 
 Naive float64 version: ``tests/references/two_views.py``. Page: ``docs/methods/unimodal.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("simclr", embed_dim=512)
-    >>> terms = loss(first_view_features, second_view_features, logit_scale, output_dict=True)
-    >>> parameters += loss.model_head().parameters()  # the projector is trained with the model
 """
 
 from dataclasses import replace
@@ -23,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, finite_samples
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
@@ -36,7 +31,7 @@ TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
-    """SimCLR's projection head, ``Linear(ReLU(Linear x))``: the loss sees its output, and evaluations see its input."""
+    """SimCLR's projection head, ``Linear(ReLU(Linear x))``: the loss uses its output, and evaluations use its input."""
 
     kind = "projector"
     evaluated = False
@@ -55,16 +50,11 @@ class Projector(nn.Module):
 
 
 class TwoViewLoss(GlobalContrastiveLoss):
-    """A global contrastive loss of ``2·B`` views: each is an anchor, its image's other view the positive.
+    """A global contrastive loss of ``2·B`` views: each is an anchor, and the other view of its image is the positive.
 
     The negatives of an anchor are the ``2·(B−1)`` views of all other images. The ``2·B`` pairs are the first views with the
-    second ones, and the second with the first. An anchor's own embedding does not count. The two anchors of an image share
-    its index.
-
-    Args:
-        objective, normalizer, scheme: parts of the loss.
-        num_samples: size of the index space, where a part needs the index.
-        embed_dim, projection_dim, seed: the options of these names.
+    second ones, and the second with the first. An anchor's own embedding is masked. The two anchors of an image share its
+    index.
     """
 
     expects_unit_norm = False
@@ -83,18 +73,17 @@ class TwoViewLoss(GlobalContrastiveLoss):
     ) -> None:
         if views != 2:
             raise OptionError(
-                "views",
-                f"views={views}: this loss compares two views of each image; take openclip for images and texts",
+                "views", f"views={views}: this loss compares two views of each image. Use openclip for images and texts"
             )
         super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
 
     def model_head(self) -> Projector:
-        """Return the projector, which evaluation leaves out."""
+        """Return the projector, which evaluations do not use."""
         return self.projector
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """Check the inputs, and return the pairs of projected views, NaN where an image does not count."""
+        """Check the inputs, and return the pairs of projected views, NaN for masked images."""
         batch = super()._batch(*inputs, **options)
         finite = batch.finite[:, None]
         first, second = (
@@ -117,21 +106,18 @@ class TwoViewLoss(GlobalContrastiveLoss):
 
 
 _CROSS_ENTROPY, _WITHOUT_POSITIVE = (
-    Estimand(formula, from_batch, log_divisor=lambda contrast: torch.zeros_like(contrast.tau))
+    Estimand(formula, from_batch, log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau))
     for formula, from_batch in (
-        ("log(1 + N·g), the cross-entropy", lambda contrast: contrast.infonce),
-        ("log(N·g), the sum over the negatives", lambda contrast: contrast.log_gap_sums),
+        ("log(1 + N·g), the cross-entropy", lambda batch_at_tau: batch_at_tau.infonce),
+        ("log(N·g), the sum over the negatives", lambda batch_at_tau: batch_at_tau.log_gap_sums),
     )
 )
 
 
 class InfoNce(Unscaled):
-    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives of the batch, not multiplied by τ; without the positive ``log(N·g)``.
+    """NT-Xent: ``log(1 + N·g)`` over the batch's ``N`` negatives, without the factor τ; without the positive ``log(N·g)``.
 
     ``α`` is the loss itself, so that the weights of the negatives are the softmax's.
-
-    Args:
-        positive_in_denominator: whether the positive pair is one of the terms.
     """
 
     estimand = _CROSS_ENTROPY
@@ -140,7 +126,7 @@ class InfoNce(Unscaled):
         if not positive_in_denominator:
             self.estimand = _WITHOUT_POSITIVE
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
 
 

@@ -6,14 +6,10 @@ ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretrainin
 - Images with texts: the moving average of ``fastclip.py`` with a constant γ.
 - Two views of each image (``views=2``), as in the paper: with projected unit embeddings ``h`` and a ``u`` for each image,
   ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)`` over the other images' views ``z``, and the loss is the mean of
-  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient is taken through the batch's part of ``u``.
+  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient includes the batch's part of ``u``.
 
 Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("sogclr", num_samples=len(dataset))
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 from typing import Any
@@ -22,36 +18,36 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand, Objective
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
-from openclip_ext.state.sharded_table import log_mean_of_equal
+from openclip_ext.state.sharded_table import group_log_mean
 
 CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
 
 
 _UNCENTERED_MEAN = Estimand(
     "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair",
-    from_batch=lambda contrast: contrast.log_sums - contrast.batch.log_negatives,
-    log_divisor=lambda contrast: contrast.batch.log_negatives - contrast.positive_exponent,
+    from_batch=lambda batch_at_tau: batch_at_tau.log_sums - batch_at_tau.batch.log_negatives,
+    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives - batch_at_tau.positive_exponent,
 )
 
 
 class Decoupled(Objective):
-    """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The attraction of the positive pair has coefficient exactly 1."""
+    """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The coefficient of the positive pair is exactly −1."""
 
     estimand = _UNCENTERED_MEAN
     regularized = False
 
-    def positive_pair(self, contrast: Contrast, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return -torch.ones_like(weight_sum)
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return contrast.tau * alpha - contrast.batch.positive
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+        return batch_at_tau.tau * alpha - batch_at_tau.batch.positive
 
     def tau_gradient(self, *values: Tensor) -> Tensor:
         raise NotImplementedError("SogCLR's temperature is constant")
@@ -60,9 +56,7 @@ class Decoupled(Objective):
 class UncenteredMovingAverage(MovingAverageNormalizer):
     """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
 
-    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean of its views'.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
+    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean over its views.
     """
 
     estimates = (_UNCENTERED_MEAN,)
@@ -72,16 +66,14 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, contrast: Contrast) -> Estimate:
-        """Update the averages of the batch's images."""
-        batch, index = contrast.batch, contrast.batch.sample_index()
-        averaged = self.averaged(contrast)
-        self.table.write(index, log_mean_of_equal(index, averaged, batch.valid), batch.valid)
+    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+        averaged = self.averaged(batch_at_tau)
+        self.table.write(index, group_log_mean(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 
-    def predict(self, contrast: Contrast) -> Estimate:
-        """Return the stored averages; the batch's estimate for images never seen."""
-        return Estimate(log_math.log_add(self.stored(contrast), self.eps))
+    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+        return Estimate(log_math.log_add(self.stored(batch_at_tau), self.eps))
 
 
 METHOD = Method(
@@ -89,7 +81,6 @@ METHOD = Method(
     normalizer="moving-average",
     temperature_scheme="constant",
     normalizer_defaults=CONSTANT_GAMMA,
-    # SogCLR on images alone: mean −h_i·h_i⁺ + τ·log(ε + u_i), with a u for each image [opt4ml, Algorithm 34].
     two_views=WholeLoss(
         TwoViewLoss,
         TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,

@@ -9,10 +9,6 @@ Temperature Prediction Network' in [opt4ml]. Per side, with ``e`` detached and 2
 The network minimizes ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
 
 Naive float64 version: ``TempNet`` in ``tests/references/networks.py``. Page: ``docs/methods/tempnet.md``.
-
-Example:
-    >>> loss = openclip_ext.create_loss("tempnet", embed_dim=512, num_samples=len(dataset))
-    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import math
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import Contrast, GatheredBatch
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
@@ -33,12 +29,12 @@ _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# Number of tensors of the embedding's width, and of the prototypes' number, in the graph of an update.
+# Tensors with the embedding dimension, and with the number of prototypes, in the graph of an update.
 _GRAPH_TENSORS = 4
 
 
 class TemperatureNetwork(nn.Module):
-    """The network of the equations above for both sides: one each, evaluated together."""
+    """The network of the equations above: one per side, evaluated together."""
 
     def __init__(self, embed_dim: int, random: torch.Generator | None) -> None:
         super().__init__()
@@ -52,13 +48,7 @@ class TemperatureNetwork(nn.Module):
         self.mean_scale = nn.Parameter(torch.ones(2, 1))
 
     def forward(self, features: Tensor, rho: float, dropout: Tensor | None) -> Tensor:
-        """Map ``(2, B, d)`` to ``(2, B)``.
-
-        Args:
-            features: embeddings.
-            rho: ρ.
-            dropout: factors ``(2, B, d)``, 0 or ``1/(1 − p)``; None: no dropout.
-        """
+        """Map ``(2, B, d)`` to ``(2, B)``. ``dropout`` contains factors ``(2, B, d)``, 0 or ``1/(1 − p)``, or is None."""
         hidden = torch.sigmoid(torch.baddbmm(self.bias, features, self.weight))
         if dropout is not None:
             hidden = hidden * dropout
@@ -72,8 +62,6 @@ class PredictedTemperature(TemperatureScheme):
     """TempNet: ``τ_k,i`` from the anchor's own embedding; trained by Adam with the learning rate ``lr_tau·0.9^epoch``.
 
     A step uses the temperatures from before its update.
-
-    Keyword arguments are the options of these names (``losses/options.py``).
     """
 
     depends_on_epoch = True
@@ -93,11 +81,9 @@ class PredictedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho <= 0:
-            raise OptionError("rho", f"rho={rho}: predicted temperatures are divided by it and need a positive one")
+            raise OptionError("rho", f"rho={rho}: predicted temperatures need a positive rho, which divides them")
         if lr_tau is None:
-            raise OptionError(
-                "lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate of its own"
-            )
+            raise OptionError("lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate")
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         self.lr = lr_tau
@@ -106,20 +92,17 @@ class PredictedTemperature(TemperatureScheme):
         self.adam = InnerAdam(self.network)
 
     def rho(self, epoch: int) -> float:
-        """Return ρ, constant."""
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Predict them from the anchors' own embeddings; with dropout in training."""
+        """Predict temperatures from the anchors' embeddings, in training with dropout."""
         return self._bounded(batch.features, self._dropout_factors(batch))
 
-    def update(self, contrast: Contrast, gradient: Tensor) -> None:
-        """Make one Adam step of the network."""
-        batch = contrast.batch
+    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
+        batch = batch_at_tau.batch
         dropout = self._dropout_factors(batch)
 
         def objective(anchors: slice) -> Tensor:
-            """Return these anchors' part of the mean over all."""
             factors = None if dropout is None else dropout[:, anchors]
             values = self._bounded(batch.features[:, anchors], factors) * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
@@ -132,7 +115,7 @@ class PredictedTemperature(TemperatureScheme):
         return self.network(features, self.weight, dropout).clamp(*self.bounds)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the factors of dropout in this call, the same on every process and in the update."""
+        """Return the dropout factors of this call, equal on every process and in the update."""
         if not batch.learning:
             return None
         device = batch.features.device

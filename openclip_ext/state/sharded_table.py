@@ -1,4 +1,4 @@
-"""Tables of per-sample state, split over the processes by contiguous ranges of the index."""
+"""Tables of per-sample state, sharded over the processes by contiguous ranges of the index."""
 
 import contextlib
 import math
@@ -21,19 +21,15 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 
 
 class ShardedTable(nn.Module):
-    """``columns`` numbers for each of ``num_samples`` samples; each process keeps its range on the model's device.
+    """A table with ``columns`` elements for each of ``num_samples`` samples; each process keeps its range on its device.
 
     A read costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero). A write is local.
     Samples that were never written read as NaN.
 
-    Args:
-        columns: numbers per sample.
-        num_samples: size ``n`` of the index space.
-
     Attributes:
         values: ``(columns, size + 1)``, NaN where nothing was written.
-        overwritten: the rows of the last :meth:`write` and their values before it, for :meth:`undo_write`. Set it to None
-            to keep that write.
+        overwritten: the rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. Set it to None to
+            keep that write.
     """
 
     values: Tensor
@@ -44,10 +40,10 @@ class ShardedTable(nn.Module):
         self.columns = columns
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
-        # The last row takes the writes of other processes' samples, so that no shape depends on data.
+        # The last row receives the writes of other processes' samples, so that no shape depends on data.
         self.register_buffer("values", torch.full((columns, self.size + 1), torch.nan), persistent=False)
         self.overwritten: tuple[Tensor, Tensor] | None = None
-        self._apart = False
+        self._in_state_dict = True
 
     @property
     def size(self) -> int:
@@ -56,25 +52,23 @@ class ShardedTable(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this process's part."""
+        """Bytes of this process's shard."""
         return self.columns * self.size * self.values.itemsize
 
     def _slots(self, index: Tensor) -> Tensor:
-        """Return the row of each sample. Samples of other processes get −1 or :attr:`size`, which both are the last row."""
+        """Return the row of each sample; −1 or :attr:`size`, both the last row, for samples of other processes."""
         distributed.check_world_size(self.world_size)
         offset = index - self.first if self.first else index
         return offset.clamp(-1, self.size)
 
-    # --- single samples ----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def read(self, index: Tensor, columns: slice = slice(None), missing: Tensor | None = None) -> Tensor:
-        """Return the values of the samples ``index``, the same on every process: ``(columns, B)``, or some of the columns.
+        """Return the values of samples, ``(columns, B)``, equal on all processes. Collective: all ranks call it.
 
         Args:
             index: ``(B,)``; the values of an index outside of ``[0, num_samples)`` are arbitrary.
             columns: the columns to return.
-            missing: ``(columns, B)`` for samples that were never written; None: NaN.
+            missing: ``(columns, B)`` for samples that were never written. None (default) means NaN.
         """
         slots = self._slots(index)
         values = self.values[columns, slots]
@@ -86,44 +80,38 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
-        """Store ``values`` ``(columns, B)`` where ``where`` ``(B,)`` holds; equal indices must come with equal values."""
+        """Store ``values`` ``(columns, B)`` where ``where`` ``(B,)`` is True; equal indices need equal values."""
         slots = self._slots(index).masked_fill(~where, self.size)
         self.overwritten = slots, self.values[:, slots]
         self.values[:, slots] = values.to(self.values.dtype)
 
     @torch.no_grad()
-    def undo_write(self, unless: Tensor | None = None) -> None:
-        """Undo the last :meth:`write`, if :attr:`overwritten` has it.
-
-        Args:
-            unless: 0-d bool on the device; if it holds, nothing changes. The host does not wait for it.
-        """
+    def undo_write(self, skip_if: Tensor | None = None) -> None:
+        """Undo the last :meth:`write`, if :attr:`overwritten` has it, except where ``skip_if`` (0-d bool) is True."""
         if self.overwritten is not None:
             slots, before = self.overwritten
-            self.values[:, slots] = before if unless is None else torch.where(unless, self.values[:, slots], before)
+            self.values[:, slots] = before if skip_if is None else torch.where(skip_if, self.values[:, slots], before)
             self.overwritten = None
 
-    # --- the whole part ----------------------------------------------------------------------------------------------
-
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows ``start`` to ``stop`` of this process's part on the CPU, ``(rows, columns)``."""
+        """Return the rows ``start`` to ``stop`` of this process's shard on the CPU, ``(rows, columns)``."""
         return self.values[:, start:stop].T.cpu().contiguous()
 
     @torch.no_grad()
     def set_rows(self, start: int, rows: Tensor) -> None:
-        """Overwrite the rows from ``start`` with ``(rows, columns)`` of any precision and device."""
+        """Overwrite the rows from ``start`` with ``(rows, columns)`` of any dtype and device."""
         self.values[:, start : start + len(rows)] = rows.T.to(self.values)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._apart:
-            # A copy, because safetensors wants it contiguous.
+        if self._in_state_dict:
+            # A copy, because safetensors needs contiguous memory.
             destination[prefix + _SHARD] = self.values[:, :-1].clone(memory_format=torch.contiguous_format)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         missing = args[2]
         key = prefix + _SHARD
-        if self._apart:
+        if not self._in_state_dict:
             return
         if key not in state_dict:
             missing.append(key)
@@ -131,41 +119,36 @@ class ShardedTable(nn.Module):
         shard = state_dict[key]
         if shard.shape != (self.columns, self.size):
             raise ValueError(
-                f"{key} has shape {tuple(shard.shape)}, this process keeps {(self.columns, self.size)}: the state is of "
-                "another number of samples or of processes"
+                f"{key}: expected shape {(self.columns, self.size)}, found {tuple(shard.shape)}. Load the state with the same "
+                "number of samples and processes"
             )
-        # By column, because a whole shard in another precision would be a second copy on the device.
+        # By column: a full shard in another dtype would be a second copy on the device.
         for column, given in zip(self.values, shard, strict=True):
             column[:-1].copy_(given)
 
 
 @contextlib.contextmanager
-def kept_apart(tables: Iterable[ShardedTable]) -> Iterator[None]:
-    """Return a context in which ``state_dict()`` and ``load_state_dict()`` skip these tables, which checkpoints stream."""
+def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
+    """Exclude these tables, which checkpoints stream, from ``state_dict()`` and ``load_state_dict()`` in this context."""
     tables = list(tables)
     for table in tables:
-        table._apart = True
+        table._in_state_dict = False
     try:
         yield
     finally:
         for table in tables:
-            table._apart = False
+            table._in_state_dict = True
 
 
-def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
-    """Return the logarithm of the mean of the values that an index has, for each of its occurrences ``(rows, B)``.
+def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
+    """Return the logarithm of the mean of the values with an index, for each occurrence of the index: ``(rows, B)``.
 
-    Args:
-        index: ``(B,)``.
-        log_values: ``(rows, B)`` logarithms of the values.
-        valid: ``(B,)``, whether a sample counts; the result of one that does not is arbitrary.
+    The values have the logarithms ``log_values`` ``(rows, B)``. Results of masked samples are arbitrary.
     """
-    if _all_differ(index):
-        return log_values
-    group, size = _groups(index, valid)
+    group, size = _group(index, valid)
     group = group.expand_as(log_values)
     masked = log_values.masked_fill(~valid, -torch.inf)
-    # A finite bound where all are −inf, so that their difference is no NaN.
+    # The bound is finite also where all are −inf, so that their difference is not NaN.
     bound = torch.full_like(log_values, torch.finfo(log_values.dtype).min)
     largest = bound.scatter_reduce(1, group, masked, "amax").gather(1, group)
     # On a GPU the order of summation is not fixed. Sums in double precision round to the same result.
@@ -174,29 +157,22 @@ def log_mean_of_equal(index: Tensor, log_values: Tensor, valid: Tensor) -> Tenso
     return largest + (sums / size).log().to(log_values.dtype)
 
 
-def mean_of_equal(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Do as :func:`log_mean_of_equal` with the values ``(rows, B)`` themselves."""
-    if _all_differ(index):
-        return values
-    group, size = _groups(index, valid)
+def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
+    """Return the mean of the values with an index, for each occurrence of the index: ``(rows, B)``."""
+    group, size = _group(index, valid)
     group = group.expand_as(values)
     wide = values.double().masked_fill_(~valid, 0)
     sums = torch.zeros_like(wide).scatter_add(1, group, wide).gather(1, group)
     return (sums / size).to(values.dtype)
 
 
-def count_of_equal(index: Tensor, valid: Tensor) -> Tensor:
-    """Return how many samples that count have each sample's index, ``(B,)`` int64, at least 1."""
-    return _groups(index, valid)[1].to(torch.int64)
+def group_count(index: Tensor, valid: Tensor) -> Tensor:
+    """Return the number of valid samples with each sample's index, ``(B,)`` int64, at least 1."""
+    return _group(index, valid)[1].to(torch.int64)
 
 
-def _all_differ(index: Tensor) -> bool:
-    """Return whether no index occurs twice; False on a GPU, where finding out takes a wait, and while compiling."""
-    return index.is_cpu and not torch.compiler.is_compiling() and len(torch.unique(index)) == len(index)
-
-
-def _groups(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's group of equal indices ``(B,)``, and how many members of it count ``(B,)``, at least 1."""
+def _group(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's group of equal indices ``(B,)``, and the group's number of valid samples ``(B,)``, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()
     size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)

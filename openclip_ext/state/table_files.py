@@ -1,10 +1,9 @@
-"""Tables of per-sample state on disk, written and read in parts: never a second copy of one in memory.
+"""Tables of per-sample state on disk, written and read in chunks, without a second copy in memory.
 
-A file holds one rank's part in numpy's format: a row of numbers for each sample, NaN if it was never seen. ``numpy.load``
+A file contains one rank's shard in numpy's format: one row per sample, NaN for samples that were never used. ``numpy.load``
 reads it.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -16,12 +15,12 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.state.sharded_table import ShardedTable
 
 _FORMAT = np.lib.format
-# Rows to copy at a time; 4 to 16 MiB in the losses' tables.
+# Rows copied at a time: 4 to 16 MiB in the losses' tables.
 CHUNK_ROWS = 1 << 19
 
 
 def write_table(table: ShardedTable, file: BinaryIO) -> None:
-    """Write this rank's part into an empty file."""
+    """Write this rank's shard into an empty file."""
     dtype = table.rows(0, 0).numpy().dtype.newbyteorder("<")  # the same on every machine
     shape = (table.size, table.columns)
     header = {"descr": _FORMAT.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -32,31 +31,32 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
 
 
 def open_table(path: Path) -> np.ndarray:
-    """Return what :func:`write_table` wrote, ``(samples, columns)``, mapped from the file and not read."""
+    """Return the shard that :func:`write_table` wrote, ``(samples, columns)``, as a memory map; it is not read yet."""
     rows, reason = None, ""
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
+    except Exception as error:  # numpy raises many types for a corrupt header
         reason = f" ({error})"
-    except Exception as error:  # numpy raises many kinds for a damaged header
-        logging.debug(f"{path}: {error!r}")
     if not isinstance(rows, np.memmap) or rows.ndim != 2 or rows.dtype not in (np.float32, np.float64):
         raise UsageError(
-            f"{path} is no table, or damaged{reason}: expected rows of floating-point numbers. Give another checkpoint"
+            f"{path} is not a table or is corrupt{reason}: expected rows of floating-point numbers. Use another checkpoint"
         )
     return rows
 
 
 def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: object = "the checkpoint") -> None:
-    """Fill this rank's part of a table from all ranks' parts at the save, in their order; any number of ranks.
+    """Fill this rank's shard from the shards of all ranks of the saved run, in rank order; their number may differ.
 
-    The parts are ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
+    Args:
+        table: the table to fill.
+        parts: ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
+        source: name for messages.
     """
     found = sum(map(len, parts)), parts[0].shape[1]
     if found != (table.num_samples, table.columns):
         raise UsageError(
-            f"{source} has a table of {found[0]} samples with {found[1]} numbers each, this run's has {table.num_samples} "
-            f"with {table.columns}: resume with the data and the options of the saved run"
+            f"{source}: expected a table of {table.num_samples} samples with {table.columns} numbers each, found {found[0]} "
+            f"with {found[1]}. Resume with the data and the options of the saved run"
         )
     first = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Parts of the estimators that the comparison with the references does not show."""
+"""Parts of the normalizers that the comparison with the references does not cover."""
 
 import warnings
 
@@ -45,7 +45,7 @@ def test_networks_depend_on_the_seed_and_on_nothing_else(name: str, key: str) ->
     assert not torch.equal(found[0], found[2])
 
 
-def test_short_epochs_are_warned_of_once() -> None:
+def test_short_epochs_warn_once() -> None:
     loss = create_loss("amorlip", embed_dim=WIDTH)
     for number, step in enumerate(make_steps(3)):
         step.epoch = number

@@ -1,4 +1,4 @@
-"""The solved temperature: it arrives, bounds hold, and the model's parameter follows. Equations: tests/losses/cases.py."""
+"""The solved temperature: it converges, bounds hold, and the model's parameter follows. Equations: tests/losses/cases.py."""
 
 import math
 
@@ -40,8 +40,8 @@ def test_the_divergence_becomes_rho() -> None:
     assert tau.unique().numel() == 1
 
 
-def test_bounds_hold_and_a_rho_without_solution_is_said() -> None:
-    with pytest.warns(UserWarning, match="no temperature has this divergence over 8 embeddings, at most 2.08"):
+def test_bounds_hold_and_a_rho_without_solution_warns() -> None:
+    with pytest.warns(UserWarning, match="the divergence over 8 embeddings is at most 2.08"):
         loss, scheme = _loss(temperature_queue=8, rho=3.0, temperature_min=0.05)
     _steps(loss, 500)
     assert 0.05 <= math.exp(scheme.log_tau.item()) <= 0.0515
@@ -58,7 +58,7 @@ def test_the_models_parameter_follows() -> None:
     assert not loss.learns_logit_scale
 
 
-def test_hard_share_is_another_way_to_say_rho() -> None:
+def test_hard_share_sets_rho() -> None:
     assert _loss(rho=-math.log(0.01))[1].target == pytest.approx(
         create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01).temperature.target
     )
@@ -76,13 +76,15 @@ def test_hard_share_is_another_way_to_say_rho() -> None:
         (["--temperature-scheme", "global"], 700, None),
     ],
 )
-def test_the_start_suits_the_runs_length_unless_it_is_given(more: list[str], steps: int, start: float | None) -> None:
+def test_the_initial_temperature_depends_on_the_length_of_the_run(
+    more: list[str], steps: int, start: float | None
+) -> None:
     config = config_of("--loss", "queueclip", *more).loss
     assert for_training(config, steps).options["temperature"] == start
 
 
 def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
-    """Mean over all anchors, their own pairs left out."""
+    """Return the mean over all anchors, without their own pairs."""
     similarities = images @ texts.T
     number = len(images)
     others = ~torch.eye(number, dtype=torch.bool)
@@ -93,7 +95,7 @@ def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> flo
 
 @pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
 def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
-    """Where α is exact, the derivative of the regularized objective in the temperature vanishes at a divergence of ρ."""
+    """For an exact α, the derivative of the regularized objective in the temperature is 0 at a divergence of ρ."""
     random = torch.Generator().manual_seed(1)
     images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
     for tau in (0.05, 0.3):

@@ -1,4 +1,4 @@
-"""Temperature schemes: what the model's parameter does, bounds, and schedules."""
+"""Temperature schemes: the model's parameter, bounds, and schedules."""
 
 import math
 
@@ -17,16 +17,16 @@ def _parameter(tau: float) -> nn.Parameter:
 @pytest.mark.parametrize(
     ("names", "before", "after", "options", "expected"),
     [
-        # A third of the learning rate below 0.03, which is not latched: from above the step is a whole one again.
+        # A third of the learning rate below 0.03, and again the full learning rate above it.
         ("fastclip scent amorlip", 0.05, 0.04, {}, 0.04),
         ("fastclip scent amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
         ("fastclip scent amorlip", 0.031, 0.02, {}, 0.02),
         ("neuclip fastclip-v0", 0.02, 0.025, {}, 0.025),
-        # Bounds.
+        # Bounds of the temperature.
         ("fastclip fastclip-v0 scent amorlip neuclip", 0.05, 0.001, {}, 0.01),
         ("fastclip fastclip-v0 amorlip neuclip", 0.9, 7.0, {}, 1.0),
         ("fastclip fastclip-v0 amorlip neuclip", 0.05, 0.001, {"temperature_min": 0.04}, 0.04),
-        # The model's parameter plays no part.
+        # The model's parameter has no effect.
         ("sogclr fastclip-v1 fastclip-v2 tempnet", 0.05, 0.004, {}, 0.004),
     ],
 )
@@ -100,7 +100,7 @@ def test_dropout_is_for_learning_only() -> None:
     assert twin.metrics()["temperature_median"] != evaluated
 
 
-def test_random_numbers_of_the_training_are_left_alone() -> None:
+def test_random_numbers_of_the_training_do_not_change() -> None:
     state = torch.get_rng_state()
     for name in ("tempnet", "amorlip"):
         loss = CASES[name].create()

@@ -156,7 +156,7 @@ def _uneven(name: str) -> str:
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "queueclip"])
 def test_batches_of_different_sizes_are_an_error_on_all_ranks(name: str) -> None:
     for message in two_ranks().run(_uneven, name):
-        assert message.startswith("the ranks have batches of different sizes: 4, 3. Expected equal ones")
+        assert message.startswith("batch sizes of the ranks: expected equal sizes, found 4, 3.")
 
 
 def test_amorlip_stays_in_its_process_by_default() -> None:

@@ -78,7 +78,7 @@ def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
     """tests/training/test_cliplite.py encodes with the heads of a known kind."""
     entry = {"kind": "test", "config": {}, "state_dict": {}}
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
-    with pytest.raises(HeadsError, match="heads of the kind 'test', without which its embeddings mean nothing"):
+    with pytest.raises(HeadsError, match="needs heads of the kind 'test', but only cliplite, projector are known"):
         load_model(TINY_MODEL, tmp_path / "heads.pt")
 
 

@@ -1,4 +1,4 @@
-"""Every loss and switch with its naive reference, as one list: single-process, distributed and resume tests go through it."""
+"""All losses and switches with their naive references, for the single-process, distributed and resume tests."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         loss: name.
-        reference: takes the created loss (for random start values) and gives the reference.
+        reference: maps the created loss (for random initial values) to the reference.
         options: for ``create_loss``.
         tolerance: of the comparison with the reference, in float64.
         prepare: changes the new loss.
@@ -90,7 +90,7 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
-    # AdaGrad's first steps are the gradient's sign: rounding is amplified where it is near zero.
+    # AdaGrad's first steps are the gradient's sign, which amplifies rounding of a gradient near zero.
     return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
 
 
@@ -123,7 +123,7 @@ _AMORLIP = {
 
 
 def mlps(ours: TwoSidedMlp) -> list[networks.Mlp]:
-    """The reference's networks with the values of ours."""
+    """Return the reference's networks with our values."""
     both = []
     for side in (0, 1):
         theirs = networks.Mlp(*ours.weights[0].shape[1:])
@@ -216,7 +216,7 @@ CASES: dict[str, Case] = {
         "fastclip",
         lambda loss: contrastive.TwoGlobal(_average(), rho=6.5, start=0.07, bounds=(0.01, 1.0), lr=0.05),
         _DECAY | {"temperature_scheme": "two-global", "lr_tau": 0.05},
-        tolerance=1e-7,  # its start is rounded to float32
+        tolerance=1e-7,  # its initial value is rounded to float32
     ),
     "scent": _scent(),
     "scent-small-steps": _scent(kappa=3.0),
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
-# Losses that treat equal captions otherwise; make_steps gives some.
+# Losses that support equal captions, which make_steps contains.
 _WITH_POSITIVES = (
     "sogclr",
     "fastclip",
@@ -299,8 +299,8 @@ CASES |= {
 }
 
 
-# What another case does with other numbers, or with other parts beside. These are compared with their references and in two
-# processes only; the other tests take one case of each kind.
+# Cases that differ from another case only in numbers or in other parts. Only the tests against references and in two
+# processes use them; the other tests use one case of each kind.
 _OTHER_NUMBERS = {
     "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
@@ -317,7 +317,7 @@ _OTHER_NUMBERS = {
 
 
 def unit(features: Tensor) -> Tensor:
-    """Rows of length 1."""
+    """Return rows with unit norm."""
     return torch.nn.functional.normalize(features, dim=1)
 
 
@@ -330,7 +330,7 @@ REFERENCE_TABLES = tuple(
 
 
 def reference_of(loss: ContrastiveLoss, index: Iterable[int]) -> dict[str, Any]:
-    """The embeddings that a loss with a reference model needs, as keywords of its call; none for others."""
+    """Return the reference embeddings as keyword arguments of a call, for a loss with a reference model; otherwise none."""
     if not loss.reference_dim:
         return {}
     rows = list(index)
@@ -351,7 +351,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
     )
 
 
-# Losses with a reference model. Only the tests that hand its embeddings on have them.
+# Losses with a reference model, for the tests that pass its embeddings.
 STEERED = {
     f"{name}-steered": _with_reference(name)
     for name in ("fastclip", "fastclip-v2", "scent", "amorlip", "tempnet", "neuclip", "queueclip", "sogclr-solved")
@@ -368,14 +368,14 @@ def kinds() -> list[str]:
 
 
 def create_any(name: str, **options: Any) -> ContrastiveLoss:
-    """A case's loss, or one of the registry with its defaults."""
+    """Return a case's loss, or a loss of the registry with its defaults."""
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
 
 
-def tensors_of(loss: ContrastiveLoss) -> dict[str, Tensor]:
-    """Copies of the state without the counters, which count every call."""
+def copy_tensors(loss: ContrastiveLoss) -> dict[str, Tensor]:
+    """Return copies of the state without the counters, which count every call."""
     state = loss.state_dict().items()
     return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}
 
@@ -413,7 +413,7 @@ class TwoTowers(nn.Module):
 
 
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
-    """A short run: related pairs, every third batch with an index twice and once with one three times."""
+    """Return a short run of related pairs; in every third batch one index occurs twice, and once three times."""
     random = torch.Generator().manual_seed(seed)
     random_labels = torch.Generator().manual_seed(seed)
     steps = []
@@ -437,7 +437,7 @@ def run_step(
     autocast: torch.dtype | None = None,
     more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """One call, optionally under autocast, and its gradients in the images, the texts, the logit scale, and in more."""
+    """Return the value of one call, optionally under autocast, and its gradients in the inputs and in ``more``."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)

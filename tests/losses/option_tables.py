@@ -1,6 +1,6 @@
-"""What is made from the code: the tables in ``docs/methods/``, and the package's type stub.
+"""Generate the tables in ``docs/methods/`` and the package's type stub from the code.
 
-A page says whose options it documents in a comment, and the table between it and the next comment is made from
+A page declares in a comment whose options it documents. The table between this comment and the next is generated from
 ``openclip_ext/losses/options.py`` and the defaults of the registry::
 
     <!-- options of: sogclr; neuclip normalizer=mlp -->
@@ -8,7 +8,7 @@ A page says whose options it documents in a comment, and the table between it an
 
 The options that many losses have are explained once, on the index, between ``<!-- shared options -->`` and the same end.
 
-``python -m tests.losses.option_tables`` brings all of them up to date; ``test_docs.py`` says what is not.
+``python -m tests.losses.option_tables`` updates all of them; ``test_docs.py`` fails for outdated ones.
 """
 
 import re
@@ -27,12 +27,12 @@ _SHARED_TABLE = re.compile(r"<!-- shared options -->\n.*?<!-- end of options -->
 
 
 def losses_on(text: str) -> list[str]:
-    """What a page's comments name: losses, with the parts and views that make them another one."""
+    """Return the losses in a page's comments, with parts and views that differ from their own."""
     return [loss.strip() for found in _TABLE.finditer(text) for loss in found["losses"].split(";")]
 
 
 def updated(text: str) -> str:
-    """A page with its tables as the code has them."""
+    """Return a page with updated tables."""
     text = _SHARED_TABLE.sub(lambda _: _shared_table(), text)
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
@@ -98,7 +98,7 @@ def _name(option: Option) -> str:
 
 
 def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Titles and defaults; losses that are the same, as one with two names is, share a column."""
+    """Return titles and defaults; equal losses, such as one with two names, share a column."""
     titles: list[str] = []
     columns: list[dict[str, Any]] = []
     for loss in losses:
@@ -141,7 +141,7 @@ STUB = Path(openclip_ext.__file__).with_name("__init__.pyi")
 
 
 def stub() -> str:
-    """The content of ``openclip_ext/__init__.pyi``: an editor completes the losses and their options."""
+    """Return the content of ``openclip_ext/__init__.pyi``, which lets editors complete losses and options."""
     homes = sorted(openclip_ext._HOMES.items(), key=lambda home: (home[1], home[0]))
     imports = [f"from {module} import {name} as {name}" for name, module in homes if name != "create_loss"]
     names = [f'        "{name}",' for name in list_losses()]
@@ -176,7 +176,7 @@ def _annotation(option: Option) -> str:
 
 
 def main() -> None:
-    """Rewrite what is out of date."""
+    """Rewrite outdated files."""
     for path, content in (
         (STUB, stub()),
         *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),

@@ -1,4 +1,4 @@
-"""Every loss against its naive float64 reference: value, gradients and, over several steps, the state behind them."""
+"""Every loss against its naive float64 reference: value, gradients and, over several steps, the state."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_one_sample_twice_fills_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a reference, which takes longest: above it is compared with the same steps without chunks."""
+    """Compare with the same steps without chunks, which the tests above compare with the references."""
     steps, tolerance = make_steps(), (CASES | STEERED)[name].tolerance
     whole, chunks = ((CASES | STEERED)[name].create().double() for _ in range(2))
     expected = [run_step(whole, step) for step in steps]

@@ -1,4 +1,4 @@
-"""CLIP-Lite against its naive reference, with parameters that are trained in between."""
+"""CLIP-Lite against its naive reference, with parameters that are trained between the calls."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from openclip_ext.losses.cliplite import ClipLiteLoss
 from openclip_ext.losses.registry import create_loss
-from tests.losses.cases import WIDTH, Step, make_steps, run_step, tensors_of
+from tests.losses.cases import WIDTH, Step, copy_tensors, make_steps, run_step
 from tests.references import cliplite
 
 
@@ -58,7 +58,7 @@ def test_evaluation_uses_the_running_statistics() -> None:
     run_step(loss, first)
     loss.eval()
     naive = [side.eval() for side in _naive(loss)]
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     value, _ = run_step(loss, second)
     expected = cliplite.loss(*naive, second.images, second.texts, torch.tensor(second.logit_scale))
     _assert_same(value, expected.detach())
@@ -79,7 +79,7 @@ def test_one_sample_has_no_negative() -> None:
     step = make_steps(1)[0]
     with pytest.raises(ValueError, match="at least 2 samples"):
         loss(step.images[:1], step.texts[:1], torch.tensor(10.0))
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     step.texts[1:] = float("nan")
     value, gradients = run_step(loss, step, more=loss.parameters())
     assert value == 0

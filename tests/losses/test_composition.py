@@ -1,4 +1,4 @@
-"""Conventions are types: a new objective states them, and parts that do not fit are refused with the reason."""
+"""A new objective must declare its estimand, and incompatible parts are rejected with the reason."""
 
 import itertools
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.contrastive.temperature import ConstantTemperature
@@ -23,11 +23,11 @@ class DecoupledContrastive(Unscaled):
 
     estimand = Estimand(
         "log(N·g), the sum over the negatives",
-        from_batch=lambda contrast: contrast.log_gap_sums,
-        log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
+        from_batch=lambda batch_at_tau: batch_at_tau.log_gap_sums,
+        log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
     )
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
 
 

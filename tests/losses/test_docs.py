@@ -1,4 +1,4 @@
-"""The pages of ``docs/methods/`` say what the code says."""
+"""The pages of ``docs/methods/`` agree with the code."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""No loss without its tests: these fail for a new loss until it has them (docs/add-your-own-loss.md).
+"""These tests fail for a new loss until it has its own tests (docs/add-your-own-loss.md).
 
-The tests in two processes, sharded, and of resuming take every loss of the registry (tests/training/{tiny,runs}.py).
+The tests in two processes, of sharding and of resuming use every loss of the registry (tests/training/{tiny,runs}.py).
 """
 
 import json
@@ -15,7 +15,7 @@ OWN_TESTS = {"openclip": "test_openclip.py", "siglip": "test_openclip.py", "clip
 
 
 def _twins(name: str) -> set[str]:
-    """The other names of the same loss."""
+    """Return the other names of the same loss."""
     method = METHODS[name]
     return {other for other, twin in METHODS.items() if replace(twin, name=name, parts=(), options=()) == method}
 

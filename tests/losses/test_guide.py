@@ -1,5 +1,5 @@
-"""``docs/add-your-own-loss.md`` works: its files and those of ``examples/add_a_loss``, added to a copy of the tree, fail the
-suite until their tests are there, too.
+"""``docs/add-your-own-loss.md`` works: with its files and those of ``examples/add_a_loss``, a copy of the tree fails the suite
+until its tests are added, too.
 """
 
 import json
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples" / "add_a_loss"
 LOSSES = ["bilinear", "cooling", "decoupled", "minibatchclip"]
 
 
-def test_a_reader_of_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
+def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

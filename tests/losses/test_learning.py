@@ -1,4 +1,4 @@
-"""Every loss teaches two linear encoders which of their inputs belong together, in an ordinary training loop."""
+"""Every loss trains two linear encoders to match their inputs, in an ordinary training loop."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.losses.cases import TwoTowers
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
 
-# Where a default supposes a long run. AmorLIP's encoders see its networks only, so those must become useful within the run.
+# Options whose default is for a long run. AmorLIP's encoders depend on its networks, which must become useful in the run.
 _SMALL = {
     "neuclip": {"prototypes": 48, "restart_every": 50},
     "queueclip": {"prototypes": 96},
@@ -77,7 +77,7 @@ def test_learns(name: str) -> None:
 
 
 def test_verifying_the_fit_keeps_neuclip_from_collapse() -> None:
-    """Frequent restarts, one update with AdaGrad's first step of 1 in each coordinate: published, it collapses."""
+    """Frequent restarts with one update, AdaGrad's first step of 1 per coordinate: as published, NeuCLIP collapses."""
     options = {"prototypes": 48, "restart_every": 10, "normalizer_updates": 1, "temperature": 0.03}
     _, published, metrics = _train("neuclip", options | {"verify_fit": False})
     assert published < 0.1

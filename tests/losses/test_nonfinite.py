@@ -1,4 +1,4 @@
-"""A non-finite input is left out as if it had not been in the batch, leaves no trace in the state, and is reported."""
+"""A non-finite sample is masked as if it were not in the batch, does not change the state, and is reported."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.losses.registry import create_loss
-from tests.losses.cases import CASES, Step, create_any, kinds, make_steps, run_step, tensors_of
+from tests.losses.cases import CASES, Step, copy_tensors, create_any, kinds, make_steps, run_step
 
 BAD = 2
 
@@ -34,13 +34,13 @@ def _assert_nothing_happened(
 ) -> None:
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)
-    # The state takes on the precision of the features.
-    torch.testing.assert_close(tensors_of(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+    # The state gets the dtype of the features.
+    torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
-# TempNet's dropout mask has the batch's shape, so that leaving a sample out is another mask.
+# TempNet's dropout mask has the batch's shape, so a batch without the sample has another mask.
 @pytest.mark.parametrize("name", [*(name for name in kinds() if not name.startswith("tempnet")), "cliplite"])
-def test_bad_sample_is_as_good_as_absent(name: str) -> None:
+def test_a_bad_sample_equals_a_missing_sample(name: str) -> None:
     masked, absent = create_any(name).double(), create_any(name).double()
     for number, step in enumerate(make_steps(duplicates=False)):
         (step.images if number % 2 else step.texts)[BAD, 1] = float("nan") if number % 3 else float("inf")
@@ -51,7 +51,7 @@ def test_bad_sample_is_as_good_as_absent(name: str) -> None:
             assert not gradients[side][BAD].any()
             _assert_same(torch.cat([gradients[side][:BAD], gradients[side][BAD + 1 :]]), expected[side])
         _assert_same(gradients[2:], expected[2:])
-    _assert_same(tensors_of(masked), tensors_of(absent))
+    _assert_same(copy_tensors(masked), copy_tensors(absent))
 
 
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
@@ -61,7 +61,7 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
     steps = make_steps()
     for step in steps[:2]:
         run_step(loss, step)
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     steps[2].logit_scale = scale
     steps[2].epoch = steps[1].epoch
     value, gradients = run_step(loss, steps[2])
@@ -69,9 +69,9 @@ def test_bad_logit_scale_changes_nothing(name: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", [*kinds(), "cliplite"])
-def test_all_samples_bad_changes_nothing_and_training_goes_on(name: str) -> None:
+def test_all_samples_bad_changes_nothing_and_training_continues(name: str) -> None:
     loss = create_any(name)
-    before = tensors_of(loss)
+    before = copy_tensors(loss)
     bad, *good = make_steps()
     bad.texts[:] = float("nan")
     for step in (bad, *good):
@@ -108,15 +108,15 @@ def test_positions_are_reported_where_there_is_no_index(name: str) -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 65, 100])
-def test_the_log_is_complete_but_for_a_call_that_is_forgotten(calls: int) -> None:
+def test_the_log_is_complete_without_a_forgotten_call(calls: int) -> None:
     log = NonfiniteLog()
     index, fine, scale_ok = torch.arange(2), torch.tensor([True, False]), torch.tensor(False)
     for step in range(calls):
         log.add(step, index, fine, scale_ok)
-        index += 1  # the caller's to reuse
-    log.forget(calls - 1, unless=torch.tensor(True))
+        index += 1  # the caller may reuse its memory
+    log.forget(calls - 1, skip_if=torch.tensor(True))
     log.forget(calls)  # was not logged
-    log.forget(calls - 1, unless=torch.tensor(False))
+    log.forget(calls - 1, skip_if=torch.tensor(False))
     assert log.pop() == [(step, [step + 1]) for step in range(calls - 1)]
     assert log.pop() == []
 

@@ -1,4 +1,4 @@
-"""OpenCLIP's own losses come out as they are."""
+"""OpenCLIP's own losses are unchanged."""
 
 import math
 
@@ -41,11 +41,11 @@ def test_siglip(features: dict[str, torch.Tensor]) -> None:
     terms = loss(**features, logit_bias=bias, index=torch.arange(6), output_dict=True)
     assert torch.equal(terms["contrastive_loss"], SigLipLoss()(**features, logit_bias=bias))
     assert loss.metrics()["infonce"] == pytest.approx(ClipLoss()(**features).item(), rel=1e-9)
-    with pytest.raises(NotImplementedError, match="no normalizer"):
+    with pytest.raises(NotImplementedError, match="has no normalizers"):
         loss.log_normalizers(**features)
 
 
-def test_coca_gets_its_logits(features: dict[str, torch.Tensor]) -> None:
+def test_coca_receives_its_logits(features: dict[str, torch.Tensor]) -> None:
     outputs = {"logits": torch.randn(6, 5, 11), "labels": torch.randint(1, 11, (6, 5))}
     terms = create_loss("openclip", coca_caption_loss_weight=3.0)(**features, **outputs, output_dict=True)
     expected = CoCaLoss(caption_loss_weight=3.0, clip_loss_weight=1.0)(**features, **outputs, output_dict=True)

@@ -1,4 +1,4 @@
-"""Small temperatures, half precision, autocast, and the precision of the state."""
+"""Small temperatures, half precision, autocast, and the dtype of the state."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from tests.devices import all_on_a_gpu, refusing_to_wait
 from tests.losses.cases import CASES, SAMPLES, WIDTH, create_any, kinds, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
-# With an untrained network at τ = 0.01 AmorLIP's true weights are beyond float32; they saturate (see the test below). And
+# With an untrained network at τ = 0.01, AmorLIP's true weights exceed float32 and saturate (see the test below).
 # AdaGrad's first steps with lr 1.0 are signs, which amplify float32's rounding without bound.
 _AMPLIFYING = {name for name in CASES if name.startswith("neuclip")} - {
     "neuclip-simultaneous",
@@ -27,7 +27,7 @@ def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -
     reference = CASES[name].reference(loss.double())
     loss.float()
     for step in make_steps(1 if name == "neuclip-simultaneous" else 4):
-        # As a half-precision model would give it.
+        # As a half-precision model returns it.
         step.images, step.texts = (features.to(dtype).double() for features in (step.images, step.texts))
         step.logit_scale = 100.0
         with equal_captions(CASES[name].options.get("equal_captions", "negative"), step.labels):
@@ -95,7 +95,9 @@ def test_double_features_make_the_state_double(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "device"), all_on_a_gpu([(name,) for name in (*kinds(), "cliplite")], [("neuclip-mask",), ("cliplite",)])
 )
-def test_gpu_does_the_same_without_waiting(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_has_the_same_results_without_a_sync(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_cpu, on_gpu = create_any(name).double(), create_any(name).double().to(device)
     # Random numbers of dropout differ between devices.
     monkeypatch.setattr(torch, "rand", lambda shape, device, **_: torch.ones(shape, device=device))
@@ -109,7 +111,7 @@ def test_gpu_does_the_same_without_waiting(name: str, device: torch.device, monk
             if loss.needs_positives:
                 named["positives"] = torch.tensor(step.labels, device=where)
             parameters = list(loss.parameters()) if loss.model_head() is not None else []
-            # The first calls look for mistakes of the loop, and wait for it.
+            # The first calls check the loop, which synchronizes.
             with refusing_to_wait(where if number >= CHECKED_CALLS else torch.device("cpu")):
                 value = loss(*leaves, **named)
                 gradients = torch.autograd.grad(value, (*leaves, *parameters), allow_unused=True)
@@ -124,7 +126,7 @@ def test_a_training_call_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     step = make_steps(1)[0]
     plain, compiled = (create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES).double() for _ in range(2))
-    # As in a training: dynamo of PyTorch 2.14 fails on an autograd.Function of which no input needs a gradient.
+    # As in training: dynamo of PyTorch 2.14 fails on an autograd.Function without an input that needs a gradient.
     trained = step.images, step.texts, torch.tensor(step.logit_scale)
     inputs = *(value.clone().requires_grad_() for value in trained), torch.tensor(-10.0), torch.tensor(step.index)
     value = torch.compile(compiled, backend="eager", fullgraph=True)(*inputs)

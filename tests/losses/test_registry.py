@@ -1,4 +1,4 @@
-"""Names, options, combinations, and what is said about wrong ones."""
+"""Names, options, combinations, and errors for wrong ones."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from openclip_ext.losses.registry import check_options, create_loss, list_losses
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
-# One of each objective is combined with all parts, the others with those to which one of their own belongs.
+# One loss of each objective is combined with all parts, the others with combinations that contain one of their own parts.
 OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 
 
@@ -79,8 +79,8 @@ def test_unknown_loss_lists_the_names() -> None:
         ("scent", {"gamma": 0.5}, r"gamma=: not used by the loss 'scent', which takes .*kappa"),
         ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
         ("fastclip", {"rho": float("nan")}, r"rho=nan: expected a number"),
-        ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: a solved temperature .* never negative"),
-        ("fastclip", {"temperature": 14.3}, r"temperature=14.3: expected at most 1, .* give temperature=0\.06993"),
+        ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: expected at least 0, .* never negative"),
+        ("fastclip", {"temperature": 14.3}, r"temperature=14.3: expected at most 1\. .* set temperature=0\.06993"),
         ("fastclip", {"temperature": 0.05, "temperature_min": 0.2}, "smaller than temperature_min=0.2"),
         ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
@@ -88,21 +88,21 @@ def test_unknown_loss_lists_the_names() -> None:
         ("neuclip", {"alpha_gradient": 1}, "alpha_gradient=1: expected True or False"),
         ("neuclip", {"prototypes": True}, "prototypes=True: expected an integer"),
         ("neuclip", {"temperature": 0.0}, "temperature=0.0: expected a number > 0"),
-        ("neuclip", {"normalizer_objective": "kl"}, "prototypes take unified or l2-log"),
+        ("neuclip", {"normalizer_objective": "kl"}, "prototypes support unified or l2-log"),
         ("fastclip", {"temperature_min": 0.5, "temperature_max": 0.1}, "temperature_min=0.5 is larger than"),
-        ("isogclr", {"temperature": None}, "temperature=None: temperatures of each sample need a value"),
+        ("isogclr", {"temperature": None}, "temperature=None: per-sample temperatures need a value"),
         ("isogclr", {"lr_tau": None}, "lr_tau=None"),
         ("tempnet", {"rho": -1.0}, "rho=-1.0"),
         ("amorlip", {"normalizer": "queue"}, r"needs an estimate of log\(\(1.*Losses that take these parts: .*neuclip"),
-        ("amorlip", {"temperature_scheme": "predicted"}, "may stay in each process"),
+        ("amorlip", {"temperature_scheme": "predicted"}, "use each process's own batch"),
         ("queueclip", {"equal_captions": "mask"}, "without their captions"),
-        ("amorlip", {"equal_captions": "positive"}, "room for one positive pair"),
+        ("amorlip", {"equal_captions": "positive"}, "with only one positive pair"),
         ("siglip", {"equal_captions": "mask"}, "without labels"),
         ("cliplite", {"equal_captions": "mask"}, "as many negative pairs"),
         ("simclr", {"equal_captions": "mask"}, "have no captions"),
         ("sogclr", {"equal_captions": "mask", "views": 2}, "have no captions"),
         ("neuclip", {"equal_captions": "equal"}, "expected one of negative, mask, positive"),
-        ("fastclip-v0", {"normalizer": "prototypes"}, "takes α as a constant.*Losses that take .*fastclip-v3"),
+        ("fastclip-v0", {"normalizer": "prototypes"}, "treats α as constant.*Losses that take .*fastclip-v3"),
     ],
 )
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
@@ -116,11 +116,11 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 def test_a_reference_model_needs_a_loss_of_parts_and_its_width() -> None:
     with pytest.raises(OptionError, match="a reference model: not used by the loss 'siglip'"):
         create_loss("siglip", reference_dim=8)
-    with pytest.raises(OptionError, match="distill=: only with a reference model; give reference_dim="):
+    with pytest.raises(OptionError, match="distill= needs a reference model: set reference_dim="):
         create_loss("fastclip", num_samples=SAMPLES, distill=1.0)
 
 
-def test_a_command_line_is_told_the_flags() -> None:
+def test_messages_for_a_command_line_contain_the_flags() -> None:
     for option, value, message in (
         ("gamma", "much", "--gamma much: expected a number >= 0, at most 1"),
         ("eps", None, "--loss-eps None: expected a number >= 0"),
@@ -147,7 +147,7 @@ def test_a_command_line_is_told_the_flags() -> None:
         ("tempnet", {}, ["embed_dim", "num_samples"]),
     ],
 )
-def test_sizes_are_asked_for_where_they_are_needed(name: str, options: dict[str, Any], needed: list[str]) -> None:
+def test_missing_sizes_are_errors(name: str, options: dict[str, Any], needed: list[str]) -> None:
     loss = check_options(name, **options)
     sizes = {"embed_dim": loss.embed_dim is not None, "num_samples": loss.needs_index}
     assert [size for size, is_needed in sizes.items() if is_needed] == needed
@@ -164,13 +164,13 @@ def test_a_preset_is_its_parts() -> None:
     assert "lr_tau" not in queue
     assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
     assert options_used_by("neuclip")["alpha_gradient"] is True
-    # Settings that were tuned for a method's own part do not follow it to another one.
+    # Defaults for a method's own part do not apply to another part.
     assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
     assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_every_combination_works_or_says_why_not(name: str) -> None:
+def test_every_combination_works_or_is_rejected_with_a_reason(name: str) -> None:
     own = options_used_by(name)
     for normalizer, scheme in itertools.product(OPTIONS["normalizer"].choices, OPTIONS["temperature_scheme"].choices):
         parts = {"normalizer": normalizer, "temperature_scheme": scheme}
@@ -200,7 +200,7 @@ def test_options_parse_their_own_defaults() -> None:
 
 @pytest.fixture
 def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
-    """A loss from outside; what it registers is forgotten after the test."""
+    """Return a method from outside of the package, registered until the end of the test."""
     for name in ("METHODS", "OPTIONS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     return Method(
@@ -217,9 +217,9 @@ def test_a_registered_method_is_a_loss_like_any_other(own_method: Method) -> Non
 
 
 def test_registered_names_must_be_free(own_method: Method) -> None:
-    with pytest.raises(ValueError, match="already a loss 'neuclip'"):
+    with pytest.raises(ValueError, match="already has a loss 'neuclip'"):
         register_method(replace(own_method, name="neuclip"))
-    with pytest.raises(ValueError, match="option 'rho' of the loss 'own' is already there"):
+    with pytest.raises(ValueError, match="option 'rho' of the loss 'own' already exists"):
         register_method(replace(own_method, options=(Option("rho", int, 1, "x"),)))
 
 
@@ -231,9 +231,7 @@ def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monke
     name = "loss_of_my_own:METHOD"
     assert isinstance(create_loss(name, temperature=0.1), openclip_ext.ContrastiveLoss)
     assert "mine" in list_losses()
-    with pytest.raises(
-        OptionError, match="expected a Method object of loss_of_my_own, 'OTHER' is of type int; it has METHOD"
-    ):
+    with pytest.raises(OptionError, match=r"expected a Method object, found 3\. loss_of_my_own has METHOD"):
         create_loss("loss_of_my_own:OTHER")
     with pytest.raises(OptionError, match="loss 'no_such_module:METHOD': No module named 'no_such_module'"):
         create_loss("no_such_module:METHOD")

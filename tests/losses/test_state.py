@@ -1,4 +1,4 @@
-"""What a loss remembers: saved, restored, moved between numbers of processes, and left alone in evaluation."""
+"""State of a loss: saved, restored, moved between numbers of processes, and unchanged in evaluation."""
 
 import copy
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.state.sharded_table import log_mean_of_equal, shard_bounds
+from openclip_ext.state.sharded_table import group_log_mean, shard_bounds
 from tests.losses.cases import CASES, SAMPLES, create_any, kinds, make_steps, run_step
 
 
@@ -23,7 +23,7 @@ def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dt
         _assert_equal(run_step(first, step, dtype), run_step(second, step, dtype))
 
 
-# SigLIP keeps nothing, and needs a bias.
+# SigLIP has no state, and needs a bias.
 _OTHERS = sorted(set(list_losses()) - {case.loss for case in CASES.values()} - {"siglip"})
 
 
@@ -36,10 +36,10 @@ def _trained(name: str, dtype: torch.dtype) -> ContrastiveLoss:
 
 @pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*kinds(), *_OTHERS])
-def test_resumes_bitwise_in_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """From a file of torch, or of safetensors, as Hugging Face's Trainer writes it for a model with a loss in it."""
     loss = _trained(name, dtype)
-    # Neither .double() nor a first call: the state says what it is.
+    # Without .double() or a first call: the state has the dtype.
     resumed = create_any(name)
     if how == "torch":
         torch.save(loss.state_dict(), tmp_path / "loss")
@@ -80,14 +80,14 @@ def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
         alpha = loss.log_normalizers(step.images, step.texts, torch.tensor(10.0), index=torch.tensor(step.index))
         assert [tuple(side.shape) for side in alpha] == [(6,), (6,)]
         assert all(torch.isfinite(side).all() for side in alpha)
-        before["_extra_state"] = loss.state_dict()["_extra_state"]  # an epoch began
+        before["_extra_state"] = loss.state_dict()["_extra_state"]  # a new epoch started
         if trained == 0:
             _assert_equal(loss.state_dict(), before)
         run_step(loss, steps[trained])
 
 
 @pytest.mark.parametrize("name", kinds())
-def test_beginning_an_epoch_twice_is_beginning_it_once(name: str) -> None:
+def test_starting_an_epoch_twice_equals_starting_it_once(name: str) -> None:
     once, twice = CASES[name].create(), CASES[name].create()
     for step in make_steps(6):
         for epoch in (step.epoch, step.epoch):
@@ -133,12 +133,12 @@ def test_more_processes_than_samples() -> None:
 
 def test_state_of_another_number_of_samples_is_refused() -> None:
     state = create_loss("fastclip", num_samples=30).state_dict()
-    with pytest.raises(ValueError, match=r"\(2, 30\).*\(2, 20\)"):
+    with pytest.raises(ValueError, match=r"\(2, 20\).*\(2, 30\)"):
         create_loss("fastclip", num_samples=20).load_state_dict(state)
 
 
 def test_log_mean_is_exact_without_duplicates_and_safe_with_large_ones() -> None:
     values, valid = torch.tensor([[-300.0, 250.0, 0.1]]), torch.ones(3, dtype=torch.bool)
-    assert torch.equal(log_mean_of_equal(torch.tensor([2, 0, 1]), values, valid), values)
-    mean = log_mean_of_equal(torch.tensor([5, 5, 1]), values, valid)
+    assert torch.equal(group_log_mean(torch.tensor([2, 0, 1]), values, valid), values)
+    mean = group_log_mean(torch.tensor([5, 5, 1]), values, valid)
     assert torch.allclose(mean, torch.tensor([[250.0, 250.0, 0.1]]) - torch.tensor([[2.0, 2.0, 1.0]]).log())

@@ -1,4 +1,4 @@
-"""CLIP-Lite written down with torch's own layers and a loop over the pairs."""
+"""CLIP-Lite with torch's own layers and a loop over the pairs."""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
-"""Global contrastive losses in float64 loops, straight from the papers' equations; nothing of the package is used.
+"""Global contrastive losses in float64 loops, from the papers' equations, without code of the package.
 
-A reference's ``step(images, texts, logit_scale, index, epoch)`` does what one call of a loss does and returns the value and
+A reference's ``step(images, texts, logit_scale, index, epoch)`` corresponds to one call of a loss. It returns the value and
 the gradients in the images, the texts and the logit scale. Images and texts are float64 ``(B, d)``.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A number for each anchor, image and text.
+# One number per anchor: images, texts.
 Sides = list[list[float]]
 
 
 @dataclass
 class StepResult:
-    """What one step of a reference gives."""
+    """Results of one step of a reference."""
 
     value: float
     images: Tensor
@@ -28,13 +28,13 @@ class StepResult:
 
 
 def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
-    """Similarity of anchor ``i`` of a side (0: image, 1: text) with sample ``j`` of the other."""
+    """Return the similarity of anchor ``i`` of a side (0: image, 1: text) with sample ``j`` of the other side."""
     return images[i] @ texts[j] if side == 0 else images[j] @ texts[i]
 
 
 @dataclass
 class EqualCaptions:
-    """The labels of a step's captions and what equal ones are: negative, mask or positive (docs/equal-captions.md)."""
+    """The labels of a step's captions and their treatment: negative, mask or positive (docs/equal-captions.md)."""
 
     choice: str
     labels: list[int]
@@ -45,7 +45,7 @@ _equal_captions = EqualCaptions("negative", [])
 
 @contextlib.contextmanager
 def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
-    """Let all references treat equal captions so."""
+    """Set the treatment of equal captions in all references."""
     global _equal_captions
     _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
     try:
@@ -55,13 +55,13 @@ def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
 
 
 def negatives(i: int, batch: int) -> list[int]:
-    """N_i."""
+    """Return N_i."""
     labels = range(batch) if _equal_captions.choice == "negative" else _equal_captions.labels
     return [j for j in range(batch) if j != i and labels[j] != labels[i]]
 
 
 def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
-    """s_ii, or its mean over P_i."""
+    """Return s_ii, or its mean over P_i."""
     if _equal_captions.choice != "positive":
         return images[i] @ texts[i]
     labels = _equal_captions.labels
@@ -80,7 +80,7 @@ def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int)
 
 
 def leaves(*tensors: Tensor | float) -> list[Tensor]:
-    """Copies to differentiate in."""
+    """Return copies that require gradients."""
     return [torch.as_tensor(tensor, dtype=torch.float64).detach().clone().requires_grad_() for tensor in tensors]
 
 
@@ -122,7 +122,7 @@ def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: fl
 
 
 def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
-    """The derivatives of the anchors' parts of it in their τ, where u is held [opt4ml, Algorithm 35]."""
+    """Return the derivatives of the terms of :func:`robust_mean` in their τ, with constant u [opt4ml, Algorithm 35]."""
 
     def of_anchor(k: int, i: int) -> float:
         s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
@@ -140,7 +140,7 @@ def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
 
 
 def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
-    """Each sample's mean, as a batch may have a sample twice."""
+    """Return each sample's mean, because a batch may contain a sample twice."""
     found: dict[int, list[float]] = {}
     for sample, value in zip(index, values, strict=True):
         found.setdefault(sample, []).append(value)
@@ -148,7 +148,7 @@ def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
 
 
 class MovingAverage:
-    """NeuCLIP (3) with u stored as it is, one number for each index and side."""
+    """NeuCLIP (3) with u stored directly, one number per index and side."""
 
     def __init__(self, eps: float, gamma: float, decay_epochs: int | None) -> None:
         self.eps, self.gamma, self.decay_epochs = eps, gamma, decay_epochs
@@ -191,7 +191,7 @@ class MiniBatch:
         self.eps = eps
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """The batch's own estimates."""
+        """Return the mini-batch estimates."""
         return batch_estimates(images, texts, tau, self.eps)
 
 
@@ -276,7 +276,7 @@ class PerSample:
         self.temperatures = [SampleTemperatures(start, bounds, lr) for _ in range(2)]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale plays no part."""
+        """One step; the logit scale has no effect."""
         tau = [side.of(index) for side in self.temperatures]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -297,7 +297,7 @@ class TwoGlobal:
         self.adam = torch.optim.Adam(self.log_tau, lr)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale plays no part."""
+        """One step; the logit scale has no effect."""
         tau = [[math.exp(side)] * len(images) for side in self.log_tau]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -322,7 +322,7 @@ class Solved:
         self.newest: list[tuple[Tensor, Tensor]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale is the start value."""
+        """One step; the logit scale is the initial value."""
         batch, eps, sides = len(images), self.estimator.eps, (0, 1)
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2

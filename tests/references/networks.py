@@ -1,4 +1,4 @@
-"""AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` modules and ``torch.optim.Adam``; nothing of the package is used.
+"""AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` modules and ``torch.optim.Adam``; without code of the package.
 
 Start values are given from outside, as both are random.
 """
@@ -105,14 +105,14 @@ class AmortizedPartition:
         self.adam = [torch.optim.Adam(network.parameters(), lr=self.normalizer_lr) for network in self.online]
 
     def start_epoch(self, epoch: int) -> None:
-        """Line 4."""
+        """Run line 4."""
         self.previous = copy.deepcopy(self.target)
         if self.fresh is not None:
             self._begin(self.fresh(epoch))
         self.epoch, self.k = epoch, 0
 
     def step(self, images: Tensor, texts: Tensor, scale: float, log_z: list[list[float]]) -> None:
-        """Lines 6 to 8, on a batch whose log Z are given."""
+        """Run lines 6 to 8 on a batch with given log Z."""
         if self.k % self.fit_every == 0:
             for _ in range(self.normalizer_updates):
                 self._fit(images, texts, scale, log_z)
@@ -145,7 +145,7 @@ class AmortizedPartition:
 
 
 class AmorLip:
-    """Stage I on the global batch; stage II on blocks of it, each as if it were alone (one block: gathered)."""
+    """Stage I on the global batch; stage II on each block of it separately (one block: gathered)."""
 
     def __init__(
         self, amortized: AmortizedPartition, rho: float, negatives_only: bool = False, blocks: int = 1
@@ -253,7 +253,7 @@ class TempNet:
         self.adam = [torch.optim.Adam(network.parameters()) for network in self.networks]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale plays no part."""
+        """One step; the logit scale has no effect."""
         keep = self.keep(self.calls, len(images)).double()
         self.calls += 1
         predicted = [

@@ -1,4 +1,4 @@
-"""Exact log-normalizers in float64 loops, straight from NeuCLIP (9); nothing of the package is used."""
+"""Exact log-normalizers in float64 loops, from NeuCLIP (9); without code of the package."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; nothing of the package is used."""
+"""NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; without code of the package."""
 
 import contextlib
 import math
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.references.contrastive import StepResult, inner, leaves, positive
 
-# Width of a reference model's block, which each prototype has in front.
+# Dimension of a reference model's block, the first block of each prototype.
 _reference_width = 0
 
 
 @contextlib.contextmanager
 def two_blocks(width: int) -> Iterator[None]:
-    """Let prototypes have a reference's block of this width."""
+    """Give prototypes a reference's block of this dimension."""
     global _reference_width
     _reference_width, before = width, _reference_width
     try:
@@ -62,7 +62,7 @@ class Recent:
     def __init__(self, number: int) -> None:
         self.number = number
         self.rows: list[tuple[Tensor, Tensor]] = []
-        # What the rows are of: each sample that comes has a number of its own.
+        # The samples of the rows: each new sample has its own number.
         self.numbers: list[int] = []
         self.seen = 0
 
@@ -76,11 +76,11 @@ class Recent:
         return numbers
 
     def places(self, number: int) -> set[int]:
-        """Where a sample is in what :meth:`repeated` returns."""
+        """Return the positions of a sample in the result of :meth:`repeated`."""
         return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """(W1, W2): texts and images, repeated from the oldest on while there are fewer than m."""
+        """Return (W1, W2): texts and images, repeated from the oldest if there are fewer than m."""
         chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
         return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
 
@@ -108,7 +108,7 @@ def unified_step(
             a = alpha[side][i] if alpha_gradient else alpha[side][i].detach()
             held = a.detach()
             value = torch.exp(-held) * (eps + inner(images, texts, tau, side, i)) + held
-            # α's own gradient, with τ and g held.
+            # α's own gradient, with constant τ and g.
             through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
             total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
     gradients = torch.autograd.grad(total, (images, texts, scale))
@@ -145,7 +145,7 @@ class NeuClip:
         self.optimizer: torch.optim.Adagrad | None = None
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; neither the index nor the epoch plays a part."""
+        """One step; index and epoch have no effect."""
         fit_is_better = self.verify_fit and self._fit_is_better(images, texts, 1 / logit_scale)
         self.recent.push(images, texts)
         self._restart()
@@ -195,7 +195,7 @@ class NeuClip:
         self.optimizer.step()
 
     def _distance(self, prototypes: list[Tensor], images: Tensor, texts: Tensor, tau: float, objective: str) -> Tensor:
-        """What the prototypes are fitted to minimize."""
+        """Return the objective of the prototypes."""
         total = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
             for i, a in enumerate(predicted(images, texts, prototypes[side], tau, self.eps, side)):
@@ -218,7 +218,7 @@ class QueueClip:
         self.leave_own_out = leave_own_out
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; neither the index nor the epoch plays a part."""
+        """One step; index and epoch have no effect."""
         numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
         left_out = None

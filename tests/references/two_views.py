@@ -1,4 +1,4 @@
-"""SimCLR, SogCLR and iSogCLR on two views of each image: loops over the anchors, after the papers."""
+"""SimCLR, SogCLR and iSogCLR on two views of each image, as loops over the anchors, from the papers."""
 
 import math
 from typing import Any

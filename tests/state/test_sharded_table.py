@@ -1,4 +1,4 @@
-"""Tables of per-sample state: values come back, what was never written is NaN, and a write can be undone."""
+"""Tables of per-sample state: values are restored, unwritten values are NaN, and a write can be undone."""
 
 import pytest
 import torch

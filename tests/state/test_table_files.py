@@ -1,4 +1,4 @@
-"""Tables on disk: in parts, for any number of ranks, and readable with numpy."""
+"""Tables on disk: in chunks, for any number of ranks, and readable with numpy."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Make what is created afterwards that of a rank of several."""
+    """Create later tables as one rank of several."""
 
     def pretend(rank: int, world_size: int) -> None:
         monkeypatch.setattr(distributed, "rank", lambda: rank)
@@ -32,7 +32,7 @@ def as_rank(monkeypatch):
 
 
 def numbers(dtype=torch.float32) -> torch.Tensor:
-    """A table ``(columns, SAMPLES)`` of which a third was never written, a whole chunk among it."""
+    """Return a table ``(columns, SAMPLES)`` with a third never written, including a whole chunk."""
     values = torch.randn(3, SAMPLES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     values[:, ::3] = float("nan")
     values[:, 40:60] = float("nan")
@@ -41,7 +41,7 @@ def numbers(dtype=torch.float32) -> torch.Tensor:
 
 
 def filled(values: torch.Tensor) -> ShardedTable:
-    """The part of this rank of a table."""
+    """Return this rank's shard of a table."""
     table = ShardedTable(3, SAMPLES).to(values.dtype)
     table.set_rows(0, values[:, table.first : table.end].T)
     return table
@@ -88,15 +88,17 @@ def test_numpy_reads_a_file_and_finds_the_numbers(tmp_path):
     assert np.array_equal(np.asarray(stored).T, numbers().numpy(), equal_nan=True)
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path):
+def test_corrupt_and_foreign_files_are_rejected(tmp_path):
     path = write(filled(numbers()), tmp_path / "table.npy")
     whole = path.read_bytes()
     for damaged in (whole[:-4], whole[:20], b"", whole.replace(b"descr", b"dexcr"), whole.replace(b"(", b"((")):
         path.write_bytes(damaged)
-        with pytest.raises(UsageError, match=r"table\.npy is no table, or damaged: expected rows of .* Give another"):
+        with pytest.raises(
+            UsageError, match=r"table\.npy is not a table or is corrupt.*: expected rows .* Use another"
+        ):
             open_table(path)
     path.write_bytes(whole)
-    with pytest.raises(UsageError, match="103 samples with 3 numbers each, this run's has 103 with 2"):
+    with pytest.raises(UsageError, match="expected a table of 103 samples with 2 numbers each, found 103 with 3"):
         restore_table(ShardedTable(2, SAMPLES), [open_table(path)])
-    with pytest.raises(UsageError, match="206 samples"):
+    with pytest.raises(UsageError, match="found 206 with 3"):
         restore_table(ShardedTable(3, SAMPLES), [open_table(path), open_table(path)])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import Contrast
+from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.losses.method import Method
 
@@ -13,11 +13,11 @@ class DecoupledContrastive(Unscaled):
 
     estimand = Estimand(
         "log(N·g), the sum over the negatives",
-        from_batch=lambda contrast: contrast.log_gap_sums,
-        log_divisor=lambda contrast: torch.zeros_like(contrast.tau),
+        from_batch=lambda batch_at_tau: batch_at_tau.log_gap_sums,
+        log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
     )
 
-    def value(self, contrast: Contrast, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
 
 
