@@ -11,6 +11,11 @@ positive pair, one MLP per side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i 
   The ½ is not in the paper: every loss here averages the two sides.
 
 Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("amorlip", embed_dim=512, epochs=30)
+    >>> loss.start_epoch(epoch)  # the target network becomes the previous one
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
 """
 
 import math

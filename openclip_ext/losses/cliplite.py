@@ -6,6 +6,11 @@ AISTATS 2023; equation numbers in [brackets] are from this paper. With a discrim
     loss = mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))                                  [3, 4]
 
 Naive float64 version: ``tests/references/cliplite.py``. Page: ``docs/methods/cliplite.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("cliplite", embed_dim=512)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> parameters += loss.model_head().parameters()  # the projections are trained with the model
 """
 
 import math

@@ -14,6 +14,11 @@ with ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions differ 
 - ``fastclip`` = ``fastclip-v3``: one, learned, with ρ; a third of its learning rate at ``τ ≤ 0.03``       [NeuCLIP 13]
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("fastclip", num_samples=len(dataset), epochs=30)
+    >>> loss.start_epoch(epoch)  # γ follows the epoch
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 from typing import ClassVar

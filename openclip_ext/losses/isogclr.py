@@ -10,6 +10,10 @@ With ``views=2``, as in the algorithm, the pairs are two views of each image, wh
 
 Naive float64 versions: ``PerSample`` in ``tests/references/contrastive.py``, ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("isogclr", num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import torch

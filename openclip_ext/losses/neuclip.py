@@ -18,6 +18,11 @@ With ``verify_fit`` (not in the paper) step 3 uses the recent embeddings themsel
 predicted this batch worse before they were fitted to it.
 
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("neuclip", embed_dim=512, prototypes=1024)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> sum(terms.values()).backward()
 """
 
 import math

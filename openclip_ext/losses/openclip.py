@@ -4,6 +4,11 @@ With one of our values of ``temperature_scheme``, ``openclip`` is composed of pa
 
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("openclip")
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> loss = openclip_ext.create_loss("openclip", temperature_scheme="constant", temperature=0.05)
 """
 
 import math

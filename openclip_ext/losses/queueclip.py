@@ -11,6 +11,11 @@ makes the queue a control variate for the batch: with ``r = g_batch/g_queue`` th
 ``∇log g_queue`` sum to one.
 
 Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("queueclip", embed_dim=512, prototypes=4096)
+    >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
+    >>> sum(terms.values()).backward()
 """
 
 import torch

@@ -9,6 +9,10 @@ with the Bregman divergence of ``exp(−ν)`` and step size ``exp(κ)``::
 A large normalizer therefore follows the batch, and a small one averages over more epochs.
 
 Naive float64 version: ``Scent`` in ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("scent", num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import torch

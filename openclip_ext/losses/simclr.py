@@ -8,6 +8,11 @@ unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all v
 "The positive pair can be removed from the denominator" ([opt4ml, section 6.5.1]; ``positive_in_denominator=False``).
 
 Naive float64 version: ``tests/references/two_views.py``. Page: ``docs/methods/unimodal.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("simclr", embed_dim=512)
+    >>> terms = loss(first_view_features, second_view_features, logit_scale, output_dict=True)
+    >>> parameters += loss.model_head().parameters()  # the projector is trained with the model
 """
 
 from dataclasses import replace

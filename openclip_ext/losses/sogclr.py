@@ -10,6 +10,10 @@ ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretrainin
 
 Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("sogclr", num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 from typing import Any

@@ -9,6 +9,10 @@ Temperature Prediction Network' in [opt4ml]. Per side, with ``e`` detached and 2
 The network minimizes ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
 
 Naive float64 version: ``TempNet`` in ``tests/references/networks.py``. Page: ``docs/methods/tempnet.md``.
+
+Example:
+    >>> loss = openclip_ext.create_loss("tempnet", embed_dim=512, num_samples=len(dataset))
+    >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
 import math
