@@ -35,12 +35,12 @@ def links_of(clone, page):
 
 def test_links_between_pages_lead_to_pages_and_links_to_other_files_to_the_repository(clone):
     with (clone / "docs" / "methods" / "neuclip.md").open("a", encoding="utf-8") as page:
-        page.write("\n[`jobs`](../../scripts/slurm), [start](../../README.md#install)\n")
+        page.write("\n[`jobs`](../../scripts/slurm), [start](../../README.md#quickstart)\n")
     changes = clone / "CHANGELOG.md"
     changes.write_text(changes.read_text(encoding="utf-8") + "\n[hook](scripts/docs_hook.py#L1)\n")
     done = build(clone, REPOSITORY_URL="https://example.org/us/here")
     assert done.returncode == 0, done.stderr
-    assert {"https://example.org/us/here/tree/main/scripts/slurm", "../../#install"} <= links_of(
+    assert {"https://example.org/us/here/tree/main/scripts/slurm", "../../#quickstart"} <= links_of(
         clone, "methods/neuclip/index.html"
     )
     assert "https://example.org/us/here/blob/main/scripts/docs_hook.py#L1" in links_of(clone, "changelog/index.html")
