@@ -212,5 +212,5 @@ def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"2 processes were started .* each compares only its own"):
         create_loss("openclip")(*_features(), torch.tensor(10.0))
-    with pytest.raises(ValueError, match=r"2 processes were started.*use_cpu=True"):
+    with pytest.raises(ValueError, match=r"did not connect 2 processes.*use_cpu=True"):
         model_loss.check_loop(accumulation=1, repeats=False)

@@ -117,17 +117,19 @@ def group_of_one(device, tmp_path):
         distributed.shutdown()
 
 
+def _replicated(model: nn.Module, device: torch.device) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+
+
 def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
-    return torch.compile(
-        parallel.replicate(model, device), backend="inductor" if device.type == "cuda" else "aot_eager"
-    )
+    return torch.compile(_replicated(model, device), backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
 def _sharded(model: nn.Module, device: torch.device) -> nn.Module:
     return parallel.ShardedDataParallel(model, device, parallel.ParallelConfig(fsdp=True), keep_whole=False)
 
 
-WRAPPINGS = {"replicated": parallel.replicate, "sharded": _sharded, "compiled": _compiled}
+WRAPPINGS = {"replicated": _replicated, "sharded": _sharded, "compiled": _compiled}
 
 
 @pytest.mark.parametrize(("wrapping", "device"), all_on_a_gpu([(name,) for name in WRAPPINGS], [("sharded",)]))
