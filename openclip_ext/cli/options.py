@@ -73,6 +73,7 @@ class Option:
         openclip_flag: OpenCLIP's parser has this flag.
         ablation: has no flag, only ``--loss-option NAME=VALUE``.
         hint: advice for users who gave a rejected value.
+        is_list: the flag takes any number of values, each of ``type``.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Option:
     openclip_flag: bool = False
     ablation: bool = False
     hint: str = ""
+    is_list: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
@@ -141,7 +143,7 @@ def as_words(flag: str, value: Any) -> list[str]:
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict):
         return [flag, *(f"{name}={setting}" for name, setting in value.items())]
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
     # The equals sign keeps argparse from reading a negative number as a flag.
     return [f"{flag}={'none' if value is None else value}"]
@@ -206,7 +208,10 @@ def own_options(configs: Iterable[type]) -> list[Option]:
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
     """Create a configuration from the values of all flags by Python name; ``others`` replaces or adds fields."""
     fields = (field for field in flag_fields(config) if field.name not in others)
-    return config(**{field.name: flags[python_name(field)] for field in fields}, **others)
+    values = {field.name: flags[python_name(field)] for field in fields}
+    # argparse returns lists, which a frozen configuration must not contain.
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return config(**frozen, **others)
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:
@@ -218,7 +223,9 @@ def check_flags(config: type, flags: Mapping[str, Any]) -> None:
         declared, name = field.metadata[_METADATA], python_name(field)
         value, needs = flags[name], declared["needs"]
         if declared["limits"] and value is not None:
-            _option(config, field).check(value)
+            option = _option(config, field)
+            for one in value if option.is_list else [value]:
+                option.check(one)
         if needs and value != field.default and not flags[needs]:
             raise OptionError(name, f"{name}= needs {needs}=")
 
@@ -226,7 +233,10 @@ def check_flags(config: type, flags: Mapping[str, Any]) -> None:
 def _option(config: type, field: dataclasses.Field) -> Option:
     declared = field.metadata[_METADATA]
     hint = typing.get_type_hints(config)[field.name]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_list = typing.get_origin(hint) is tuple
+    kinds = typing.get_args(hint) if is_list or isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind in (bool, int, float, str))
-    nullable = types.NoneType in kinds
-    return Option(python_name(field), kind, field.default, declared["help"], nullable=nullable, **declared["limits"])
+    nullable, limits = types.NoneType in kinds, declared["limits"]
+    return Option(
+        python_name(field), kind, field.default, declared["help"], nullable=nullable, is_list=is_list, **limits
+    )

@@ -159,6 +159,12 @@ class OptimizerConfig:
     lookahead_steps: int | None = flag(
         None, "steps for each LookAhead step, with --opt timm/lookahead_NAME (CLIP-Lite: 5; default: 6)", minimum=1
     )
+    kwargs: tuple[str, ...] = flag(
+        (), "further arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
+    )
+    decay_excluded: tuple[str, ...] = flag(
+        (), "globs of the names of parameters without weight decay, such as '*positional_embedding'", dest="wd_exclude"
+    )
     lr_image: float | None = _tower_lr("image")
     image_layer_decay: float = _layer_decay("image")
     lr_text: float | None = _tower_lr("text")

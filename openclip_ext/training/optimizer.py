@@ -1,10 +1,12 @@
 """The optimizer and its learning rates: OpenCLIP's, with separate rates for the temperature, towers and layers."""
 
+import ast
+import fnmatch
 import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,15 @@ SCALE = "rate_of_schedule"
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
+# Arguments of optimizers that are not for --opt-kwargs.
+_SET_BY_FLAGS = {
+    "lr": "--lr",
+    "weight_decay": "--wd",
+    "betas": "--beta1 and --beta2",
+    "eps": "--eps",
+    "momentum": "--momentum",
+}
+_SET_BY_US = ("fused", "foreach", "capturable", "differentiable", "params")
 _LAYER = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|stages?)\.?(\d+)\.")
 _AFTER = re.compile(r"attn_?pool|(?:^|\.)head")
 _BEFORE = re.compile(r"embed|token|stem|patch|cls_|ln_pre|norm_pre|(?:^|\.)(?:conv|bn)\d")
@@ -37,7 +48,7 @@ def create_optimizer(
     OpenCLIP's group without weight decay. ``head`` are the projection heads of the loss, in the same groups.
     """
     modules = [model] if head is None else [model, head]
-    groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None)
+    groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded)
     if not any(group["params"] for group in groups):
         raise UsageError("nothing is left to train: both towers are locked, and the loss learns no temperature")
     towers = config.tower_rates()
@@ -51,11 +62,11 @@ def create_optimizer(
     from timm.optim import create_optimizer_v2
 
     # For a model timm makes its own groups, as under OpenCLIP.
-    own_groups = logit_scale_lr is not None or head is not None or bool(towers)
+    own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     betas = None if config.beta1 is None else (config.beta1, config.beta2)
     options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
     options = {option: value for option, value in options.items() if value is not None}
-    options |= {"lr": config.lr, "weight_decay": config.weight_decay}
+    options |= {"lr": config.lr, "weight_decay": config.weight_decay, **further_arguments(config)}
     optimizer = create_optimizer_v2(groups if own_groups else model, name.removeprefix("timm/"), **options)
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
@@ -69,8 +80,40 @@ def full_name(config: OptimizerConfig) -> str:
     return "timm/lamb" if name == "lamb" else name
 
 
+def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the arguments of ``--opt-kwargs``, as Python values; UsageError for one that a flag or the program sets."""
+    found = {}
+    for word in config.kwargs:
+        name, separator, text = word.partition("=")
+        if not separator or not name.isidentifier():
+            raise UsageError(f"--opt-kwargs {word}: expected NAME=VALUE, such as amsgrad=True")
+        if name in _SET_BY_FLAGS:
+            raise UsageError(f"--opt-kwargs {word}: set it with {_SET_BY_FLAGS[name]}")
+        if name in _SET_BY_US:
+            raise UsageError(f"--opt-kwargs {word}: the program chooses the optimizer's implementation. Remove it")
+        try:
+            found[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[name] = text
+    return found
+
+
 def check_optimizer(config: OptimizerConfig) -> None:
     """Raise UsageError for an optimizer that does not exist, or settings that it does not accept."""
+    _check_name(config)
+    if config.kwargs:
+        try:
+            settings = OptimizerConfig(config.name, beta1=config.beta1, beta2=config.beta2, kwargs=config.kwargs)
+            create_optimizer(nn.Linear(2, 2), settings, None)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"--opt-kwargs {' '.join(config.kwargs)}: --opt {config.name} rejects them: {error}"
+            ) from error
+
+
+def _check_name(config: OptimizerConfig) -> None:
     name = full_name(config)
     if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
         raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
@@ -100,25 +143,44 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
     fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    more = further_arguments(config)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, **more)
 
 
-def _parameter_groups(modules: list[nn.Module], weight_decay: float, own_logit_scale: bool) -> list[dict[str, Any]]:
-    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally one of the logit scale."""
+def _parameter_groups(
+    modules: list[nn.Module], weight_decay: float, own_logit_scale: bool, excluded: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally one of the logit scale.
+
+    ``excluded`` are globs of names in the plain model. UsageError if one of them matches no trained parameter.
+    """
+    unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
     for name, parameter in itertools.chain.from_iterable(module.named_parameters() for module in modules):
         if not parameter.requires_grad:
             continue
         if own_logit_scale and name.rsplit(".", 1)[-1] == LOGIT_SCALE:
             logit_scale.append(parameter)
-        elif parameter.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", LOGIT_SCALE)):
+            continue
+        matching = {glob for glob in excluded if fnmatch.fnmatchcase(_plain_name(name), glob)}
+        unused -= matching
+        if matching or parameter.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", LOGIT_SCALE)):
             gains_and_biases.append(parameter)
         else:
             rest.append(parameter)
+    if unused:
+        raise UsageError(
+            f"--wd-exclude {sorted(unused)[0]}: no trained parameter has such a name. Quote it, and check the names"
+        )
     groups = [{"params": gains_and_biases, "weight_decay": 0.0}, {"params": rest, "weight_decay": weight_decay}]
     if own_logit_scale:
         groups.append({"params": logit_scale, "weight_decay": 0.0})
     return groups
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of wrappers."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _split_by_rate(

@@ -151,10 +151,12 @@ def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **
         # A flag that is off by default needs no --no- form.
         settings = {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     else:
-        if default not in (None, argparse.SUPPRESS):
+        if default not in (None, (), argparse.SUPPRESS):
             text += f" (default: {default})"
         metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
         settings = {"type": _parser_of(option), "metavar": metavar}
+    if option.is_list:
+        settings["nargs"] = "*"
     group.add_argument(option.flag, **{"default": default, "help": text.replace("%", "%%"), **settings, **more})
 
 

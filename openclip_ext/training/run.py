@@ -144,7 +144,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         num_samples=loader.num_samples,
         global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
         seed=config.loading.seed,
-        optimizer=full_name(config.optimizer),
+        optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
         data=loader.source.index_digest,
         settings=run_folder.settings(config.stored_flags, config.loss.options),
     )

@@ -18,6 +18,7 @@ from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma
 from openclip_ext.training.optimizer import (
     SCALE,
+    check_optimizer,
     create_optimizer,
     create_schedule,
     depths,
@@ -193,11 +194,62 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert "no such metric in this evaluation, found: top5" in caplog.text
 
 
+# --- arguments of the optimizer --------------------------------------------------------------------------------------
+
+
+def test_globs_exclude_parameters_from_weight_decay():
+    model_configs.add_model_configs()
+    model = open_clip.create_model("demo-vit")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def without_decay(wrapped: nn.Module, *globs: str) -> set[str]:
+        optimizer = create_optimizer(wrapped, OptimizerConfig(decay_excluded=globs), None)
+        groups = [group for group in optimizer.param_groups if not group["weight_decay"]]
+        return {names[id(parameter)] for group in groups for parameter in group["params"]}
+
+    usual = without_decay(model)
+    assert {"positional_embedding", "visual.proj"}.isdisjoint(usual)
+    wrapped = nn.Module()
+    wrapped.module = model  # as DistributedDataParallel names it
+    for one in (model, wrapped):
+        found = without_decay(one, "*positional_embedding", "visual.proj")
+        assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
+    with pytest.raises(UsageError, match=r"--wd-exclude proj: no trained parameter"):
+        without_decay(model, "visual.proj", "proj")
+
+
+def test_further_arguments_reach_the_optimizer():
+    model = nn.Linear(2, 2)
+    for name, words, expected in (
+        ("adamw", ["amsgrad=True"], {"amsgrad": True}),
+        ("timm/sgd", ["nesterov=False", "dampening=0.5"], {"nesterov": False, "dampening": 0.5}),
+    ):
+        config = OptimizerConfig(name=name, kwargs=tuple(words))
+        check_optimizer(config)
+        (*_, group) = create_optimizer(model, config, None).param_groups
+        assert {key: group[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("amsgrad", "expected NAME=VALUE"),
+        ("lr=1", "set it with --lr"),
+        ("fused=True", "the program chooses the optimizer's implementation"),
+        ("amsgrat=True", "--opt adamw rejects them: .*amsgrat"),
+    ],
+)
+def test_wrong_arguments_of_the_optimizer_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        check_optimizer(OptimizerConfig(kwargs=(words,)))
+
+
 # --- together --------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
     rates = ["--opt", "lamb", "--lr-text", "5e-4", "--image-layer-decay", "0.7", "--text-layer-decay", "0.9"]
+    rates += ["--opt-kwargs", "max_grad_norm=0.5", "--wd-exclude", "*positional_embedding", "visual.*"]
     more = [*rates, "--model-ema-decay", "0.8", "--keep-best", METRIC, "--val-data", shards]
     assert run(small_command(shards, tmp_path, "plain", "neuclip", *rates)) == 0
     assert run(small_command(shards, tmp_path, "whole", "neuclip", *more)) == 0
