@@ -5,7 +5,7 @@
 OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
 environment (``pip install --target``) and put on the path of the subprocesses that measure it. It and ours, with either
 image backend, get the same transform, tokenizer, batch size and workers. Ours gives uint8, which the training normalizes on
-its device. Each measurement is a new process that reads an epoch to warm up and times the next one; the loaders take turns,
+its device. ``reference`` is ours with torchvision and ``--reference``, embeddings of 512 numbers. Each measurement is a new process that reads an epoch to warm up and times the next one; the loaders take turns,
 and the ratio is the median over the rounds.
 """
 
@@ -21,9 +21,12 @@ from typing import Any
 import harness
 import numpy as np
 
+from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
+
 OLD_WEBDATASET = "0.2.86"
 BASELINE = "openclip"
-SIDES = (BASELINE, "pil", "torchvision")
+REFERENCE = "reference"
+SIDES = (BASELINE, "pil", "torchvision", REFERENCE)
 # Width and height of the photos, and how many times the samples of the largest.
 PHOTOS = {"500x375": (500, 375, 2), "1024x768": (1024, 768, 1)}
 # Different images of a set, which recur: making one takes longer than reading it.
@@ -47,6 +50,17 @@ def write_shards(folder: Path, width: int, height: int, shards: int, samples: in
             content[f"{shard:05d}{number:04d}"] = {"jpg": images[number % IMAGES], "json": meta, "txt": caption}
         harness.write_shard(folder / f"{shard:05d}.tar", content)
     return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
+
+
+def write_reference(folder: Path, samples: int, width: int = 512) -> None:
+    """Write random embeddings as ``openclip-ext embed`` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (IMAGES, TEXTS):
+        np.save(
+            folder / name, np.random.default_rng(0).standard_normal((samples, width), np.float32).astype(np.float16)
+        )
+    about = {"samples": samples, "width": width, "data": None, "logit_scale": 100.0}
+    (folder / ABOUT).write_text(json.dumps(about))
 
 
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
@@ -81,9 +95,14 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
         from openclip_ext.data.sources.spec import DataSpec
 
         config = TrainLoaderConfig(batch_size=batch_size, workers=workers)
-        images = image_pipeline(preprocess, side)
+        images = image_pipeline(preprocess, "torchvision" if side == REFERENCE else side)
+        reference = str(Path(shards).parent / REFERENCE) if side == REFERENCE else None
         loader = build_train_loader(
-            DataSpec(shards), config, preprocess=images.transform, tokenizer=tokenizer, decoder=images.decode
+            DataSpec(shards, reference=reference),
+            config,
+            preprocess=images.transform,
+            tokenizer=tokenizer,
+            decoder=images.decode,
         )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
     for epoch in epochs:
@@ -110,6 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
         for name, (width, height, times) in PHOTOS.items():
             samples = args.samples_per_shard * times
             shards = write_shards(Path(temporary) / name, width, height, args.num_shards, samples)
+            write_reference(Path(temporary) / name / REFERENCE, samples * args.num_shards)
             job = {"shards": shards, "num_samples": samples * args.num_shards}
             job |= {"batch_size": args.batch_size, "workers": args.workers}
             rounds = [{side: run_side(side, old, **job) for side in SIDES} for _ in range(args.repeats)]
