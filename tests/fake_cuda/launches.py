@@ -1,4 +1,4 @@
-"""Counts what a GPU would be given to do, and names what would make the host wait for it."""
+"""Count the launches a GPU would get, and name what would make the host wait for it."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "
 _LIFTS = ("lift_fresh", "lift_fresh_copy")
 
 
-# Waits that are meant, by how they begin, with the reason. docs/performance.md lists them for users.
+# Waits that are meant, by how they begin, with the reason. scripts/bench/README.md lists them.
 KNOWN_WAITS = {
     "copy cpu to cuda at amorlip.py:initialize": "once an epoch: start values come from the CPU, so that devices start alike",
     "_local_scalar_dense at guard.py:step": "timm's optimizers cannot skip a step on the device, so the host decides",

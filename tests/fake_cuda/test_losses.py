@@ -15,7 +15,7 @@ from tests.fake_cuda.device import CUDA, fake_cuda, pretend_values, to_fake_cuda
 from tests.fake_cuda.launches import Launches
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
-# The first one checks the loop and makes states; two epochs begin, and restarts and fits of every other step are among them.
+# The first call checks the loop and makes states. The calls span two epochs, with a restart and a fit every other step.
 BATCH, CALLS = 6, 3
 # The loop is not checked from this call on, and temperatures are solved.
 SOLVES_FROM = 100

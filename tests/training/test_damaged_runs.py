@@ -86,7 +86,7 @@ def delete_state(run_folder: Path, rng: random.Random) -> None:
 
 
 def foreign_file(run_folder: Path, rng: random.Random) -> None:
-    """Something else under a checkpoint's name, a new one or that of an existing checkpoint."""
+    """Something else under a checkpoint's name, new or existing."""
     name = rng.choice(("epoch_9", "epoch_1_step_9", "epoch_2", *CHECKPOINTS))
     content = io.BytesIO()
     torch.save(rng.choice(FOREIGN), content)
