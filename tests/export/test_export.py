@@ -188,7 +188,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
 
     def card(position: ckpt.Position | None) -> str:
         shared = {"identity": {"global_batch": 8}, "position": asdict(position)} if position else None
-        monkeypatch.setattr(ckpt, "read", lambda path: replace(read(path), shared=shared))
+        monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path: replace(read(path), shared=shared))
         output = tmp_path / f"exported-{position and position.step}"
         export(checkpoint, "safetensors", output)
         assert (output / "curves.png").exists()

@@ -122,7 +122,7 @@ def test_the_stock_parser_with_openclips_losses(argv, kind):
         (["--loss", "neuclp"], "Did you mean 'neuclip'"),
         (["--gamma", "0.3"], "--gamma: not used by the loss 'openclip'"),
         (["--loss", "neuclip", "--siglip"], "contradict each other"),
-        (["--los", "neuclip"], "the beginning of --loss"),
+        (["--los", "neuclip"], "--los: abbreviations are not accepted; write it out: --loss"),
         (["--loss", "neuclip", "--prototypes", "many"], "expected an integer"),
     ],
 )

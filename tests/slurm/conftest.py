@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.distributed.pool import free_port
 from tests.training.runs import metrics_of
@@ -133,8 +135,14 @@ def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # The nodes' control groups have fixed names, so two clusters on one machine would kill each other's jobs.
+    with FileLock(Path(tempfile.gettempdir()) / "openclip_ext-slurm.lock"):
+        yield from _cluster(tmp_path_factory)
+
+
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"SLURM is not installed ({missing}): apt-get install slurmctld slurmd slurm-client munge")

@@ -118,15 +118,21 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
         (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),
         (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),
-        (lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f), "training writes it: maximum"),
+        (
+            lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f),
+            "is not a run's configuration: maximum",
+        ),
         (lambda f: (f / "config.json").write_text('{"flags": 3}') and read_config(f), "flags is '3', expected dict"),
         (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
         (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
         (lambda f: train_on_csv(f, "filepath\ttitle\n0.png\tcafé".encode("latin-1")), r"pairs\.csv is not UTF-8 text"),
-        (lambda f: model_loss((torch.ones(2, 2),)), "returned a tuple, expected a dictionary: output_dict=True"),
+        (
+            lambda f: model_loss((torch.ones(2, 2),)),
+            "the model returned tuple: expected image_features and text_features .*output_dict=True",
+        ),
         (
             lambda f: model_loss(saved={"loss": {}, "tables": {}}),
-            "the saved loss has .* with other options .*: resume",
+            r"(?s)the saved loss has .* with other options .*Resume with",
         ),
     ],
 )
