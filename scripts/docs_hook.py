@@ -54,6 +54,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(rewrite, markdown)
 
 
-
 def _relative(target: str, page: str) -> str:
     return Path(os.path.relpath(target, Path(page).parent)).as_posix()
