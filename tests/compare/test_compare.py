@@ -40,7 +40,7 @@ COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
 
 
-# --- candidates ---------------------------------------------------------------------------------------------------
+# --- candidates -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", DEFAULT_LOSSES)
@@ -58,7 +58,7 @@ def test_settings_keep_the_users_options_and_a_losss_own_temperature_scheme():
         assert {options.get("temperature_scheme", scheme) for options, _ in candidates(loss, {})} == {scheme}
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("minutes", "processes"), [(2, 8), (30, 2), (300, 1)])
@@ -110,7 +110,7 @@ def test_a_run_is_cut_into_equal_epochs():
     assert equal_epochs(32 * 768, 256, 1000) == (32, 768)  # as it was asked
 
 
-# --- the conclusion ----------------------------------------------------------------------------------------------------
+# --- the conclusion ---------------------------------------------------------------------------------------------------
 
 
 def gap(mean: float, half: float) -> Difference:
@@ -187,7 +187,7 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
     assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_those_of_the_tokenizer():
@@ -201,7 +201,7 @@ def test_texts_are_those_of_the_tokenizer():
     assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
 

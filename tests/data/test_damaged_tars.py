@@ -62,7 +62,7 @@ def good_shards(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return shards
 
 
-# --- mutations -------------------------------------------------------------------------------------------------------
+# --- mutations --------------------------------------------------------------------------------------------------------
 
 
 def headers_of(data: bytearray) -> list[int]:
@@ -144,7 +144,7 @@ def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
     return bytes(data), "+".join(names), removed
 
 
-# --- results ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def tokenize(text: str) -> torch.Tensor:

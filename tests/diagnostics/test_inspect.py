@@ -141,7 +141,7 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# --- of a run --------------------------------------------------------------------------------------------------------
+# --- of a run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def resumed_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
     return {(before, after): resumed(CASES[name], before == SHARDED, after == SHARDED) for before, after in ways}
 
 
-# --- in this process -----------------------------------------------------------------------------------------------
+# --- in this process --------------------------------------------------------------------------------------------------
 
 # Only the order of additions differs; AdaGrad and Adam amplify this if a gradient is nearly zero.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
@@ -210,7 +210,7 @@ def test_blocks_of_towers(model, number):
         assert not any(module in blocks[position + 1 :] for module in list(block.modules())[1:])
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
