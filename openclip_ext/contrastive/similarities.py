@@ -130,7 +130,7 @@ class Similarities:
 
 @dataclass
 class _Chunk:
-    """Similarities ``values`` ``(c, B)`` of ``anchors`` of one ``side`` (rows) with all samples of the other (columns)."""
+    """Similarities of one side's anchors (rows) with all samples of the other side (columns): ``values`` ``(c, B)``."""
 
     batch: GatheredBatch
     tau: Tensor

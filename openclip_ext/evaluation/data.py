@@ -71,8 +71,8 @@ class StoredSample(NamedTuple):
 class Samples:
     """Samples in their order on disk: a batch, or the values computed for a data set.
 
-    ``values`` are ``(N, ...)`` by name. A batch has ``image`` ``(B, 3, H, W)``, and int64 ``label`` ``(B,)`` and ``metadata``
-    ``(B, columns)`` if the task has them.
+    ``values`` maps names to tensors ``(N, ...)``. A batch has ``image`` ``(B, 3, H, W)``, and int64 ``label`` ``(B,)`` and
+    ``metadata`` ``(B, columns)`` if the task has them.
     """
 
     keys: list[str] = field(default_factory=list)

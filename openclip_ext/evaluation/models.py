@@ -43,7 +43,7 @@ class LoadedModel:
     tokenizer: Callable[[list[str]], Tensor]  # texts -> ``(B, context_length)`` int64
     name: str
     checkpoint: str  # path or pretrained tag of the weights
-    config: dict[str, Any]  # architecture and preprocessing, on which the numbers depend, too
+    config: dict[str, Any]  # architecture and preprocessing, which affect the scores
     weights_sha256: str  # digest of all parameters and buffers
 
     @property

@@ -186,7 +186,7 @@ def summary_text(
         text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
     if other := [line["key"] for line in lines if has_other_size(line)]:
         text.append(
-            f"\nOther sizes than DataComp's data, so not DataComp's numbers: {len(other)} tasks, {_names(other)}"
+            f"\nSizes differ from DataComp's, so scores are not comparable: {len(other)} tasks, {_names(other)}"
         )
     for line in lines:
         if skipped := line.get("skipped"):

@@ -81,6 +81,6 @@ class GlobalContrastiveLoss(nn.Module):
         return LossCallback(self.model_loss)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return ``learning_rate_mapping`` for the training arguments: the temperature's, if the loss sets it."""
+        """Return ``learning_rate_mapping`` for the training arguments: the temperature's rate, if the loss sets one."""
         rate = self.model_loss.loss.logit_scale_lr
         return {} if rate is None else {r"^logit_scale$": rate}

@@ -286,7 +286,7 @@ class PrototypeNormalizer(Normalizer):
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
     """Make one in-place step of ``torch.optim.Adagrad`` with its defaults, on an accumulator that ``state_dict`` contains."""
     if parameter.is_cpu and not torch.compiler.is_compiling():
-        # One pass over memory instead of four. The learning rate is constant, so the fused kernel does not read the steps.
+        # One pass over memory instead of four. The learning rate has no decay, so the step count has no effect.
         adagrad(
             [parameter],
             [gradient],

@@ -253,7 +253,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations during training: each kind every ``every`` epochs (0: never) and after the last one."""
+    """Evaluations during training, each kind every so many epochs and after the last one; 0 means never."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)

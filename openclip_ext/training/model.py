@@ -171,7 +171,7 @@ def build_loss(
     has_reference = "steer" in config.given
     has_parts = has_reference or any(config.given.get(part) for part in ("normalizer", "temperature_scheme"))
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
-        parts = " with another temperature scheme or a reference model" if has_parts else ""
+        parts = " with other parts or a reference model" if has_parts else ""
         raise UsageError(f"--loss {config.name}{parts} would ignore the captioner of {model_name}: use --loss openclip")
     if config.without_effect and distributed.is_master():
         logging.warning(f"No effect on --loss {config.name}: {', '.join(config.without_effect)}.")

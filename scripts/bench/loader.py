@@ -5,8 +5,9 @@
 OpenCLIP 3.3's loader needs webdataset 0.2.86 or older. The script installs 0.2.86 into a temporary folder (``pip install
 --target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform, tokenizer, batch size
 and workers. Ours runs with both image backends and yields uint8, which the training normalizes on its device. ``reference``
-is ours with torchvision and ``--reference``, with embeddings of dimension 512. Each measurement is a new process, which reads
-one epoch to warm up and times the next one. The loaders alternate; the ratio is the median over the rounds.
+is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each measurement is a new
+process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is the median over the
+rounds.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import harness
 import numpy as np
 
-from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
+from openclip_ext.data import reference as embeddings
 
 OLD_WEBDATASET = "0.2.86"
 BASELINE = "openclip"
@@ -59,12 +60,12 @@ def write_shards(folder: Path, width: int, height: int, shards: int, samples: in
 def write_reference(folder: Path, samples: int, width: int = 512) -> None:
     """Write random embeddings as ``openclip-ext embed`` does."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (IMAGES, TEXTS):
+    for name in (embeddings.IMAGES, embeddings.TEXTS):
         np.save(
             folder / name, np.random.default_rng(0).standard_normal((samples, width), np.float32).astype(np.float16)
         )
     about = {"samples": samples, "width": width, "data": None, "logit_scale": 100.0}
-    (folder / ABOUT).write_text(json.dumps(about))
+    (folder / embeddings.ABOUT).write_text(json.dumps(about))
 
 
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
@@ -100,13 +101,9 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
 
         config = TrainLoaderConfig(batch_size=batch_size, workers=workers)
         images = image_pipeline(preprocess, "torchvision" if side == REFERENCE else side)
-        reference = str(Path(shards).parent / REFERENCE) if side == REFERENCE else None
+        spec = DataSpec(shards, reference=str(Path(shards).parent / REFERENCE) if side == REFERENCE else None)
         loader = build_train_loader(
-            DataSpec(shards, reference=reference),
-            config,
-            preprocess=images.transform,
-            tokenizer=tokenizer,
-            decoder=images.decode,
+            spec, config, preprocess=images.transform, tokenizer=tokenizer, decoder=images.decode
         )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
     for epoch in epochs:

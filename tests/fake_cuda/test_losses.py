@@ -15,8 +15,7 @@ from tests.fake_cuda.device import CUDA, fake_cuda, pretend_values, to_fake_cuda
 from tests.fake_cuda.launches import Launches
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
-# The first call checks the loop and creates states; the calls include two starts of epochs, and the restarts and fits that
-# happen in every second step.
+# The first call checks the loop and makes states. The calls span two epochs, with a restart and a fit every other step.
 BATCH, CALLS = 6, 3
 # From this call on, the loop is not checked, and temperatures are solved.
 SOLVES_FROM = 100

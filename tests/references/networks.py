@@ -78,7 +78,7 @@ def amortization_loss(
 
 @dataclass
 class AmortizedPartition:
-    """Networks, their targets and last epoch's: Algorithm 1 without the encoders."""
+    """Algorithm 1 without the encoders: networks, their targets, and the targets of the previous epoch."""
 
     networks: list[Mlp]
     _: KW_ONLY
@@ -105,7 +105,7 @@ class AmortizedPartition:
         self.adam = [torch.optim.Adam(network.parameters(), lr=self.normalizer_lr) for network in self.online]
 
     def start_epoch(self, epoch: int) -> None:
-        """Run line 4."""
+        """Algorithm 1, line 4."""
         self.previous = copy.deepcopy(self.target)
         if self.fresh is not None:
             self._begin(self.fresh(epoch))

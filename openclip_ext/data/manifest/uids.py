@@ -19,7 +19,7 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.storage import Storage
 
 UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
-_wanted: np.ndarray  # of this process; may have a billion uids
+_wanted: np.ndarray  # the uids to keep, up to a billion; each process sets its own
 
 
 def read_uids(path: str | os.PathLike) -> np.ndarray:

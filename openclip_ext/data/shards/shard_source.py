@@ -142,7 +142,7 @@ class _ShardReader(Reader):
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
-                self._shard = -1  # open it again: a bad block of a disk costs one sample
+                self._shard = -1  # The next read opens it again, so a bad disk block costs one sample.
             else:
                 self._failure = error
             return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")

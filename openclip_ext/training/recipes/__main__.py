@@ -9,7 +9,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the names of all recipes, of one data set's recipes, or one recipe with its source and expected results."""
     parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
-    parser.add_argument("loss", nargs="?", help="a loss with published settings on it")
+    parser.add_argument("loss", nargs="?", help="a loss with a recipe for DATASET")
     parser.add_argument(
         "--share-batch",
         nargs=argparse.REMAINDER,
