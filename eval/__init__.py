@@ -1,1 +1,1 @@
-"""Commands of a clone, each a few lines on :mod:`openclip_ext.evaluation`: ``python -m eval.datacomp``, and so on."""
+"""Evaluation commands of a clone, such as ``python -m eval.datacomp``; the code is in :mod:`openclip_ext.evaluation`."""

@@ -1,4 +1,4 @@
-"""Train a CLIP model from OpenCLIP with FastCLIP's loss in a loop of your own with accelerate.
+"""Train a CLIP model from OpenCLIP with FastCLIP's loss in a custom training loop with accelerate.
 
 python examples/accelerate_loop.py [--resume]
 """
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    # Shuffles by the epoch: a resumed run has the order of an uninterrupted one, also with several processes.
+    # This sampler shuffles by epoch: a resumed run has the order of an uninterrupted run, also with several processes.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0))
     train, test = with_index(Shapes("train", args.samples)), Shapes("test", 500)
     model, *_ = create_model()

@@ -1,4 +1,4 @@
-"""Images of the demo set with their captions, in memory: what the examples train on."""
+"""Training data of the examples: images of the demo set with captions, in memory."""
 
 import io
 
@@ -18,7 +18,7 @@ BATCH = 64
 
 
 class Shapes(Dataset):
-    """``{"image": (3, 32, 32), "text": (20,)}``."""
+    """Samples ``{"image": (3, 32, 32), "text": (20,)}`` of the demo set."""
 
     def __init__(self, split: str, num_samples: int) -> None:
         *_, preprocess = create_model()
@@ -35,14 +35,14 @@ class Shapes(Dataset):
 
 
 def create_model() -> tuple:
-    """The demo's model and its transforms, from the same random numbers at each call."""
+    """Return the demo model and its transforms, with the same random weights in each call."""
     add_model_configs()
     torch.manual_seed(0)
     return open_clip.create_model_and_transforms(MODEL, output_dict=True)
 
 
 def print_recall(images: Tensor, texts: Tensor) -> None:
-    """Recall of the pairs of unit features ``(n, d)`` among each other."""
+    """Print the recall of pairs of unit features ``(n, d)``."""
     metrics = retrieval_metrics(images, texts)
     print(
         f"R@1 among {len(images)} unseen pairs: image to text {metrics['image_to_text_R@1']:.3f}, "

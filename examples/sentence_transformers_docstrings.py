@@ -1,9 +1,9 @@
-"""Find the text that belongs to a summary: train a sentence encoder from scratch on the docstrings of installed packages.
+"""Match summaries to texts: train a sentence encoder from scratch on docstrings of installed packages.
 
 python examples/sentence_transformers_docstrings.py --loss fastclip
 
-A pair is a docstring's first paragraph and the rest of it. The packages are those that openclip_ext needs anyway. With
-``--loss mnrl`` and ``--loss cached-mnrl`` it trains sentence-transformers' own losses on the same number of pairs.
+A pair is the first paragraph of a docstring and the remaining text. The packages are dependencies of openclip_ext.
+``--loss mnrl`` and ``--loss cached-mnrl`` train losses of sentence-transformers on the same number of pairs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:
-    """The summary and the rest of each docstring in a package's source, which is not imported."""
+    """Yield the summary and the remaining text of each docstring of a package, without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
     for path in sorted(Path(spec.origin).parent.rglob("*.py")):
@@ -50,7 +50,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
 
 
 def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
-    """Pairs of texts of each split; no text comes twice."""
+    """Return the pairs of each split, without duplicate texts."""
     if not cache.is_file():
         found: dict[str, str] = {}
         texts: set[str] = set()
@@ -69,7 +69,7 @@ def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def create_model(texts: list[str]) -> SentenceTransformer:
-    """The mean of learned embeddings of the most frequent words of some texts."""
+    """Return an encoder: the mean of learned embeddings of the most frequent words in the texts."""
     counts = Counter(word.strip(string.punctuation) for text in texts for word in text.lower().split())
     words = [word for word, _ in counts.most_common(VOCABULARY)]
     tokenizer = WhitespaceTokenizer(words, do_lower_case=True)
@@ -79,7 +79,7 @@ def create_model(texts: list[str]) -> SentenceTransformer:
 
 
 def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs: int, batch: int) -> nn.Module:
-    """sentence-transformers' loss with its defaults, or ours with its own."""
+    """Return a loss of sentence-transformers or of openclip_ext, with its defaults."""
     if name == "mnrl":
         return losses.MultipleNegativesRankingLoss(model)
     if name == "cached-mnrl":
@@ -91,7 +91,7 @@ def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs:
 
 
 def evaluate(model: SentenceTransformer, of_split: list[tuple[str, str]]) -> dict[str, float]:
-    """Recall among all pairs of a split."""
+    """Return the recall among all pairs of a split."""
     features = [
         model.encode(list(texts), convert_to_tensor=True, normalize_embeddings=True)
         for texts in zip(*of_split, strict=True)

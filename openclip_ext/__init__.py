@@ -1,7 +1,6 @@
 """openclip_ext: global contrastive losses, index-aware data and exact resuming for OpenCLIP.
 
-The public names are loaded on first use, so that ``import openclip_ext`` itself costs nothing. Their types are in
-``__init__.pyi``.
+Public names are imported on first use, so that ``import openclip_ext`` is fast. ``__init__.pyi`` has their types.
 """
 
 import importlib

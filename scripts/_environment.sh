@@ -1,18 +1,17 @@
 # shellcheck shell=bash
-# Sourced by the other scripts. Goes to the clone's root and sets $python, the interpreter of the virtual environment in
-# .venv, which has this package installed in place with the extras that the other script names in $extras, if any, such as
-# "eval,test". The first call makes the environment; a script that needs more adds it. Later calls take a fraction of a
-# second, unless requirements.txt or pyproject.toml changed.
+# The other scripts source this file. It changes to the root of the clone and sets $python to the interpreter in .venv. The
+# first call creates .venv and installs this package in place, with the extras in $extras, such as "eval,test". Later calls
+# add missing extras. They take a fraction of a second, unless requirements.txt or pyproject.toml changed.
 #
-# PYTHON names the interpreter that makes the environment (default: python3), and EXTRAS further extras. Versions are those of
-# requirements.lock; with UNLOCKED=1 they are the newest that requirements.txt allows. pip obeys its own PIP_* variables.
+# PYTHON sets the interpreter that creates .venv (default: python3). EXTRAS sets additional extras. requirements.lock sets the
+# versions; UNLOCKED=1 installs the newest versions that requirements.txt allows. pip reads its own PIP_* variables.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 cd -- "$root" || exit
 python="$root/.venv/bin/python"
 lock=requirements.lock
 [[ -z "${UNLOCKED:-}" ]] || lock=/dev/null
-unset PYTHONDONTWRITEBYTECODE  # set in many container images: each process would compile all that it imports
+unset PYTHONDONTWRITEBYTECODE  # many container images set it; each process would compile all modules that it imports
 
 say() {
   printf '\n==> %s\n' "$*"
@@ -23,7 +22,7 @@ fail() {
   exit 1
 }
 
-# Includes the clone's path: an environment that was moved or copied would import the package from the old place.
+# Includes the path of the clone: a moved or copied environment would import the package from the old path.
 environment_fingerprint() {
   {
     printf '%s\n' "$root"
@@ -32,12 +31,12 @@ environment_fingerprint() {
   } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-# The extras that are wanted and those that are installed, sorted, with commas between them.
+# Requested and installed extras, sorted and separated by commas.
 all_extras() {
   { tr ',' '\n' <<<"${extras:-},${EXTRAS:-}"; cat .venv/.extras 2>/dev/null || true; } | sort -u | sed '/^$/d' | paste -sd, -
 }
 
-# .installed has the fingerprint, and .extras the extras, one a line.
+# .installed contains the fingerprint; .extras contains one extra per line.
 environment_is_ready() {
   [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(environment_fingerprint)" ]] &&
     [[ "$(all_extras)" == "$(paste -sd, .venv/.extras 2>/dev/null)" ]]
@@ -55,14 +54,14 @@ make_environment() {
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
   local wanted
   wanted="$(all_extras)"
-  # Python compiles what it imports: all 15,000 files of PyTorch and the others would take longer than the first imports.
+  # Compiling all 15,000 files takes longer than the first imports, which compile only the imported files.
   "$python" -m pip install --no-compile --constraint "$lock" -e ".${wanted:+[$wanted]}" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
   tr ',' '\n' <<<"$wanted" >.venv/.extras
   environment_fingerprint >.venv/.installed
 }
 
-# Two scripts started at the same time must not install over each other. The lock ends with the subshell.
+# The lock prevents two scripts from installing at the same time. The end of the subshell releases it.
 ensure_environment() {
   environment_is_ready && return
   mkdir -p .venv

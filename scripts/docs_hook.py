@@ -1,7 +1,7 @@
-"""MkDocs hook: pages that lie outside of docs/, and links that leave it.
+"""MkDocs hook: add pages from outside of docs/, and rewrite links to files outside of docs/.
 
-A page is written for readers of the repository, with links relative to its own file. On the site a link to another page
-leads to that page, and a link to any other file of the repository leads to ``repo_url``, or is plain text without one.
+In the repository, links are relative to the file of their page. On the site, a link to a page points to that page. A link to
+another file of the repository points to ``repo_url``; without ``repo_url`` it becomes plain text.
 """
 
 import os
@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = Path(page.file.abs_src_path or ROOT)
     pages = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 
-    def rewritten(link: re.Match[str]) -> str:
+    def rewrite(link: re.Match[str]) -> str:
         image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
         if "://" in target or target.startswith("mailto:"):
             return link.group()
@@ -44,14 +44,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if linked in pages:
             return f"{image}[{text}]({_relative(pages[linked], page.file.src_uri)}{anchor})"
         if not linked.exists() or not linked.is_relative_to(ROOT):
-            return link.group()  # a broken link, which MkDocs reports
+            return link.group()  # broken; MkDocs reports it
         if not config.repo_url:
             return text
         kind = "tree" if linked.is_dir() else "blob"
         path = linked.relative_to(ROOT).as_posix()
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{anchor})"
 
-    return _LINK.sub(rewritten, markdown)
+    return _LINK.sub(rewrite, markdown)
 
 
 def _relative(target: str, page: str) -> str:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train CLIP on images drawn on this machine, with queueclip and with OpenCLIP's own loss, and score both on combinations that
-# training never showed. Needs no GPU, no download besides the Python packages, and a few minutes on two cores.
+# Train CLIP on generated images, with queueclip and with OpenCLIP's loss, and score both on unseen combinations. Needs no GPU,
+# no download except the Python packages, and a few minutes on two cores.
 #
 #   bash scripts/quickstart.sh                    # queueclip and openclip
-#   bash scripts/quickstart.sh neuclip fastclip   # other losses; the picture shows all runs so far
+#   bash scripts/quickstart.sh neuclip fastclip   # other losses; the figure shows all runs so far
 #
-# You can interrupt it at any time: the next start continues where it stopped. All output is in demo/.
+# You can interrupt it at any time: the next launch continues where it stopped. All output is in demo/.
 # EPOCHS (default 3) sets the number of epochs.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=_environment.sh
@@ -14,7 +14,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/_environment.sh"
 losses=("${@:-queueclip}")
 [[ $# -gt 0 ]] || losses+=(openclip)
 epochs="${EPOCHS:-3}"
-# On tensors this small one thread is as fast as two, and much faster on shared cores, where OpenMP's threads spin while
+# On tensors this small, one thread is as fast as two. On shared cores it is much faster, because OpenMP's threads spin while
 # they wait for each other. The second core decodes images.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

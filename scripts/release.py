@@ -1,7 +1,7 @@
 """Build the archives of a release and check them: ``python scripts/release.py DIST --repository https://HOST/OWNER/NAME``.
 
-A package index shows README.md outside of the repository, where its relative links lead nowhere: they are completed in a copy
-of the sources, from which the archives are built.
+A package index shows README.md outside of the repository, where relative links are broken. So the archives are built from a
+copy of the sources with absolute links.
 """
 
 import argparse
@@ -17,9 +17,9 @@ SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "opencl
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*\]\()(?!\w+:|#)([^)\s]+)\)")
 
 
-def with_whole_addresses(text: str, repository: str, version: str) -> str:
-    """Return Markdown whose relative links lead to a version's files in the repository."""
-    # "raw" is the file itself, which a picture needs; "blob" the page about it.
+def make_links_absolute(text: str, repository: str, version: str) -> str:
+    """Return Markdown whose relative links point to a version's files in the repository."""
+    # Figures need "raw", the file itself; "blob" is its page.
     return _LINK.sub(
         lambda link: f"{link[1]}{repository}/{'raw' if link[1].startswith('!') else 'blob'}/{version}/{link[2]})", text
     )
@@ -29,10 +29,10 @@ def build(output: Path, repository: str, version: str, *options: str) -> None:
     """Build and check the source archive and the wheel.
 
     Args:
-        output: folder for them.
+        output: folder for the archives.
         repository: address of the repository.
-        version: tag, branch or commit that the links lead to.
-        options: of ``python -m build``.
+        version: tag, branch or commit that the links point to.
+        options: flags for ``python -m build``.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -42,7 +42,7 @@ def build(output: Path, repository: str, version: str, *options: str) -> None:
             else:
                 shutil.copy(ROOT / name, copy / name)
         readme = copy / "README.md"
-        readme.write_text(with_whole_addresses(readme.read_text("utf-8"), repository, version), "utf-8")
+        readme.write_text(make_links_absolute(readme.read_text("utf-8"), repository, version), "utf-8")
         project = copy / "pyproject.toml"
         urls = f'[project.urls]\nSource = "{repository}"\n\n[project.scripts]'
         project.write_text(project.read_text("utf-8").replace("[project.scripts]", urls), "utf-8")
@@ -52,11 +52,10 @@ def build(output: Path, repository: str, version: str, *options: str) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("output", type=Path, metavar="DIST", help="folder for the archives")
     parser.add_argument("--repository", required=True, help="address of the repository")
-    parser.add_argument("--version", default="HEAD", help="tag that the README's links lead to (default: HEAD)")
+    parser.add_argument("--version", default="HEAD", help="tag that README's links point to (default: HEAD)")
     parser.add_argument("--no-isolation", action="store_true", help="build with the packages of this environment")
     args = parser.parse_args()
     build(args.output.resolve(), args.repository.rstrip("/"), args.version, *["--no-isolation"] * args.no_isolation)

@@ -1,4 +1,4 @@
-"""Marks the tests of the second tier, which tests/all.txt names; cases of soak tests; fixtures of many files."""
+"""Mark the second tier (tests/all.txt), generate soak cases, and define shared fixtures."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def second_tier() -> list[str]:
 
 
 def _names(item: pytest.Item) -> list[str]:
-    """Return what a line of the list may say to name a test."""
+    """Return all names of a test that a line of the list may contain."""
     file, test = item.nodeid.split("::", 1)
     folders = [f"{folder}/" for folder in Path(file).parents]
     return [item.nodeid, f"{file}::{test.partition('[')[0]}", file, *folders]
@@ -25,15 +25,15 @@ def _leaves_it_out(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import a file of the second tier where it is left out: some import packages that are not there."""
+    """Do not import excluded files of the second tier, because they may need missing packages."""
     name = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
     return True if _leaves_it_out(config) and {name, f"{name}/"} & {*second_tier()} else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m leave something out
+@pytest.hookimpl(tryfirst=True)  # before -k and -m exclude tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every test that a line of the list names; of the whole suite, each line must name one."""
-    lines = dict.fromkeys(second_tier())  # as a set, in order
+    """Mark every test that matches a line of the list; in the full suite, each line must match a test."""
+    lines = dict.fromkeys(second_tier())  # an ordered set
     found = set()
     for item in items:
         named = lines.keys() & {*_names(item)}
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = ", ".join(sorted(lines.keys() - found))
         raise pytest.UsageError(f"tests/all.txt names what is no test (any more): {names}")
     if hasattr(config, "workerinput"):
-        # pytest-xdist hands out whole files in this order: one that takes long must not be the last.
+        # pytest-xdist distributes whole files in this order: a slow file must not be the last.
         places = {line.partition("::")[0]: place for place, line in enumerate(lines)}
         items.sort(key=lambda item: min((places[name] for name in _names(item) if name in places), default=len(places)))
 
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """``--train-data`` of a file's own small demo set."""
+    """Return ``--train-data`` of a small demo set, made once per file."""
     from tests.training.runs import make_shards
 
     return make_shards(tmp_path_factory.mktemp("shards"))

@@ -1,4 +1,4 @@
-"""For tests that a GPU is needed for: they run on the CPU, too, so that each has been run before the day of the GPU."""
+"""Helpers for tests that need a GPU. The tests also run on the CPU, to find their mistakes without a GPU."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ on_each_device = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, mark
 
 
 def all_on_a_gpu(cases: Iterable[tuple], on_the_cpu: Iterable[tuple]) -> list[Any]:
-    """Return cases with a device at their end: all on a GPU, and on the CPU those that show that the test is right."""
+    """Return cases with a device as last value: all cases on a GPU, and on the CPU those that check the test itself."""
     devices = [(case, CPU, []) for case in on_the_cpu] + [(case, CUDA, _ON_A_GPU) for case in cases]
     return [
         pytest.param(*case, device, marks=marks, id="-".join(map(str, (*case, device))))
@@ -23,7 +23,7 @@ def all_on_a_gpu(cases: Iterable[tuple], on_the_cpu: Iterable[tuple]) -> list[An
 
 @contextlib.contextmanager
 def refusing_to_wait(device: torch.device) -> Iterator[None]:
-    """Raise where the host would wait for the GPU; on the CPU there is nothing to wait for."""
+    """Raise if the host would sync with the GPU; no effect on the CPU."""
     if device.type != "cuda":
         yield
         return

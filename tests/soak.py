@@ -1,7 +1,7 @@
-"""Random cases of which a few run with the suite, and as many as wanted by hand: ``pytest FILE --soak 1000``.
+"""Random cases: a few run with the suite, and any number with ``pytest FILE --soak 1000``.
 
-A test marked ``@pytest.mark.soak(FEW)`` that takes ``soak_case`` runs for FEW cases, or for ``--soak N`` of them. What a case
-does follows from its seed and number alone; its name has both: ``-k 3-17`` repeats case 17 of ``--soak-seed 3``.
+A test with the mark ``@pytest.mark.soak(FEW)`` and the argument ``soak_case`` runs FEW cases, or N with ``--soak N``. Seed and
+number determine a case, and its name has both: ``-k 3-17`` repeats case 17 of ``--soak-seed 3``.
 """
 
 import random
@@ -16,7 +16,7 @@ class SoakCase:
     number: int
 
     def random(self) -> random.Random:
-        """Return the source of all that is random in the case."""
+        """Return the generator of all random numbers of the case."""
         return random.Random(f"{self.seed} {self.number}")
 
     def __str__(self) -> str:

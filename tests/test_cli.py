@@ -14,7 +14,7 @@ _PROGRAM = "from openclip_ext.cli.program import main; main()"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
-    """A program in a process of its own."""
+    """Run a program in a separate process."""
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 

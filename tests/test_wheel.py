@@ -1,4 +1,4 @@
-"""The built package: every command works, far from the clone."""
+"""The built package: every command works outside of the clone."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ADDRESS = "https://example.org/owner/name"
 
 
 def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Run a command away from the clone; what it printed."""
+    """Run a command outside of the clone; return its output."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
@@ -28,7 +28,7 @@ def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of the sources, since a build leaves files there."""
+    """Return a copy of the sources, because a build writes files there."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -40,7 +40,7 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """What a release publishes; building it checks it, too."""
+    """Return the built release, which the build also checks."""
     pytest.importorskip("build")
     pytest.importorskip("twine")
     output = tmp_path_factory.mktemp("wheel")
@@ -52,10 +52,10 @@ def wheel(tmp_path_factory):
 
 
 def environment_with(package: Path, folder: Path, *options: str) -> Path:
-    """Install a package into an environment of its own, which sees the packages of this one, and return its ``bin``."""
+    """Install a package into a new environment with access to this environment's packages; return its ``bin``."""
     sh(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
-    # A path in a .pth file does not run the .pth files there: the clone, installed in place, stays unknown.
+    # Python does not run .pth files in a path from a .pth file, so the clone, installed in place, is not importable.
     own = sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
     (packages / "others.pth").write_text("\n".join(own))
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install")
@@ -65,7 +65,7 @@ def environment_with(package: Path, folder: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def program(wheel, tmp_path_factory):
-    """``openclip-ext`` in an environment with the wheel."""
+    """Return ``openclip-ext`` of an environment with the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     program = environment_with(wheel, environment) / "openclip-ext"
     code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.suite').origin)"

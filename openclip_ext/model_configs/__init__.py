@@ -1,10 +1,10 @@
-"""Model configurations of the demo, for ``--model demo-resnet`` and ``--model demo-vit``."""
+"""Additional model configurations, such as ``--model demo-resnet`` and ``--model demo-vit``."""
 
 from pathlib import Path
 
 
 def add_model_configs() -> None:
-    """Make the configurations in this folder known to OpenCLIP under their file names. Idempotent."""
+    """Register the configurations of this folder with OpenCLIP, by file name. Repeated calls have no effect."""
     import open_clip
 
     names = {path.stem for path in Path(__file__).parent.glob("*.json")}

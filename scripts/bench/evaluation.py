@@ -1,16 +1,16 @@
-"""Samples per second of ``eval.datacomp`` over those of DataComp's own way, in one run on the same data.
+"""Compare the samples per second of ``eval.datacomp`` and DataComp's harness, in one run on the same data.
 
     python scripts/bench/evaluation.py --output evaluation.json
 
-Upstream's way is DataComp's harness with clip-benchmark's functions: it creates and loads the model for every task, makes
-the classifier class by class (``zero_shot_classifier``), and scores the images (``run_classification``). Ours loads the model
-once, encodes texts in batches without their padding, and encodes equal classes once. Both use the same image tower in the
-same precision. The script stops if the two ways give different accuracies.
+Upstream uses clip-benchmark's functions: it creates and loads the model for every task, computes the classifier class by class
+(``zero_shot_classifier``), and scores the images (``run_classification``). Ours loads the model once, encodes texts in batches
+without padding, and encodes equal classes once. Both use the same image tower in the same precision. The script stops if
+their accuracies differ.
 
-The data are ImageNet and its variants in DataComp's proportions: ``--scale`` divides the images **and** the classes of each
-(with all classes, texts would weigh too much). Class names and templates are clip-benchmark's, images are as large as
-photographs. The two ways alternate task by task, ``--rounds`` times; a ratio is that of a round's totals. Loading the model
-does not scale with the data and weighs more here than in a full evaluation, so there is also the ratio without it.
+The data are ImageNet and its variants in DataComp's proportions. ``--scale`` divides both images and classes, because texts
+would weigh too much with all classes. Class names and templates are clip-benchmark's. Images have the size of photographs.
+Both alternate task by task, ``--rounds`` times; a ratio compares the totals of a round. Loading the model does not scale with
+the data and weighs more than in a full evaluation, so a second ratio excludes it.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 
-# Names of the parts of the work.
+# Timed parts.
 MODEL, PROMPTS, IMAGES = "model", "texts", "images"
 VARIANTS = [TASKS[key] for key in GROUPS["ImageNet & variants (7)"]]
 
 
-class Way:
-    """One of the two ways of evaluating: its samples, seconds and accuracies."""
+class Evaluation:
+    """Samples, seconds and accuracies of one of the two implementations."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
         self.args, self.checkpoint = args, checkpoint
@@ -55,7 +55,7 @@ class Way:
         self.accuracies: list[float] = []
 
     def timed(self, part: str, work: Callable, *arguments: Any, **options: Any) -> Any:
-        """Do a part of the work and add its time to that of the part."""
+        """Return the result of a part, and add its time to the part's total."""
         found: list[Any] = []
         self.seconds[part] += harness.seconds(lambda: found.append(work(*arguments, **options)), self.args.device)
         return found[0]
@@ -65,8 +65,8 @@ class Way:
         return self.samples / sum(taken for part, taken in self.seconds.items() if part != without)
 
 
-class Upstream(Way):
-    """DataComp's way, without the parts that fail today (more workers than shards, `accuracy`)."""
+class Upstream(Evaluation):
+    """DataComp's harness, without the parts that fail today (more workers than shards, `accuracy`)."""
 
     def evaluate(self, task: Task, folder: Path) -> None:
         device = self.args.device
@@ -85,7 +85,7 @@ class Upstream(Way):
         return model.eval().to(self.args.device), preprocess, open_clip.get_tokenizer(self.args.model)
 
 
-class Ours(Way):
+class Ours(Evaluation):
     """``eval.datacomp``: loads the model once and encodes shared classes once."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
@@ -97,7 +97,7 @@ class Ours(Way):
 
     def evaluate(self, task: Task, folder: Path) -> None:
         self.timed(PROMPTS, self.encoder.class_embeddings, *read_classes(folder, task, any_size=True))
-        # The classes are known now: this is reading and encoding the images, scoring, and the check of the data.
+        # Classes are cached now: this reads and encodes the images, scores them, and checks the data.
         result = self.timed(IMAGES, evaluate_task, task, folder.parent, self.encoder, any_size=True)
         self.samples += result.samples
         self.accuracies.append(result.metrics["acc1"])
@@ -105,21 +105,21 @@ class Ours(Way):
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     logging.getLogger().setLevel(logging.ERROR)
-    runs: list[dict[str, Way]] = []
+    runs: list[dict[str, Upstream | Ours]] = []
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = Path(temporary) / "checkpoint.pt"
         torch.manual_seed(0)
         torch.save({"state_dict": open_clip.create_model(args.model).state_dict()}, checkpoint)
         folders = {task: make_data(Path(temporary), task, args) for task in VARIANTS}
         for _ in range(args.rounds):
-            ways = {"upstream": Upstream(args, checkpoint), "ours": Ours(args, checkpoint)}
+            ways: dict[str, Upstream | Ours] = {"upstream": Upstream(args, checkpoint), "ours": Ours(args, checkpoint)}
             for task, folder in folders.items():
                 for way in ways.values():
                     way.evaluate(task, folder)
-            # On CUDA, batches of other shapes round differently, and a sample near a tie may change sides.
+            # On CUDA, other batch shapes round differently, which can change the class of a sample near a tie.
             accuracies, tolerance = [way.accuracies for way in ways.values()], 1e-6 if args.device == "cpu" else 0.01
             if not np.allclose(*accuracies, rtol=0, atol=tolerance):
-                raise RuntimeError(f"the two ways do not do the same: accuracies upstream, here: {accuracies}")
+                raise RuntimeError(f"expected equal accuracies, found (upstream, ours): {accuracies}")
             runs.append(ways)
     titles = {"whole": "", "without loading the model": MODEL}
     tables = {
@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
-    """Write a task in DataComp's format, with some of its classes (ObjectNet's are stand-ins); return its folder."""
+    """Write a task in DataComp's format with a part of its classes (made up for ObjectNet); return its folder."""
     texts = Path(clip_benchmark.__file__).parent / "datasets"
     classnames = json.loads((texts / "en_classnames.json").read_text())["imagenet1k"]
     templates = json.loads((texts / "en_zeroshot_classification_templates.json").read_text())["imagenet1k"]
@@ -162,10 +162,10 @@ def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=3)
-    parser.add_argument("--model", default="ViT-B-32", help="default: that of DataComp's scales small and medium")
-    parser.add_argument("--scale", type=int, default=200, help="divides DataComp's numbers of images and of classes")
-    parser.add_argument("--batch-size", type=int, default=64, help="of both ways; upstream's default")
-    parser.add_argument("--workers", type=int, default=2, help="of both ways, each with a shard of its own")
+    parser.add_argument("--model", default="ViT-B-32", help="default: the model of DataComp's scales small and medium")
+    parser.add_argument("--scale", type=int, default=200, help="divisor of DataComp's numbers of images and classes")
+    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both; upstream's default")
+    parser.add_argument("--workers", type=int, default=2, help="data workers of both, with one shard each")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# What needs a GPU, in parts of under eight minutes each: the tests, then the sizes that README.md here asks about.
+# Run the tests that need a GPU, then the benchmarks at target sizes, in parts of under eight minutes each.
 #
 #   bash scripts/bench/gpu.sh FOLDER                    # all parts
 #   bash scripts/bench/gpu.sh FOLDER tests losses-large # some
 #
-# FOLDER gets a log and, of each benchmark, the numbers as JSON. A part that fails or takes too long does not stop the others;
-# the last line names it, and the exit status is 1. losses-large measures memory only: at batch 65,536 OpenCLIP's loss does not
-# fit into 80 GB. PYTHON names the interpreter; besides the package it needs pytest alone.
+# FOLDER receives a log per part, and the numbers of each benchmark as JSON. If a part fails or takes too long, the others
+# continue; the last line lists the failed parts, and the exit status is 1. losses-large measures only memory: at batch 65,536
+# OpenCLIP's loss does not fit into 80 GB. PYTHON sets the interpreter, which needs the package and pytest.
 set -uo pipefail
-mkdir -p "${1:?where to write the numbers}"
+mkdir -p "${1:?missing FOLDER for the numbers}"
 folder="$(cd -- "$1" && pwd)"
 shift
 python="${PYTHON:-python}"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." || exit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# A part's script and arguments. The tests are only the files that hold such tests: the others may import what is lacking here.
+# Script and arguments of each part. Only files with GPU tests run: other files may import missing packages.
 declare -A parts=(
     [tests]="-m pytest -m gpu --junitxml $folder/tests.xml $(grep -rlE --include='test_*.py' 'mark\.gpu\b|on_each_device|all_on_a_gpu' tests | paste -sd' ')"
     [launches]="launches.py"
@@ -29,7 +29,7 @@ all=(tests launches npn losses losses-large step-vit step-rn50)
 failed=()
 for part in "${@:-"${all[@]}"}"; do
     echo "==> $part"
-    read -r -a command <<<"${parts[$part]?unknown part $part; there are: ${all[*]}}"
+    read -r -a command <<<"${parts[$part]?unknown part $part; expected one of: ${all[*]}}"
     if [[ "$part" != tests ]]; then
         command=("scripts/bench/${command[0]}" "${command[@]:1}" --device "${DEVICE:-cuda}" --output "$folder/$part.json")
     fi

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, contestants that take turns, ratios to a baseline, tables, and a JSON report."""
+"""Shared parts of the benchmarks: arguments, alternating candidates, ratios to a baseline, tables, and a JSON report."""
 
 import argparse
 import io
@@ -27,7 +27,6 @@ Action = Callable[[], object]
 Row = dict[str, float]
 Table = dict[str, Row]
 
-# The losses of images with texts.
 IMAGE_TEXT_LOSSES = [name for name in registry.list_losses() if registry.options_used_by(name).get("views", 1) == 1]
 
 
@@ -37,13 +36,13 @@ def main(
     measure: Callable[[argparse.Namespace], dict[str, Table]],
     **about: Any,
 ) -> None:
-    """Run a benchmark as a program: read its arguments, measure, print the tables, and write the report.
+    """Run a benchmark as a program: parse its arguments, measure, print the tables, and write the report.
 
     Args:
-        doc: of the benchmark; its first line is the description of the command line.
-        add_arguments: those of its own, beside ``--rounds``, ``--device`` and ``--output``.
-        measure: returns for each title a table: a row of numbers for each contestant.
-        about: what else the report says, such as the baseline.
+        doc: docstring of the benchmark; its first line describes the command line.
+        add_arguments: adds arguments to ``--rounds``, ``--device`` and ``--output``.
+        measure: returns tables by title; a table has a row of numbers for each candidate.
+        about: additional entries of the report, such as the baseline.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
@@ -63,13 +62,13 @@ def main(
 
 
 def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
-    """Add the arguments that say which losses are compared."""
+    """Add the arguments that choose the losses."""
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
-    parser.add_argument("--prototypes", type=int, default=prototypes, help="of the losses that have them")
+    parser.add_argument("--prototypes", type=int, default=prototypes, help="prototypes of the losses that have them")
 
 
 def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples: int, device: Any) -> torch.nn.Module:
-    """Create a loss with its default options, but for ``--prototypes``."""
+    """Create a loss with its default options, except ``--prototypes``."""
     options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(name) else {}
     return registry.create_loss(name, embed_dim=embed_dim, num_samples=num_samples, **options).to(device)
 
@@ -80,34 +79,34 @@ def unit_features(batch_size: int, embed_dim: int, device: str) -> torch.Tensor:
     return normalize(torch.randn(2, batch_size, embed_dim, generator=random), dim=2).to(device)
 
 
-def take_turns(contestants: Mapping[str, Action], baseline: str, args: argparse.Namespace) -> Table:
-    """Run all contestants round after round, after one round of warm-up.
+def take_turns(candidates: Mapping[str, Action], baseline: str, args: argparse.Namespace) -> Table:
+    """Run all candidates in alternation, after a warm-up round.
 
     Returns:
-        For each: ``ms``, the median, and its time over the baseline's in the same round.
+        For each candidate, the median ``ms`` and the ratios to the baseline.
     """
     rounds = [
-        {name: seconds(action, args.device) for name, action in contestants.items()} for _ in range(args.rounds + 1)
+        {name: seconds(action, args.device) for name, action in candidates.items()} for _ in range(args.rounds + 1)
     ]
-    ratios = compared(rounds[1:], baseline)
+    ratios = ratios_to(rounds[1:], baseline)
     return {
         name: {"ms": 1000 * statistics.median(times[name] for times in rounds[1:]), **ratios[name]}
-        for name in contestants
+        for name in candidates
     }
 
 
 def seconds(action: Action, device: str) -> float:
-    """Return the time of an action, the device's work included."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
+    """Return the time of an action, including its work on the device."""
+    sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    sync()
     start = time.perf_counter()
     action()
-    wait()
+    sync()
     return time.perf_counter() - start
 
 
-def compared(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, Row]:
-    """Return the median, least and largest ratio to the baseline, which saw the same machine in the same round."""
+def ratios_to(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, Row]:
+    """Return the median, smallest and largest ratio to the baseline in the same round."""
     ratios = {name: [found[name] / found[baseline] for found in rounds] for name in rounds[0]}
     return {
         name: {"ratio": statistics.median(found), "ratio_min": min(found), "ratio_max": max(found)}
@@ -116,38 +115,39 @@ def compared(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, 
 
 
 def rate(work: Callable[[], float]) -> float:
-    """Return what some work on the CPU returns, such as a number of samples, per second."""
+    """Return the result of work on the CPU, such as a number of samples, per second."""
     start = time.perf_counter()
     return work() / (time.perf_counter() - start)
 
 
 def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "samples_per_second") -> Table:
-    """Return the median of the rates of each round, and their ratio to the baseline's in the same round."""
+    """Return the median of the rounds' rates, and the ratios to the baseline."""
     return {
         name: {unit: statistics.median(found[name] for found in rounds), **ratios}
-        for name, ratios in compared(rounds, baseline).items()
+        for name, ratios in ratios_to(rounds, baseline).items()
     }
 
 
 def peak_mib(action: Action, device: str) -> float:
-    """Return by how much memory grows at its largest: the GPU's allocations, or the process's (Linux only)."""
+    """Return the peak growth of memory: allocations on a GPU, or the process on a CPU (Linux only)."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         action()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = _number_in("/proc/self/status", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    before = _read_status("VmRSS")
     action()
-    return (_number_in("/proc/self/status", "VmHWM") - before) / 2**10
+    return (_read_status("VmHWM") - before) / 2**10
 
 
-def _number_in(file: str, name: str) -> int:
-    return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
+def _read_status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Return a JPEG as large as a photograph of its size: coarse structure with some noise."""
+    """Return a JPEG with the file size of a photograph: coarse structure with some noise."""
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
@@ -157,14 +157,14 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the fields of samples by their keys as a tar."""
+    """Write a tar of samples, each with its fields, by key."""
     with webdataset.TarWriter(str(path)) as writer:
         for key, fields in samples.items():
             writer.write({"__key__": key, **fields})
 
 
 def hardware(device: str) -> str:
-    """Return the processor or GPU in words."""
+    """Return a description of the processor or GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{environment()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -1,9 +1,9 @@
-"""What a training step with each loss gives a GPU to do, and where the host waits, by PyTorch's profiler.
+"""Count launches and host-device syncs of a training step with each loss, with PyTorch's profiler.
 
     python scripts/bench/launches.py [--losses neuclip fastclip] [--output launches.json]
 
-The steps are those that ``tests/fake_cuda`` counts without a device: a tiny model, so that launches matter and nothing else.
-*fake* is that count. One operation may launch several kernels here, or none.
+The steps are the same as in ``tests/fake_cuda``, which counts them without a device: the model is tiny, so only launches
+matter. *fake* is the count of ``tests/fake_cuda``. Here an operation may launch several kernels or none.
 """
 
 import argparse
@@ -28,11 +28,11 @@ LAUNCHES = (
     "cudaMemcpyAsync",
     "cudaMemsetAsync",
 )
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def steps_of(name: str, device: torch.device) -> list[dict[str, int]]:
-    """Take some steps; return the calls of CUDA's runtime in each, by name."""
+def count_calls(name: str, device: torch.device) -> list[dict[str, int]]:
+    """Take a few steps; return the CUDA runtime calls of each step, by name."""
     model, loss = tiny_model("vit", layers=1).to(device), tiny_loss(name, **bounds.options(name)).to(device)
     prepare(model, loss)
     optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
@@ -56,10 +56,10 @@ def steps_of(name: str, device: torch.device) -> list[dict[str, int]]:
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     table: harness.Table = {}
     for name in args.losses:
-        steps = steps_of(name, torch.device(args.device))[1:]  # the first one makes states and checks the loop
+        steps = count_calls(name, torch.device(args.device))[1:]  # the first step creates states and checks the loop
         table[name] = {
             "launches": max(sum(step.get(call, 0) for call in LAUNCHES) for step in steps),
-            "waits": max(sum(step.get(call, 0) for call in WAITS) for step in steps),
+            "waits": max(sum(step.get(call, 0) for call in SYNCS) for step in steps),
             "fake": bounds.measured()["step"][name],
         }
         print(name, steps[-1], flush=True)

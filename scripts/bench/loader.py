@@ -1,13 +1,13 @@
-"""Samples per second of our training loader over those of OpenCLIP's, on the same shards in one run.
+"""Compare the samples per second of this training loader and OpenCLIP's, on the same shards in one run.
 
     python scripts/bench/loader.py [--output results.json]
 
-OpenCLIP 3.3's loader runs with webdataset 0.2.86, the last version it works with, which is installed next to the
-environment (``pip install --target``) and put on the path of the subprocesses that measure it. It and ours, with either
-image backend, get the same transform, tokenizer, batch size and workers. Ours gives uint8, which the training normalizes on
-its device. ``reference`` is ours with torchvision and ``--reference``, two embeddings of 512 numbers a sample. Each
-measurement is a new process that reads an epoch to warm up and times the next one. The loaders take turns, and the ratio is
-the median over the rounds.
+OpenCLIP 3.3's loader needs webdataset 0.2.86 or older. The script installs 0.2.86 into a temporary folder (``pip install
+--target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform, tokenizer, batch size
+and workers. Ours runs with both image backends and yields uint8, which the training normalizes on its device. ``reference``
+is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each measurement is a new
+process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is the median over the
+rounds.
 """
 
 import argparse
@@ -28,10 +28,10 @@ OLD_WEBDATASET = "0.2.86"
 BASELINE = "openclip"
 REFERENCE = "reference"
 SIDES = (BASELINE, "pil", "torchvision", REFERENCE)
-# Width and height of the photos, and how many times the samples of the largest.
+# Width and height of the photos, and the factor of --samples-per-shard.
 PHOTOS = {"500x375": (500, 375, 2), "1024x768": (1024, 768, 1)}
-# Different images of a set, which recur: making one takes longer than reading it.
-IMAGES = 40
+# Distinct images of a set; they repeat, because creating one takes longer than reading it.
+DISTINCT_IMAGES = 40
 WORDS = (
     "a photo of the old red house near river with two dogs and small boat under blue sky vintage poster black white "
     "woman holding coffee cup street market city night lights mountain view stock image wooden table"
@@ -42,13 +42,17 @@ def write_shards(folder: Path, width: int, height: int, shards: int, samples: in
     """Write shards as img2dataset does (jpg, json, txt); return their brace notation."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(width)
-    images = [harness.photograph(rng, width, height) for _ in range(IMAGES)]
+    images = [harness.photograph(rng, width, height) for _ in range(DISTINCT_IMAGES)]
     for shard in range(shards):
         content = {}
         for number in range(samples):
             caption = " ".join(rng.choice(WORDS.split(), 12))
             meta = {"caption": caption, "url": "https://example.org/" + "x" * 60, "status": "success"}
-            content[f"{shard:05d}{number:04d}"] = {"jpg": images[number % IMAGES], "json": meta, "txt": caption}
+            content[f"{shard:05d}{number:04d}"] = {
+                "jpg": images[number % DISTINCT_IMAGES],
+                "json": meta,
+                "txt": caption,
+            }
         harness.write_shard(folder / f"{shard:05d}.tar", content)
     return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
 
@@ -65,7 +69,7 @@ def write_reference(folder: Path, samples: int, width: int = 512) -> None:
 
 
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
-    """Print the samples per second of one side (in a subprocess of its own)."""
+    """Print the samples per second of one loader; called in a subprocess."""
     import open_clip
     import webdataset
 
@@ -108,7 +112,7 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
 
 
 def run_side(side: str, old: Path, **job: Any) -> float:
-    """Return the samples per second of one side, measured in a new process."""
+    """Return the samples per second of one loader, measured in a new process."""
     root = str(Path(__file__).resolve().parents[2])
     path = [str(old), root] if side == BASELINE else [root]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -136,7 +140,9 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-shards", type=int, default=4)
-    parser.add_argument("--samples-per-shard", type=int, default=200, help="of the largest photos; more of smaller")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=200, help="samples with the largest photos; small photos have more"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="rounds")

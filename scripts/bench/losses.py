@@ -1,10 +1,10 @@
-"""Time and memory of the losses alone, forward and backward, over those of ``open_clip.ClipLoss`` at the same batch.
+"""Compare time and memory of each loss alone, forward and backward, with ``open_clip.ClipLoss`` on the same batch.
 
     python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
-Random unit features on one device; options of a loss are its defaults, but for --prototypes. The losses take turns, round
-after round; a ratio is the median over the rounds. Memory is what a call needs beyond features and state; with ``--rounds 0``
-only that is measured, of losses that do not fit, too.
+Inputs are random unit features on one device. Options have their defaults, except --prototypes. The losses alternate; a ratio
+is the median over the rounds. Memory is the temporary memory of a call, without features and state. ``--rounds 0`` measures
+only memory, which is infinite for losses that do not fit.
 """
 
 import argparse
@@ -18,21 +18,21 @@ from open_clip.loss import ClipLoss
 BASELINE = "ClipLoss"
 
 
-def make_contestants(batch_size: int, args: argparse.Namespace) -> dict[str, harness.Action]:
+def make_candidates(batch_size: int, args: argparse.Namespace) -> dict[str, harness.Action]:
     features = [
         side.clone().requires_grad_() for side in harness.unit_features(batch_size, args.embed_dim, args.device)
     ]
     inputs = [*features, torch.tensor(1 / 0.07, device=args.device, requires_grad=True)]
     index = torch.arange(batch_size, device=args.device)
-    contestants = {BASELINE: partial(call, partial(ClipLoss(), *inputs), inputs)}
+    candidates = {BASELINE: partial(call, partial(ClipLoss(), *inputs), inputs)}
     for name in args.losses:
         loss = harness.create_loss(name, args, args.embed_dim, batch_size, args.device)
-        contestants[name] = partial(call, partial(loss, *inputs, index=index), inputs)
-    return contestants
+        candidates[name] = partial(call, partial(loss, *inputs, index=index), inputs)
+    return candidates
 
 
 def call(forward: harness.Action, inputs: list[torch.Tensor]) -> None:
-    """Go forward and backward, as in a step."""
+    """Run the forward and backward pass of a step."""
     for tensor in inputs:
         tensor.grad = None
     forward().backward()
@@ -41,9 +41,9 @@ def call(forward: harness.Action, inputs: list[torch.Tensor]) -> None:
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     tables = {}
     for batch_size in args.batch_sizes:
-        contestants = make_contestants(batch_size, args)
-        table = harness.take_turns(contestants, BASELINE, args) if args.rounds else {name: {} for name in contestants}
-        for name, action in contestants.items():
+        candidates = make_candidates(batch_size, args)
+        table = harness.take_turns(candidates, BASELINE, args) if args.rounds else {name: {} for name in candidates}
+        for name, action in candidates.items():
             try:
                 table[name]["peak_mib"] = harness.peak_mib(action, args.device)
             except torch.OutOfMemoryError:

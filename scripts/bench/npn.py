@@ -1,9 +1,9 @@
-"""Time of NeuCLIP's ``T_u`` prototype updates of a step over that of their bare matrix products.
+"""Compare the time of NeuCLIP's ``T_u`` prototype updates per step with the time of their matrix products alone.
 
     python scripts/bench/npn.py [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
-Contestants take turns in one run: the two products an update needs and nothing else; ours, in closed form; and the plain way,
-``autograd`` through the equations with ``torch.optim.Adagrad``. Also given: the arithmetic, 8·B·m·d flops an update.
+Candidates alternate in one run: only the two products of an update; our closed form; and ``autograd`` through the equations
+with ``torch.optim.Adagrad``. The throughput counts 8·B·m·d flops per update.
 """
 
 import argparse
@@ -64,12 +64,12 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     normalizer = make_normalizer(args)
     normalizer.step(batch_at_tau)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
-    contestants = {
+    candidates = {
         BASELINE: partial(bare_products, batch_at_tau.batch.features, normalizer.prototypes.clone(), args.updates),
         "closed form": partial(normalizer.fit, batch_at_tau),
         "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), batch_at_tau, args.updates),
     }
-    results = harness.take_turns(contestants, BASELINE, args)
+    results = harness.take_turns(candidates, BASELINE, args)
     flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates
     for row in results.values():
         row["gflops"] = flops / row["ms"] / 1e6

@@ -1,10 +1,10 @@
-"""Megabytes per second of shards on a server 50 ms away over those of webdataset's ``pipe:curl``, and the time of counting.
+"""Compare reading speed from a server 50 ms away with webdataset's ``pipe:curl``, and measure the time to count samples.
 
     python scripts/bench/remote.py [--output results.json]
 
-The server is a process of its own on loopback, which answers each request after ``--latency`` seconds, and sends at most
-``--megabytes`` a second on each connection. Samples are read and not decoded. Counts come from each shard's
-``*_stats.json``, as img2dataset leaves them.
+The server is a separate process on loopback. It answers each request after ``--latency`` seconds and sends up to
+``--megabytes`` MB per second on each connection. Samples are read but not decoded. Counts come from the shards'
+``*_stats.json``, as img2dataset writes them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BATCH = 4096
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Sends files, or a range of one, late and slowly; any name in the folder ``stats`` is the count of a shard."""
+    """Slow server of files and ranges; every file name in the folder ``stats`` returns the count of a shard."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(folder: Path, latency: float, rate: float, address: Any) -> None:
-    """Serve a folder for ever."""
+    """Serve a folder until the process is terminated."""
     Handler.folder, Handler.latency, Handler.rate = folder, latency, rate
     ThreadingHTTPServer.request_queue_size = 256
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -85,7 +85,7 @@ def serve(folder: Path, latency: float, rate: float, address: Any) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of a server of a folder."""
+    """Yield the address of a server for a folder."""
     context = multiprocessing.get_context("spawn")
     address = context.Queue()
     process = context.Process(target=serve, args=(folder, args.latency, args.megabytes * 1e6, address), daemon=True)
@@ -98,13 +98,13 @@ def server(folder: Path, args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_with_webdataset(manifest: Manifest) -> int:
-    """Return the bytes of all images, read with curl."""
+    """Return the number of image bytes, read with curl."""
     urls = [f"{BASELINE} -s {shard.url}" for shard in manifest.shards]
     return sum(len(sample["jpg"]) for sample in webdataset.WebDataset(urls, shardshuffle=False))
 
 
 def read(manifest: Manifest, cache_dir: str | None) -> int:
-    """Return the bytes of all images, read by our loader's reader."""
+    """Return the number of image bytes, read with this package's reader."""
     reader = ShardSource(manifest, "jpg", "txt", storage=Storage(cache_dir=cache_dir)).reader()
     total = 0
     for start in range(0, manifest.num_samples, BATCH):
@@ -134,13 +134,13 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             seconds = time.perf_counter() - start
             assert counted.num_samples == args.counts * args.samples
             manifest = Manifest.scan(f"{url}/{{00000..{args.shards - 1:05d}}}.tar")
-            rounds = [take_turn(manifest, Path(temporary) / f"{number}") for number in range(args.rounds)]
+            rounds = [read_each_way(manifest, Path(temporary) / f"{number}") for number in range(args.rounds)]
     reading = harness.speeds(rounds, BASELINE, "megabytes_per_second")
     counting = {"*_stats.json": {"shards": float(args.counts), "seconds": seconds}}
     return {"reading": reading, "counting": counting}
 
 
-def take_turn(manifest: Manifest, cache: Path) -> dict[str, float]:
+def read_each_way(manifest: Manifest, cache: Path) -> dict[str, float]:
     """Return the megabytes per second of each way of reading."""
     ways = {
         BASELINE: partial(read_with_webdataset, manifest),
@@ -153,11 +153,11 @@ def take_turn(manifest: Manifest, cache: Path) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=1000, help="of a shard")
+    parser.add_argument("--samples", type=int, default=1000, help="samples per shard")
     parser.add_argument("--image-bytes", type=int, default=20_000)
-    parser.add_argument("--latency", type=float, default=0.05, help="seconds until a request is answered")
-    parser.add_argument("--megabytes", type=float, default=50, help="a second, of each connection")
-    parser.add_argument("--counts", type=int, default=100_000, help="shards that are counted")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds before each answer")
+    parser.add_argument("--megabytes", type=float, default=50, help="MB per second and connection")
+    parser.add_argument("--counts", type=int, default=100_000, help="number of shards to count")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Time of an optimizer step with each loss over that with OpenCLIP's, the same model and batches in memory, in one run.
+"""Compare the time of an optimizer step with each loss and with OpenCLIP's loss, in one run with data in memory.
 
     python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
-The losses take turns, a block of steps each, round after round; the ratio is the median over the rounds, in which both sides
-saw the same machine. Options of a loss are its defaults, but for --prototypes.
+The losses alternate in blocks of steps; the ratio is the median over the rounds. Options have their defaults, except
+--prototypes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BASELINE = "openclip"
 NUM_SAMPLES = 20_000
 
 
-def contestant(loss_name: str, args: argparse.Namespace) -> TrainStep:
+def make_candidate(loss_name: str, args: argparse.Namespace) -> TrainStep:
     torch.manual_seed(0)
     device = torch.device(args.device)
     start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
@@ -59,14 +59,14 @@ def make_batches(model: nn.Module, args: argparse.Namespace, count: int = 4) -> 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     add_model_configs()
     names = [BASELINE, *[name for name in args.losses if name != BASELINE]]
-    contestants = {name: contestant(name, args) for name in names}
-    batches = make_batches(contestants[BASELINE].model, args)
+    candidates = {name: make_candidate(name, args) for name in names}
+    batches = make_batches(candidates[BASELINE].model, args)
     block = [batches[number % len(batches)] for number in range(args.steps)]
-    blocks = {name: partial(run, step, block) for name, step in contestants.items()}
+    blocks = {name: partial(run, step, block) for name, step in candidates.items()}
     results = harness.take_turns(blocks, BASELINE, args)
-    for name, step in contestants.items():
+    for name, step in candidates.items():
         results[name]["ms"] /= len(block)
-        if args.device.startswith("cuda"):  # on the CPU the allocator's own habits are larger than what differs
+        if args.device.startswith("cuda"):  # on a CPU, allocator noise exceeds the differences
             results[name]["peak_mib"] = harness.peak_mib(partial(run, step, block[:1]), args.device)
     return {"": results}
 
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def run(step: TrainStep, batches: list[Batch]) -> None:
     for number, batch in enumerate(batches):
         step([batch], number)
-        step.guard.poll_outcomes()  # as the trainer: the host is never more than some steps ahead of a GPU
+        step.guard.poll_outcomes()  # as in training, this limits how far the host runs ahead of a GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

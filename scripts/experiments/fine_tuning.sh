@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The trainings behind "Measured" in docs/fine-tuning.md. Data: docs/experiments/icons.md and docs/experiments/demo-set.md.
-# Other rows: --loss, --temperature-scheme, --lr, the layer decays or --pretrained changed, as the table says.
+# Trainings for "Measured" in docs/fine-tuning.md. Data: docs/experiments/icons.md and docs/experiments/demo-set.md.
+# For the other rows, change --loss, --temperature-scheme, --lr, the layer decays or --pretrained as in the table.
 set -euo pipefail
 
 openclip-ext train --model demo-resnet --train-data 'icons-11k/train/{00000..00010}.tar' --batch-size 64 --epochs 4 --lr 1e-3 \

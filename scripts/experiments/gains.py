@@ -1,10 +1,9 @@
-"""Compute README's table and draw its figure from the published rows: untuned ``queueclip`` minus tuned ``openclip``.
+"""Compute README's table and figure from the published rows: untuned ``queueclip`` minus tuned ``openclip``.
 
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png
 
-``openclip`` has the setting that was chosen on the validation sets of the first seed, among two to five temperatures.
-``queueclip`` has the default of the training program. Its temperature starts at 0.1 in runs of less than 700 steps, else
-at 0.07.
+``openclip`` has the best of two to five temperatures on the validation sets, chosen with the first seed. ``queueclip`` has the
+defaults of the training program: the initial temperature is 0.1 in runs of less than 700 steps, and 0.07 otherwise.
 """
 
 import argparse
@@ -38,10 +37,10 @@ def _solved(temperature: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Runs of two settings that differ in nothing else.
+    """Runs of two settings that are otherwise equal.
 
     Attributes:
-        label: of the row.
+        label: label of the row.
         data: digest of the data.
         tuned: setting of ``openclip``.
         untuned: setting of ``queueclip``.
@@ -62,7 +61,7 @@ _SIX = range(6)
 # README's table.
 BATCHES = (
     Pairing("8, 4", _ICONS, 8, 4, _LEARNED, _solved(0.07), _SIX, lr=0.00025),
-    # None starts at the model's own temperature, which is 0.07.
+    # None is the model's initial temperature, which is also 0.07.
     Pairing("32, 16", _ICONS, 32, 16, _LEARNED, _solved(None), (10, 11, 12)),
     Pairing("64, 30", _ICONS, 64, 30, _LEARNED, _solved(0.07), range(3)),
     Pairing("128, 16", _ICONS, 128, 16, _constant(0.07), _solved(0.07), range(3)),
@@ -80,7 +79,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Gain:
-    """R@1 in percent of both settings, and the 95 % interval of the difference over paired seeds."""
+    """R@1 in percent with both settings, and the 95 % interval of the difference over paired seeds."""
 
     label: str
     tuned: float
@@ -91,7 +90,7 @@ class Gain:
 
 
 def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
-    """Return the gain of a pairing. Raises KeyError if a seed has no row."""
+    """Return the gain of a pairing. Raise KeyError if a seed has no row."""
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
     tuned, untuned = (
@@ -111,13 +110,13 @@ def table(gains: Iterable[Gain]) -> str:
     """Return README's table. A row whose interval excludes 0 is bold."""
     cells = [["batch, epochs", "OpenCLIP's loss, tuned", "`queueclip`, untuned"]]
     for one in gains:
-        said = f"{one.untuned:.1f}, {one.difference:+.1f} ({one.low:.1f} to {one.high:.1f})".replace("-", "−")
-        cells.append([one.label, f"{one.tuned:.1f}", f"**{said}**" if one.low > 0 else said])
+        text = f"{one.untuned:.1f}, {one.difference:+.1f} ({one.low:.1f} to {one.high:.1f})".replace("-", "−")
+        cells.append([one.label, f"{one.tuned:.1f}", f"**{text}**" if one.low > 0 else text])
     return markdown_table(cells)
 
 
 def draw(gains: Sequence[Gain], path: Path) -> None:
-    """Draw the differences with their intervals, one line each."""
+    """Draw one line per difference, with its interval."""
     figure = Figure(figsize=(7, 0.32 * len(gains) + 0.9), dpi=160, layout="constrained")
     axes = figure.subplots()
     for line, one in enumerate(reversed(gains)):
@@ -130,17 +129,16 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
     axes.set_xlabel("R@1 of queueclip, untuned, minus OpenCLIP's loss, tuned (95 % interval)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
-    # Without metadata equal rows give equal files.
+    # Without metadata, equal rows give equal files.
     figure.savefig(path, metadata={"Software": None})
 
 
 def main(argv: list[str]) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.experiments.gains", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("rows", type=Path, nargs="+", help="files of finished runs")
-    parser.add_argument("--figure", type=output_path, help="picture to draw (png)")
+    parser.add_argument("--figure", type=output_path, help="png file for the figure")
     args = parser.parse_args(argv)
     rows = [row for path in args.rows for row in read_results(path).values()]
     print(table(gain(pairing, rows) for pairing in BATCHES))

@@ -1,22 +1,22 @@
-"""Train a grid of losses on icons or clip arts, equally tuned, and append one JSON line for each finished run.
+"""Train a grid of equally tuned losses on icons or clip arts, and append a JSON line per finished run.
 
     python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
 ``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, every setting of the family
 runs with the first seed, then the best setting runs with the other seeds. The best setting has the highest score on ``val/``;
-``test/`` decides nothing. All families must have equally many settings. Runs of equal seeds have the same start weights, order
-and augmentation. Finished runs are skipped, and a killed call loses only the runs in progress: call it again.
+``test/`` has no influence. All families must have the same number of settings. Runs with equal seeds have the same initial
+weights, order and augmentation. Finished runs are skipped. If a call is killed, repeat it: only runs in progress are lost.
 
-A setting holds ``loss`` and ``options`` for ``create_loss``, and optionally
-``lr``: its learning rate, instead of the schedule's;
-``lora_rank``: the rank of adapters, which are trained instead of the model;
-``temperature`` and ``lr_tau``: start and learning rate (0: constant) of the model's logit scale, for OpenCLIP's own loss;
+A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
+``lr``: learning rate, instead of the schedule's;
+``lora_rank``: rank of adapters, which are trained instead of the model;
+``temperature`` and ``lr_tau``: initial value and learning rate (0: constant) of the temperature, for OpenCLIP's loss;
 ``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
 
-``--start`` names the weights that all runs start from, and ``--reference`` embeddings for settings whose options have
-``steer``. ``scripts.experiments.reference`` writes both.
+``--start`` sets the initial weights of all runs. ``--reference`` sets the embeddings for settings with the option ``steer``.
+``scripts.experiments.reference`` writes both.
 
-With ``"estimation_error": N`` the curve has each epoch, and the estimation error on N training samples, see
+With ``"estimation_error": N`` the curve has every epoch, and each epoch has the estimation error on N training samples, see
 :func:`estimation_errors`.
 """
 
@@ -63,8 +63,8 @@ METRICS = ("name", "image-to-text", "text-to-image")
 _GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
 _SETTING_KEYS = {"loss", "options", "lr", "lora_rank", "temperature", "lr_tau", "captions"}
 _SHIFT = 2  # largest random shift of a stored image, in pixels
-_IMAGE_SIZE = 32  # the demo models' image size; stored images may be twice as large
-# Flags of all runs; the grid gives the learning rate and the length.
+_IMAGE_SIZE = 32  # pixels, the demo models' input; stored images may be twice as large
+# Flags of all runs; the grid sets the learning rate and the length.
 _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
 
 
@@ -94,17 +94,17 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
 
 
 def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
-    """Return the runs that can start now, schedule by schedule."""
+    """Return the runs that can start now, ordered by schedule."""
     return [run for contest in contests(grid, data).values() for run in contest.pending(results)]
 
 
 def data_digest(data: Path) -> str:
-    """Return a digest of the recipe that the data were made from."""
+    """Return a digest of the data's recipe."""
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 
 def load_data(data: Path, model: str) -> PilotData:
-    """Decode the splits into ``data/cache``, once, and tokenize their texts and names."""
+    """Decode the splits into ``data/cache`` if needed, and tokenize their texts and names."""
     names = tuple((data / "names.txt").read_text().splitlines())
     train, val, test = (
         cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
@@ -116,14 +116,14 @@ def load_data(data: Path, model: str) -> PilotData:
 
 
 def classes_of(samples: Cache) -> Tensor:
-    """Return the numbers ``(N,)`` of the samples' names."""
+    """Return the class numbers ``(N,)`` of the samples."""
     classes = samples.classes()
     assert classes is not None, "load_data reads them"
     return torch.tensor(classes)
 
 
 class GridRun(PilotRun):
-    """Performs a run of a grid: a loss keeps its default seed, and a learned temperature its rate, unlike in training."""
+    """A run of a grid. Unlike in training, a loss keeps its default seed, and a learned temperature its learning rate."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -154,9 +154,9 @@ class GridRun(PilotRun):
 
 
 class ShiftedImages:
-    """Yields training batches of images of one size, shifted at random over white, with their tokens ``(N, L)``.
+    """Training batches of images with equal sizes, shifted at random on white, and their tokens ``(N, L)``.
 
-    ``seed`` decides the order and the shifts. The last, incomplete batch of an epoch is left out.
+    ``seed`` determines the order and the shifts. The incomplete last batch of an epoch is dropped.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ShiftedImages:
         self._random = torch.Generator().manual_seed(seed)
 
     def iterate(self, epoch: int) -> Iterator[Batch]:
-        """Yield batches; epochs must come in order."""
+        """Yield the batches of an epoch; call it for the epochs in order."""
         order = torch.randperm(len(self._labels), generator=self._random)
         for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
             shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
@@ -188,7 +188,7 @@ def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift images by ``(B, 2)`` pixels, at most two in each direction."""
+    """Shift images by ``(B, 2)`` pixels, up to two in each direction."""
     size = images.shape[-1]
     padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
     places = (_SHIFT + shifts).tolist()
@@ -196,7 +196,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def averaged(images: Tensor, visual: Any) -> Tensor:
-    """Return the model's input: shrink stored images ``(B, 3, S, S)`` by averaging, and normalize them."""
+    """Return the model's input: stored images ``(B, 3, S, S)``, averaged to its size and normalized."""
     wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
     factor, rest = divmod(images.shape[-1], wanted)
     if rest:
@@ -210,7 +210,7 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
 def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
     """Return top-1 accuracy among the split's names, R@1 in both directions, and their mean.
 
-    In retrieval, any sample of the same name is right.
+    In retrieval, every sample with the same name is correct.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
     images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
@@ -225,7 +225,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 
 def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
-    """Return the errors of the log-normalizers against the exact ones over ``count`` training samples, see ``measure``."""
+    """Return the errors of the log-normalizers over ``count`` training samples, see ``measure``."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
     images, texts = training.embed(part, part.captions())
@@ -249,8 +249,8 @@ def train(
     """Train and score one run; return its row.
 
     Args:
-        measured: training samples to measure the estimation error on after each epoch; 0 measures none.
-        weights: file that the model starts from; None for random weights.
+        measured: number of training samples for the estimation error after each epoch. 0 (default) disables it.
+        weights: file with the initial weights. None (default) means random weights.
     """
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -279,7 +279,7 @@ def train(
 
 
 def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
-    """Return the configuration of a run's training. The run itself has the loss, the learning rate and the length."""
+    """Return the training configuration of a run, without its loss, learning rate and length."""
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
     if weights is not None:
         argv += ["--pretrained", str(weights)]
@@ -289,7 +289,7 @@ def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
 
 
 def environment() -> dict[str, str]:
-    """Return processor, GPU and versions, on which the numbers may depend."""
+    """Return what numbers may depend on: processor, GPU and versions."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
@@ -304,7 +304,7 @@ def run_all(
     reference: Path | None = None,
     weights: Path | None = None,
 ) -> list[str]:
-    """Execute all runs; return the reasons of those that failed."""
+    """Execute all runs; return the errors of failed runs."""
     add_model_configs()
     results = ResultsFile(path)
 
@@ -315,10 +315,10 @@ def run_all(
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
         results.keep(name, row, failure)
-        told = failure_words(failure.strip())
+        outcome = failure_words(failure.strip())
         if row is not None:
-            told = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
-        print(f"{name}: {told}; {len(results.rows)} runs finished", flush=True)
+            outcome = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
+        print(f"{name}: {outcome}; {len(results.rows)} runs finished", flush=True)
 
     loaded = load_data(data, grid["model"])
     digest = loaded.digest
@@ -331,19 +331,16 @@ def run_all(
 
 
 def main(argv: list[str]) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.experiments.grid", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder that scripts.experiments.icons or .clip_arts made"
-    )
-    parser.add_argument("--results", type=output_path, required=True, help="file of finished runs; lines are appended")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on one core or GPU")
-    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job for each run")
+    parser.add_argument("--data", type=Path, required=True, help="folder from scripts.experiments.icons or .clip_arts")
+    parser.add_argument("--results", type=output_path, required=True, help="file to append finished runs to")
+    parser.add_argument("--workers", type=int, default=2, help="parallel runs, each on one core or GPU")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job per run")
     parser.add_argument("--slurm", default="", help="parameters of the jobs, such as partition=gpu,gpus_per_node=1")
-    parser.add_argument("--start", type=Path, metavar="FILE", help="weights that the models start from")
+    parser.add_argument("--start", type=Path, metavar="FILE", help="initial weights of the models")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
@@ -352,7 +349,7 @@ def main(argv: list[str]) -> None:
         pool = make_pool(args.executor, args.workers, "openclip_ext.compare.short_run", jobs, args.slurm)
         failures = run_all(grid, args.data, args.results, pool, args.reference, args.start)
     if failures:
-        sys.exit(f"{len(failures)} runs failed; the same command tries them again")
+        sys.exit(f"{len(failures)} runs failed. Repeat the command to retry them")
 
 
 if __name__ == "__main__":

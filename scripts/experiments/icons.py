@@ -1,16 +1,16 @@
-"""Make image-text shards from npm's collection of open icon sets, with whole sets held out as styles never seen.
+"""Make image-text shards from npm's collection of open icon sets, with whole sets held out as unseen styles.
 
     .venv/bin/python -m scripts.experiments.icons --cache CACHE --output icons-11k --num-train 11000
 
 Downloads ``@iconify/json`` with npm into ``CACHE`` (once), renders icons with ``resvg_py`` and writes
 
-    train/, val/, test/   WebDataset shards (png, txt, json, cls); no set is in two of them
-    names.txt             the canonical names, one a line; ``cls`` is the line number
-    sets.json             each set's split, license, author and number of pairs
-    recipe.json           the arguments that the bytes follow from
+    train/, val/, test/   WebDataset shards (png, txt, json, cls); each set is in one of them
+    names.txt             the canonical names, one per line; ``cls`` is the line number
+    sets.json             split, license, author and number of pairs of each set
+    recipe.json           the arguments that determine the bytes
 
-Equal arguments and an equal collection give equal bytes; a smaller ``--num-train`` gives a prefix of a larger one.
-What is in the data, and the licenses: docs/experiments/icons.md.
+Equal arguments and collections give equal bytes. A smaller ``--num-train`` gives a prefix of a larger training set.
+docs/experiments/icons.md describes the data and the licenses.
 """
 
 import io
@@ -36,25 +36,24 @@ from tqdm import tqdm
 from scripts.experiments.pairs import (
     SPLITS,
     Pair,
+    complete_folder,
     flag,
     png_on_white,
     program,
     seeded_order,
-    whole_folder,
     write_dataset,
 )
 
 PACKAGE = "@iconify/json"
-LEFT_OUT_CATEGORY = "Emoji"
-# A held-out group of sets has at least and at most this share of the eligible icons: large enough to be worth testing on,
-# small enough not to starve training.
+EXCLUDED_CATEGORY = "Emoji"
+# Smallest and largest share of all icons in a held-out group of sets: useful for tests, and not missed in training.
 HELD_OUT_SHARE = (0.001, 0.02)
-# A split takes at least this many groups, so that it mixes styles, and as many as have this many times the icons it needs
-# (not all icons have an eligible name).
+# Minimum number of groups in a held-out split, so that it mixes styles, and minimum ratio of their icons to the pairs needed,
+# because not all icons have an eligible name.
 HELD_OUT_GROUPS = 8
 HELD_OUT_SURPLUS = 4
 
-# Words that say how an icon is drawn, not what it shows; the canonical name has none of them at its ends.
+# Words for the style of an icon; they are removed from both ends of the canonical name.
 _STYLE_WORDS = """
 alt baseline big block bold broken color colored dark duo duotone expressive extra f fill filled flat
 icon large light line linear logo loop medium minimalistic mono monotone o outline outlined plain r regular
@@ -66,9 +65,9 @@ _NUMBER = re.compile(r"\d+(px|x\d+)?")
 
 @dataclass(frozen=True)
 class Icon:
-    """One icon of one set, by its name in the set and as :func:`canonical_name` gives it.
+    """An icon of a set, with its name in the set and its canonical name (:func:`canonical_name`).
 
-    ``view_box`` has left, top, width and height of the drawing.
+    ``view_box`` is left, top, width and height of the drawing.
     """
 
     prefix: str
@@ -82,7 +81,7 @@ class Icon:
         return " ".join(split_words(self.name))
 
     def svg(self) -> str:
-        """Return a black (where it has no colors of its own) drawing in the middle of a square."""
+        """Return the drawing centered on a square, black where it has no color."""
         left, top, width, height = self.view_box
         side = max(width, height)
         box = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"
@@ -94,16 +93,16 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconsConfig:
-    """What determines the bytes, for one version of the collection."""
+    """Settings that determine the bytes, for one version of the collection."""
 
     num_train: int = flag("training pairs (at most 298,000, with --min-authors 1)")
-    num_val: int = flag("pairs of held-out styles to tune on", 2000)
-    num_test: int = flag("pairs of other held-out styles to report", 2000)
+    num_val: int = flag("validation pairs of held-out styles", 2000)
+    num_test: int = flag("test pairs of other held-out styles", 2000)
     image_size: int = flag("width and height of the images in pixels", 64)
-    min_authors: int = flag("keep names that so many authors of training sets have drawn", 10)
-    seed: int = flag("of the choice of held-out sets and icons", 0)
-    val_sets: tuple[str, ...] = flag("prefixes of the sets to hold out; none: a seeded choice", ())
-    test_sets: tuple[str, ...] = flag("likewise", ())
+    min_authors: int = flag("minimum number of training authors that have drawn a name", 10)
+    seed: int = flag("seed of the held-out sets and of the icons", 0)
+    val_sets: tuple[str, ...] = flag("prefixes of validation sets; none: a seeded choice", ())
+    test_sets: tuple[str, ...] = flag("prefixes of test sets; none: a seeded choice", ())
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -114,7 +113,7 @@ def split_words(name: str) -> list[str]:
 
 
 def canonical_name(name: str) -> str:
-    """Return an icon's name without numbers (sizes, variants) and without style words at its ends.
+    """Return an icon's name without numbers, and without style words at its ends.
 
     >>> canonical_name("home-2-outline"), canonical_name("baseline-home"), canonical_name("24px")
     ('home', 'home', '24px')
@@ -129,18 +128,18 @@ def canonical_name(name: str) -> str:
 
 
 def fetch(cache: Path) -> Path:
-    """Download and unpack the collection with npm, once; return the package's folder."""
+    """Download and unpack the collection with npm if needed; return the package's folder."""
     package = cache / "package"
     if (package / "collections.json").exists():
         return package
     if shutil.which("npm") is None:
         sys.exit(
-            f"npm is missing (Debian: apt install npm): it downloads {PACKAGE}; or unpack it as {package} yourself"
+            f"npm not found: it downloads {PACKAGE}. Install npm (Debian: apt install npm), or unpack {PACKAGE} as {package}"
         )
     cache.mkdir(parents=True, exist_ok=True)
     packed = subprocess.run(["npm", "pack", PACKAGE, "--json"], cwd=cache, stdout=subprocess.PIPE, text=True)
     if packed.returncode:
-        sys.exit(f"npm pack {PACKAGE} failed with exit code {packed.returncode}; its message is above")
+        sys.exit(f"npm pack {PACKAGE} failed with exit code {packed.returncode}; see its message above")
     archive = cache / json.loads(packed.stdout)[0]["filename"].lstrip("@").replace("/", "-")
     with tarfile.open(archive) as tar:
         tar.extractall(cache, filter="data")
@@ -148,11 +147,11 @@ def fetch(cache: Path) -> Path:
 
 
 def read_collection(package: Path) -> tuple[dict[str, dict[str, Any]], list[Icon]]:
-    """Return the sets' descriptions by prefix, and their icons: no emoji, no hidden or animated icons, no aliases."""
+    """Return the sets' descriptions by prefix, and their icons, without emoji, aliases, hidden and animated icons."""
     sets = {
         prefix: info
         for prefix, info in json.loads((package / "collections.json").read_text()).items()
-        if info.get("category") != LEFT_OUT_CATEGORY and "emoji" not in prefix  # hidden emoji sets have no category
+        if info.get("category") != EXCLUDED_CATEGORY and "emoji" not in prefix  # hidden emoji sets have no category
     }
     icons = [icon for prefix in sorted(sets) for icon in _read_set(package / "json" / f"{prefix}.json")]
     return sets, icons
@@ -167,11 +166,11 @@ def _read_set(path: Path) -> Iterator[Icon]:
         yield Icon(path.stem, name, canonical_name(name), tuple(found), drawing["body"])
 
 
-_BOX_DEFAULTS = {"left": 0, "top": 0, "width": 16, "height": 16}  # the format's own
+_BOX_DEFAULTS = {"left": 0, "top": 0, "width": 16, "height": 16}  # defaults of the file format
 
 
 def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return a group for each set: sets of one author, or of prefixes that begin alike, look alike and stay together."""
+    """Return the group of each set: similar sets, which have the same author or start of the prefix."""
     parent = {prefix: prefix for prefix in sets}
 
     def root(prefix: str) -> str:
@@ -193,7 +192,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
     for split, prefixes in (("val", config.val_sets), ("test", config.test_sets)):
         unknown = sorted(set(prefixes) - set(sets))
         if unknown:
-            raise ValueError(f"{split} sets {', '.join(unknown)}: no such set in the collection (or one of emoji)")
+            raise ValueError(f"{split} sets {', '.join(unknown)}: not found in the collection without emoji")
         splits |= dict.fromkeys(prefixes, split)
     sizes = Counter(group_of[icon.prefix] for icon in icons if splits[icon.prefix] == "train")
     low, high = (share * len(icons) for share in HELD_OUT_SHARE)
@@ -212,7 +211,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
 
 
 def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_authors: int) -> set[str]:
-    """Return canonical names that at least ``min_authors`` authors have drawn."""
+    """Return the canonical names that ``min_authors`` or more authors have drawn."""
     authors = defaultdict(set)
     for icon in icons:
         authors[icon.canonical].add(sets[icon.prefix]["author"]["name"])
@@ -220,12 +219,12 @@ def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_a
 
 
 def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str, str], config: IconsConfig):
-    """Return candidates of each split, in the order in which they are taken, with no drawing twice."""
+    """Return the candidates of each split in their order, without duplicate drawings."""
     names = eligible_names(sets, (icon for icon in icons if splits[icon.prefix] == "train"), config.min_authors)
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
     order = seeded_order(config.seed)
-    for split in SPLITS:  # the training sets first: what they have is no unseen drawing any more
+    for split in SPLITS:  # training sets first: their drawings are not unseen
         mine = [icon for icon in icons if splits[icon.prefix] == split and icon.canonical in names]
         for icon in sorted(mine, key=lambda icon: order(f"{icon.prefix}:{icon.name}")):
             if icon.body not in seen:
@@ -235,7 +234,7 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
 
 
 def render(icon: Icon, size: int) -> bytes | None:
-    """Return the icon as PNG, ``size`` pixels square on white; None if nothing is to be seen, or it cannot be drawn."""
+    """Return the icon on white as a PNG of ``size`` × ``size`` pixels; None if it is blank or invalid."""
     import resvg_py
 
     try:
@@ -247,7 +246,7 @@ def render(icon: Icon, size: int) -> bytes | None:
 
 
 def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor) -> Iterator[tuple[Icon, bytes]]:
-    """Yield the first ``number`` icons that can be drawn, with their PNGs."""
+    """Yield the first ``number`` valid icons with their PNGs."""
     taken = 0
     for start in range(0, len(pool), 4000):
         part = pool[start : start + 4000]
@@ -261,14 +260,13 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
 
 
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:
-    """Write the data set."""
     sets, icons = read_collection(package)
     splits = assign_splits(sets, icons, config)
     pools = choose(icons, sets, splits, config)
     counts: Counter[str] = Counter()
     context = multiprocessing.get_context("spawn")
     with (
-        whole_folder(output) as folder,
+        complete_folder(output) as folder,
         ProcessPoolExecutor(workers, context, initializer=os.nice, initargs=(19,)) as executor,
     ):
 
@@ -301,12 +299,11 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
     parser = program(__doc__, "icons", IconsConfig)
     parser.add_argument(
         "--cache", type=Path, required=True, help="folder for the collection, outside of the repository"
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes that render")
+    parser.add_argument("--workers", type=int, default=2, help="rendering processes")
     args = vars(parser.parse_args(argv))
     cache, output, workers = args.pop("cache"), args.pop("output"), args.pop("workers")
     config = IconsConfig(**args | {key: tuple(args[key]) for key in ("val_sets", "test_sets")})

@@ -1,10 +1,10 @@
-"""What the makers of image-text shards have in common: a seeded order, whole folders only, and the shards themselves.
+"""Shared parts of the programs that make image-text shards: a seeded order, complete folders only, and the shards.
 
-A folder of theirs holds what :mod:`scripts.experiments.grid` and ``openclip-ext compare`` read::
+:mod:`scripts.experiments.grid` and ``openclip-ext compare`` read these folders::
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls)
-    names.txt             the canonical names, one a line; ``cls`` is the line number, from 0
-    recipe.json           the arguments that the bytes follow from
+    names.txt             the canonical names, one per line; ``cls`` is the line number, from 0
+    recipe.json           the arguments that determine the bytes
 """
 
 import argparse
@@ -27,10 +27,10 @@ SAMPLES_PER_SHARD = 1000
 
 @dataclass(frozen=True)
 class Pair:
-    """One sample.
+    """An image with its caption.
 
     Attributes:
-        described: what else is known; ``name`` is what the image shows, equal for all images of the same thing.
+        described: metadata of the image; ``name`` is the canonical name, equal for all images of the same thing.
     """
 
     png: bytes
@@ -39,19 +39,19 @@ class Pair:
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
-    """Declare a field of a configuration, which :func:`program` makes a flag; without a default it is required."""
+    """Declare a field that :func:`program` turns into a flag; without a default the flag is required."""
     return field(default=default, metadata={"help": help})
 
 
 def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
-    """Return the command line of a maker, described by its module's first line, with the flags of a configuration."""
+    """Return a command line with the first line of ``doc`` as description, and the flags of a configuration."""
     parser = argparse.ArgumentParser(
         prog=f"python -m scripts.experiments.{name}",
         description=doc.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to make, outside of the repository")
+    parser.add_argument("--output", type=Path, required=True, help="new folder, outside of the repository")
     for one in fields(config):
         value: dict[str, Any] = {"required": True} if one.default is MISSING else {"default": one.default}
         value |= {"nargs": "*", "metavar": "PREFIX"} if isinstance(one.default, tuple) else {"type": int}
@@ -60,12 +60,12 @@ def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
 
 
 def seeded_order(seed: int) -> Callable[[str], bytes]:
-    """Return a sorting key that shuffles strings, the same on every machine."""
+    """Return a sorting key that shuffles strings equally on every machine."""
     return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
 def png_on_white(image: Image.Image) -> bytes | None:
-    """Return the image on white as PNG, without metadata; None if nothing is to be seen."""
+    """Return the image on white as a PNG without metadata; None if it is blank."""
     image = image.convert("RGBA")
     flat = Image.new("RGBA", image.size, "white")
     flat.alpha_composite(image)
@@ -78,10 +78,10 @@ def png_on_white(image: Image.Image) -> bytes | None:
 
 
 @contextmanager
-def whole_folder(output: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes ``output`` at the end: a killed call leaves none that looks finished."""
+def complete_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder, renamed to ``output`` at the end, so that ``output`` is always complete."""
     if output.exists():
-        raise ValueError(f"{output} exists: choose another folder, or remove it")
+        raise ValueError(f"{output} already exists: choose another folder or remove it")
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -92,12 +92,12 @@ def whole_folder(output: Path) -> Iterator[Path]:
 def write_dataset(
     folder: Path, splits: Mapping[str, Iterable[Pair]], names: Iterable[str], recipe: Mapping[str, Any]
 ) -> None:
-    """Write the splits, ``names.txt`` and ``recipe.json``; ``names`` are those of all pairs, or more."""
+    """Write the splits, ``names.txt`` and ``recipe.json``; ``names`` must include the names of all pairs."""
     classes = {name: number for number, name in enumerate(sorted(set(names)))}
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     for split in SPLITS:
         (folder / split).mkdir()
-        # A fixed time: equal pairs give equal bytes.
+        # With a fixed time, equal pairs give equal bytes.
         pattern, options = str(folder / split / "%05d.tar"), {"maxcount": SAMPLES_PER_SHARD, "mtime": 0, "verbose": 0}
         with webdataset.ShardWriter(pattern, **options) as writer:
             for number, pair in enumerate(splits[split]):

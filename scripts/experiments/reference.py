@@ -1,8 +1,8 @@
-"""Train a model on one set of icons, and embed another with it, for the grid's ``--start`` and ``--reference``.
+"""Train a model on one icon data set and embed another, for the grid's ``--start`` and ``--reference``.
 
     python -m scripts.experiments.reference GRID.json --data icons-300k --of icons-11k --output reference
 
-The grid has one schedule and one setting. The folder gets ``model.pt``, and embeddings in the format of
+The grid has one schedule and one setting. The output folder receives ``model.pt``, and embeddings in the format of
 ``openclip-ext embed``.
 """
 
@@ -23,14 +23,13 @@ from scripts.experiments.grid import GridRun, config_of, contests, load_data, sc
 
 
 def main(argv: list[str]) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.experiments.reference", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
-    parser.add_argument("--data", type=Path, required=True, help="what the reference is trained on")
-    parser.add_argument("--of", type=Path, required=True, help="what it embeds")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model and the embeddings")
+    parser.add_argument("--data", type=Path, required=True, help="data to train on")
+    parser.add_argument("--of", type=Path, required=True, help="data to embed")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and the embeddings")
     args = parser.parse_args(argv)
     add_model_configs()
     grid = json.loads(args.grid.read_text())

@@ -1,9 +1,9 @@
-"""Print the tables of a grid of runs, finished or not, as Markdown.
+"""Print Markdown tables of a grid, finished or not.
 
     python -m scripts.experiments.tables GRID.json --data icons-11k --results runs.jsonl
 
-Each schedule has two tables: the chosen runs of every family on the test sets, with paired differences to a baseline, and
-all settings on the validation sets.
+Each schedule has two tables: the best setting of each family on the test set, with paired differences to a baseline, and all
+settings on the validation set.
 """
 
 import argparse
@@ -27,10 +27,7 @@ _SHOWN = {
 
 
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
-    """Format the tables of each schedule: the best runs of every family, and the validation scores of all settings.
-
-    Differences are to the family ``baseline``, by default the first.
-    """
+    """Return the tables of each schedule; differences are to the family ``baseline`` (default: the first)."""
     parts = []
     for schedule, contest in contests(grid, data).items():
         parts += [f"{schedule}, test sets:", _best_runs(contest, results, baseline or next(iter(contest.families)))]
@@ -66,7 +63,7 @@ def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
 
 
 def _with_interval(differences: Sequence[float]) -> str:
-    """Format the mean of paired differences; two or more also get their 95 % interval (Student's t)."""
+    """Return the mean of paired differences, and of two or more also the 95 % interval (Student's t)."""
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
         text += " ({:.1f} to {:.1f})".format(*seeds_interval(differences))
@@ -84,20 +81,19 @@ def _tuning(contest: Contest, results: Results) -> str:
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
-    """Format the numbers of a setting, which are what differs within a family."""
+    """Return the numbers of a setting; settings of a family differ in them."""
     flat = {**setting, **setting.get("options", {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
 
 
 def main(argv: list[str]) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.experiments.tables", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("grid", type=Path, help="the grid's file")
-    parser.add_argument("--data", type=Path, required=True, help="the grid's data folder")
-    parser.add_argument("--results", type=Path, required=True, help="the grid's file of finished runs")
+    parser.add_argument("grid", type=Path, help="file of the grid")
+    parser.add_argument("--data", type=Path, required=True, help="data folder of the grid")
+    parser.add_argument("--results", type=Path, required=True, help="file of finished runs")
     parser.add_argument("--baseline", help="family to compare with (default: the first)")
     args = parser.parse_args(argv)
     grid = json.loads(args.grid.read_text())

@@ -15,9 +15,9 @@
 #   sbatch scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp
 #   CHECKPOINTS=last sbatch --gpus-per-node=1 scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp --tasks imagenet
 #
-# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. Arguments after the two folders go to
-# eval.datacomp. Tasks with a result are skipped, so the job can be requeued or submitted again at any time. If a task
-# fails, the job goes on with the others and fails at the end.
+# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. eval.datacomp receives the arguments after
+# the two folders. Tasks with a result are skipped, so you can requeue or resubmit the job at any time. If a task fails, the
+# job continues with the others and fails at the end.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then
@@ -31,14 +31,14 @@ python=${PYTHON:-python}
 processes=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 
-# Flags of the run, one a line, as OpenCLIP and our trainer write them.
+# OpenCLIP and our trainer write the flags of a run, one per line.
 model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
 if [ -z "$model" ]; then
     echo "$run_folder/params.txt names no model: is $run_folder a run folder?" >&2
     exit 2
 fi
 
-# The configuration that the trainer wrote: without it the weights could load into another model.
+# The configuration from the trainer: without it the weights could load into a different model.
 run_flags=()
 model_config=$run_folder/model_config/${model//\//-}.json
 if [ -f "$model_config" ]; then

@@ -10,29 +10,29 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 #
-# What your site may ask for besides. Take one '#' away, or give sbatch the flag:
+# Settings that your site may require. Remove one '#', or pass the flag to sbatch:
 ##SBATCH --account=NAME
 ##SBATCH --partition=NAME
 ##SBATCH --mem=0
 #
-# Variables that sbatch hands on from your shell:
+# Variables that sbatch passes on from your shell:
 #   PYTHON="apptainer exec --nv IMAGE.sif python"    the interpreter, here in a container (default: python)
-#   SRUN_FLAGS="--container-image=IMAGE"             further flags of srun, such as pyxis's
-#   NCCL_SOCKET_IFNAME=ib0                           the network between the nodes, if NCCL takes the wrong one
-#   SAVE_SECONDS=90                                  how long a checkpoint may take; --signal=B:USR1@N needs 30 more
+#   SRUN_FLAGS="--container-image=IMAGE"             additional flags of srun, such as pyxis's
+#   NCCL_SOCKET_IFNAME=ib0                           the network between the nodes, if NCCL chooses the wrong one
+#   SAVE_SECONDS=90                                  maximum seconds for a checkpoint; --signal=B:USR1@N needs 30 more
 #
-# Trains on all GPUs of the job's nodes, one task a GPU as OpenCLIP documents, and goes on in the same run folder when the
-# time limit comes, the job is preempted or a node fails. Submit it from the root of the clone, in the environment to train
-# in, with the trainer's flags. With --recipe the job's GPUs share the recipe's global batch, unless you give --batch-size:
+# Trains on all GPUs of the job's nodes, with one task per GPU. The job continues in the same run folder after a time limit,
+# a preemption or a node failure. Submit it from the root of the clone, with the environment to use active, and pass the
+# trainer's flags. With --recipe the GPUs share the recipe's global batch, unless you set --batch-size:
 #
 #   sbatch scripts/slurm/train.sh --recipe cc3m --loss neuclip --train-data 'PATH/TO/cc3m/{00000..00331}.tar'
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 scripts/slurm/train.sh --recipe cc12m --loss fastclip ...
 #   sbatch --array=0-2 scripts/slurm/train.sh --seed %a --name seed-%a --loss neuclip ...
 #
-# In an array of jobs %a stands for the job's index. Each task reads data with its CPUs but one, unless you give --workers.
-# 120 seconds before the time limit SLURM sends SIGUSR1 to this shell. The trainers are told to save and end, and the job is
-# requeued; its next start resumes from the newest checkpoint. SLURM itself requeues a job that is preempted or loses a node.
-# A run that fails is not requeued.
+# In a job array, %a is the index of the job. Each task has one data worker less than CPUs, unless you set --workers.
+# 120 seconds before the time limit, SLURM sends SIGUSR1 to this shell. The shell signals the trainers to save and exit, and
+# requeues the job. The next launch resumes from the newest checkpoint. SLURM requeues preempted jobs and jobs that lose a
+# node. Failed runs are not requeued.
 set -euo pipefail
 
 read -ra python <<<"${PYTHON:-python}"
@@ -42,7 +42,7 @@ gpus_per_node=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?"ask for GPUs, or set GPUS_
 world_size=$((SLURM_JOB_NUM_NODES * gpus_per_node))
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}
-MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that Linux gives to connections
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below Linux's ephemeral ports
 LOCAL_WORLD_SIZE=$gpus_per_node
 export MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE
 flags=("${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
@@ -53,7 +53,7 @@ save_and_end() {
     interrupted=1
     out_of_time=1
     echo "Time limit ahead: saving, then requeueing job $SLURM_JOB_ID."
-    scancel --signal=TERM "$SLURM_JOB_ID" # reaches the job's tasks, not this shell
+    scancel --signal=TERM "$SLURM_JOB_ID" # signals the job's tasks, not this shell
     (sleep "${SAVE_SECONDS:-90}" && scontrol requeue "$SLURM_JOB_ID") &
     last_resort=$!
 }
@@ -67,7 +67,7 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$world_size" --ntasks-per-node="$g
     ${flags[@]+"${flags[@]}"} &
 training=$!
 
-# The signal ends `wait` early, and then its status says nothing about the training.
+# The signal interrupts `wait`; its status is then not the status of the training.
 interrupted=1
 while [ "$interrupted" -eq 1 ]; do
     interrupted=0
@@ -76,7 +76,7 @@ while [ "$interrupted" -eq 1 ]; do
 done
 if [ "$out_of_time" -eq 1 ]; then
     kill "$last_resort" 2>/dev/null || true
-    if [ "$status" -gt 128 ]; then # ended by the signal
+    if [ "$status" -gt 128 ]; then # terminated by the signal
         scontrol requeue "$SLURM_JOB_ID"
     fi
 fi

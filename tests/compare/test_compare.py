@@ -1,4 +1,4 @@
-"""``compare``: what is tried, plans that fit the time, the sentence, and whole comparisons on a tiny set."""
+"""``compare``: candidates, plans within the time limit, the conclusion, and full comparisons on a tiny data set."""
 
 import io
 import json
@@ -40,7 +40,7 @@ COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
+# --- candidates -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", DEFAULT_LOSSES)
@@ -58,7 +58,7 @@ def test_settings_keep_the_users_options_and_a_losss_own_temperature_scheme():
         assert {options.get("temperature_scheme", scheme) for options, _ in candidates(loss, {})} == {scheme}
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("minutes", "processes"), [(2, 8), (30, 2), (300, 1)])
@@ -82,7 +82,7 @@ def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     seconds = COSTS.per_run + 640 * 2e-3
     assert plan_next(whole, COSTS, seconds - 0.1, 2, 16, most_samples=640) is None
     assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
-    # More minutes for a finished comparison: longer runs.
+    # A finished comparison with more minutes gets longer runs.
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
     with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
         plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
@@ -110,7 +110,7 @@ def test_a_run_is_cut_into_equal_epochs():
     assert equal_epochs(32 * 768, 256, 1000) == (32, 768)  # as it was asked
 
 
-# --- the sentence ----------------------------------------------------------------------------------------------------
+# --- the conclusion ---------------------------------------------------------------------------------------------------
 
 
 def gap(mean: float, half: float) -> Difference:
@@ -118,7 +118,7 @@ def gap(mean: float, half: float) -> Difference:
 
 
 def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
-    """A loss that gains so much on ``openclip``; ``half`` is half the width of the interval, None with one seed."""
+    """Return a loss's gain on ``openclip``. ``half`` is half the width of the interval, None with one seed."""
     difference = None if half is None else gap(gain, half)
     return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
 
@@ -137,7 +137,7 @@ BASE = result(BASELINE, 0.0)
             "queueclip",
         ),
         ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip is nearest"], "openclip"),
-        (  # a sure gain comes before a larger unsure one
+        (  # a significant gain comes before a larger one that is not significant
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
             ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
@@ -155,8 +155,8 @@ def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     ("found", "words"),
     [
         (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # no longer than --epochs
-        (result("neuclip", -0.01, 0.015, 4.0), []),  # too small a gain to look for
-        # Half a point with each doubling: three are needed.
+        (result("neuclip", -0.01, 0.015, 4.0), []),  # the gain is too small to search for
+        # Half a point per doubling: three doublings are needed.
         (
             result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),
             ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
@@ -187,7 +187,7 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
     assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_those_of_the_tokenizer():
@@ -201,7 +201,7 @@ def test_texts_are_those_of_the_tokenizer():
     assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
 
@@ -277,7 +277,7 @@ def execute(pilot: ComparePilot, run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """A comparison that has not begun."""
+    """Return a comparison before its first run."""
     data = write_data(tmp_path_factory.mktemp("compared"))
     config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
     return Comparison(config, training, prepare(config, training)[0], 0.0)
@@ -299,7 +299,7 @@ def test_data_that_do_not_fit_are_refused(data, more, message):
 
 
 def test_a_manifest_may_leave_samples_out(data):
-    """Those are not bad samples; read from the shards again and again, they would shorten the runs unseen."""
+    """Excluded samples are not bad samples: reading them again in each epoch would silently shorten the runs."""
     Manifest.scan(str(data / "train" / "00000.tar")).without(range(0, 80, 16)).save(data / "fewer.json")
     argv = with_val(data, "--manifest", str(data / "fewer.json"))
     assert prepared(argv).data.num_samples == 75
@@ -327,7 +327,7 @@ TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
 
 
 def lasting(path: Path) -> dict[str, Any]:
-    """A report without what differs between two measurements."""
+    """Return a report without its measured times."""
     content = json.loads(path.read_text())
     content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
     return content
@@ -343,7 +343,7 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
 
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
-    """Interrupted, gone on with, repeated, and extended by a loss."""
+    """The comparison is interrupted, resumed, repeated, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
     monkeypatch.setattr(plan, "MOST_SEEDS", 3)
     monkeypatch.setattr(comparison, "_PROBE_SECONDS", 0.1)
@@ -369,7 +369,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 2)  # the second stage is as long as --epochs, too: its first seed has run
+    assert len(lines) == 2 * (3 + 2)  # the second stage also has --epochs epochs, so its first seed is finished
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed
@@ -384,17 +384,17 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert lasting(out / "report.json") == written
     assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
 
-    # The runs of the other losses serve again, and settings that are behind are stopped.
+    # Runs of the other losses are reused, and worse settings are stopped.
     monkeypatch.setattr(comparison, "_CLEARLY", -1e6)
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    # Of two runs side by side, a fast one may end before the other tells.
+    # A fast run may end before the parallel run reports.
     stopped = [row for row in rows if "stopped" in row]
     assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
     assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]
 
-    # A refused command removes nothing.
+    # A rejected command removes nothing.
     caches = set((out / "cache").iterdir())
     with pytest.raises(ValueError, match="comparison with other flags or versions"):
         main([*argv, "--wd", "0.1"])

@@ -1,4 +1,4 @@
-"""The grids' runs on icons: the augmentation, the scores, and that a run is a function of its description."""
+"""Grid runs on icons: augmentation, scores, and determinism given the description of a run."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_splits(folder: Path) -> Path:
-    """Write three splits as ``scripts.experiments.icons`` does, of random pixels."""
+    """Write three splits of random pixels in the format of ``scripts.experiments.icons``."""
     folder.mkdir(exist_ok=True)
     names = ["arrow left", "bell", "home"]
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
@@ -80,7 +80,7 @@ def test_images_are_halved_and_shifted(name: str):
 
     halved = stored.float().view(2, 3, 32, 2, 32, 2).mean(dim=(3, 5))
     torch.testing.assert_close(pixels([[0, 0], [0, 0]]), halved, rtol=1e-4, atol=1e-3)
-    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 of the model's
+    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 pixel of the model
     torch.testing.assert_close(moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(moved[0, :, -1], torch.full((3, 32), 255.0))
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
@@ -147,7 +147,7 @@ def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
     grids.main(argv)
     lines = results.read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
-    results.write_text(lines[0] + "\n" + lines[1][:40])  # killed while it wrote
+    results.write_text(lines[0] + "\n" + lines[1][:40])  # killed during a write
     grids.main(argv)
     assert len(read_results(results)) == 2
     again = results.read_text()

@@ -1,4 +1,4 @@
-"""Which runs come next, the file of their results, and the processes that execute them."""
+"""The order of runs, the results file, and the processes that execute runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ def contest(families: int = 2, settings: int = 3, **options: object) -> Contest:
 
 
 def finish(runs: list[Run], **scores: float) -> dict[str, dict]:
-    """Return rows of runs, all equally good but where a family and setting, such as ``base1``, is said to be better."""
+    """Return rows of runs with equal scores, except those of the better families and settings, such as ``base1``."""
     names = [f"{run.family}{run.setting['setting']}" for run in runs]
     return {
         run.id: {"id": run.id, "val": {"mean": scores.get(name, 0.1)}} for run, name in zip(runs, names, strict=True)
@@ -39,7 +39,7 @@ def test_a_run_is_named_by_what_it_does():
 
 
 def test_the_rows_of_the_docs_have_the_names_of_their_runs():
-    """Old rows stay valid: the tables program finds them by id."""
+    """Old rows stay valid, because the tables program finds them by id."""
     path = Path(__file__).parents[2] / "docs" / "benchmarks" / "icons" / "icons-30-epochs.jsonl"
     rows = read_results(path)
     assert len(rows) > 10
@@ -72,7 +72,7 @@ def test_results_survive_a_cut_line(tmp_path):
 
 
 class Task:
-    """Ends as the run's setting says; picklable."""
+    """A picklable task that ends as the run's setting defines."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""Intervals of paired differences: as scipy's, and that they cover what they say."""
+"""Intervals of paired differences: equality with scipy, and coverage."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Parts of the normalizers that the comparison with the references does not cover."""
+"""Parts of the normalizers that the comparison with references does not cover."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Every test has its own cache."""
+"""A separate cache for each test."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests that cannot be written next to their shards go to the user's cache."""
+    """Set the user's cache, which receives manifests that cannot be written next to their shards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

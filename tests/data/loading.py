@@ -1,4 +1,4 @@
-"""A loader over small shards, and what tests look at in its batches."""
+"""A loader over small shards, and functions that extract data from its batches."""
 
 import multiprocessing
 import random
@@ -20,12 +20,12 @@ from openclip_ext.data.sources.spec import DataSpec
 
 
 def tokenize(text: str) -> Tensor:
-    """The number in the caption and its length, shaped as OpenCLIP's tokenizers do."""
+    """Return the number in the caption and its length, in the shape of OpenCLIP's tokenizers."""
     return torch.tensor([[int(text.split()[1]), len(text)]])
 
 
 def preprocess(image: Image.Image) -> Tensor:
-    """A few pixels, and a draw from each generator that augmentations use."""
+    """Return a few pixels, and a draw from each generator that augmentations use."""
     pixels = torch.from_numpy(np.asarray(image.resize((4, 4)), dtype=np.float32)).flatten()
     draws = [torch.rand(()).item(), random.random(), np.random.rand(), torch.randn(()).item()]
     return torch.cat([pixels, torch.tensor(draws)])
@@ -34,7 +34,7 @@ def preprocess(image: Image.Image) -> Tensor:
 def build(
     data: str | Sequence[str] | None, preprocess: Any = preprocess, tokenizer: Any = tokenize, **options: Any
 ) -> TrainLoader:
-    """A loader of one rank with a small batch and window, unless the options say otherwise."""
+    """Return a loader; by default of one rank with a small batch and window."""
     spec = {field.name: options.pop(field.name) for field in fields(DataSpec) if field.name in options}
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
     config = TrainLoaderConfig(**defaults | options)
@@ -42,23 +42,23 @@ def build(
 
 
 def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """The progress in an epoch after so many more batches, without going through them; none of them was bad."""
+    """Return the progress after more batches without bad samples, without reading them."""
     seen, done = loader.check_progress(progress)
     return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:
-    """Each sample's pixels."""
+    """Return the pixels of each sample by index."""
     return {int(i): image for batch in batches for i, image in zip(batch["index"], batch["image"], strict=True)}
 
 
 def indices(batches: list[dict[str, Tensor]]) -> list[int]:
-    """Indices of all samples in order."""
+    """Return the indices of all samples in order."""
     return [int(index) for batch in batches for index in batch["index"]]
 
 
 def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> None:
-    """The same batches, bit for bit."""
+    """Assert that batches are equal bit for bit."""
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
         assert a.keys() == b.keys() == {"image", "text", "index"}
@@ -66,7 +66,7 @@ def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]
 
 
 def train_with_a_fork_server(data: str, sender: Connection) -> None:
-    """Take a step, send the workers' process numbers, and wait for a signal: with few imports, for a process of its own."""
+    """Take a step, send the workers' process ids, and wait for a signal. A separate process runs this, with few imports."""
     multiprocessing.set_forkserver_preload(["tests.data.loading"])
     multiprocessing.set_start_method("forkserver", force=True)
     loader = build(data, workers=2)

@@ -1,4 +1,4 @@
-"""What a caption says in an epoch: sides that change places with a mirrored image, draws of one of several, hashes."""
+"""The caption of a sample in an epoch: swapped sides for mirrored images, samples of several captions, hashes."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def captions_of(number: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Samples with a text and five more captions in a list, as COCO's; PNG, so that mirroring twice is the same picture."""
+    """Return shards with a text and a list of five captions per sample, as COCO; PNG, because mirroring it twice is exact."""
     members = {}
     for number in range(SAMPLES):
         first, *others = captions_of(number)
@@ -42,7 +42,7 @@ def tokens(caption: str) -> torch.Tensor:
 
 
 def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any) -> dict[int, tuple[str, list]]:
-    """Caption and pixels of each sample of an epoch."""
+    """Return caption and pixels of each sample of an epoch."""
     loader = build(shards, preprocess=pixels, tokenizer=tokens, **{"seed": 3} | options)
     return {
         index: (bytes(text).decode().rstrip("\0"), image)

@@ -1,4 +1,4 @@
-"""Validation data: every usable sample once, in order, whatever webdataset is installed."""
+"""Validation data: every usable sample once, in order, with every version of webdataset."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     assert workers > 0 or found == expected
     trained = list(build_training(data, seed=5).iterate(0))
     assert len(trained) >= 6
-    # Both the same index: the number in the caption.
+    # Both must equal the number in the caption.
     assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches + trained)
 
 

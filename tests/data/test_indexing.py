@@ -1,4 +1,4 @@
-"""An index for data sets of other libraries."""
+"""Indices for data sets of other libraries."""
 
 from itertools import islice
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_webdataset_samples_have_the_index_that_the_trainer_uses(shards: list[st
     assert captions(with_index(pipeline(str(tmp_path / "{00000..00002}.tar")))) == expected
     manifest = Manifest.load(tmp_path / "manifest.json")
     assert [shard.first_index for shard in manifest.shards] == [0, 5, 8]
-    # A part of the shards keeps the indices of the whole.
+    # A part of the shards keeps the indices of the full shard list.
     assert min(captions(with_index(pipeline(shards[1:]), shards=shards))) == 5
     dataset = with_index(pipeline(shards)).to_tuple("txt", "index").batched(4)
     for _ in range(2):
@@ -86,13 +86,13 @@ def test_a_webdataset_may_be_decoded_after_the_index(shards: list[str], start: s
 
 
 def test_a_webdataset_needs_no_captions(tmp_path: Path):
-    """ImageNet's shards have a class instead."""
+    """ImageNet's shards have classes instead of captions."""
     for number in range(2):
         members = [(f"{i}.{field}", b"1") for i in range(3) for field in ("jpg", "cls")]
         write_tar(tmp_path / f"{number}.tar", members)
     shards = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     assert [sample["index"] for sample in with_index(pipeline(shards))] == list(range(6))
-    # A manifest of any keys has the same indices.
+    # A manifest with other keys has the same indices.
     Manifest.scan(shards, caption_key="cls").without([4]).save(tmp_path / "manifest.json")
     assert [sample["index"] for sample in with_index(pipeline(shards))] == [0, 1, 2, 3, 5]
 

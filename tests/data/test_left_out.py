@@ -1,4 +1,4 @@
-"""A manifest that leaves samples out: the index space stays, exactly the others are trained on."""
+"""A manifest with excluded samples: the indices stay, and exactly the other samples are trained on."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.data.shards import sample_members, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
 N = sum(COUNTS)
-# At both ends, in a row, over the border of two shards, and a whole shard.
+# At both ends, consecutive, across the border of two shards, and a full shard.
 LEFT_OUT = [0, 1, 2, 29, 30, 40, *range(88, 100)]
 KEPT = sorted(set(range(N)) - set(LEFT_OUT))
 
@@ -54,7 +54,7 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
-    # 82 samples in batches of 2. Sample 50 is bad: a batch is short of one.
+    # 82 samples in batches of 2. Sample 50 is bad, so one batch lacks a sample.
     batches = list(build(data, manifest=fewer, batch_size=2).iterate(1))
     found = indices(batches)
     assert len(found) == len(set(found)) == len(KEPT) - 2 == 80
@@ -93,7 +93,7 @@ def test_other_readers_leave_them_out_too(data: str, fewer: str):
 
 
 def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """In DataComp's format; a sample without a uid, or behind damage, is not in any list."""
+    """The list has DataComp's format; samples without a uid or after corrupt bytes are in no list."""
     uids = [f"{number:016x}{number * 7:016x}" for number in range(10)]
     contents = {number: json.dumps({"uid": uid}).encode() for number, uid in enumerate(uids)} | {
         3: b"{}",

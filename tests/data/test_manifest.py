@@ -1,4 +1,4 @@
-"""Manifests: counts and indices, what they report, what they refuse, how they are found and kept up to date."""
+"""Manifests: counts, indices, reports, rejected data, search and updates."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_problems_are_reported_by_shard(tmp_path: Path):
 
 
 def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
-    """img2dataset writes a null caption as an empty file; whichever field comes first counts, as in training."""
+    """img2dataset writes a null caption as an empty file. As in training, the first field counts."""
     replaced = {1: [("1.jpg", image_bytes(1)), ("1.txt", b"")], 2: [("2.jpg", b""), ("2.txt", b"a caption")]}
     replaced[3] = [("3.jpg", image_bytes(3)), ("3.txt", b""), ("3.json", b'{"caption": "not asked"}')]
     shards = write_shards(tmp_path, [5], replaced)
@@ -103,7 +103,7 @@ def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
 
 
 def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Shards without a usable sample, each with what its message says of cause and cure."""
+    """Return shards without usable samples, each with the cause and fix in its message."""
     folder.mkdir()
     files = {
         "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
@@ -204,7 +204,7 @@ def test_a_run_makes_its_manifest_and_finds_it_again(
 
 
 def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
-    """The state in a checkpoint belongs to its indices."""
+    """The loss state in a checkpoint depends on its indices."""
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
     with pytest.raises(
@@ -217,7 +217,7 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
 
 def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str], caplog):
     data = Path(shards[1]).read_bytes()
-    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # under the old checksum
+    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # with the old checksum
     for _ in range(2):
         caplog.clear()
         manifest = find_or_create_manifest(shards)
@@ -227,7 +227,7 @@ def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str],
 
 
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
-    """Samples 3 to 5 are overwritten; their headers are gone."""
+    """Samples 3 to 5 are overwritten, including their headers."""
     (path,) = write_shards(tmp_path, [20])
     starts = sample_starts(path)
     data = bytearray(Path(path).read_bytes())
@@ -238,11 +238,11 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
         assert (manifest.num_samples, manifest.num_bad) == (17, 0)
         assert 3 <= manifest.num_lost <= 4
         assert re.search("about [34] samples lost", next(manifest.report()))
-    # What came behind the end is unknown.
+    # The size of the truncated part is unknown.
     Path(path).write_bytes(data[: starts[12] + 700])
     assert "at least 4 samples lost, corrupt or truncated" in next(Manifest.scan([path]).report())
     Path(path).write_bytes(data)
-    # The number that img2dataset wrote is better than an estimate.
+    # img2dataset's count is better than an estimate.
     (tmp_path / "00000_stats.json").write_text('{"successes": 24}')
     assert Manifest.scan([path]).num_lost == 7
 
@@ -256,7 +256,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in printed
     assert main([*shards, *output, "--caption-key", "txt;jpg"]) == 0
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
-    # It overwrites nothing but a manifest of the same shards.
+    # It overwrites only a manifest of the same shards.
     assert main(shards) == main(shards[:2]) == main(shards[:2]) == 0
     assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
     (named,) = (tmp_path / "data").glob("manifest-*.json")
@@ -268,7 +268,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_command_line_needs_no_torch(shards: list[str]):
-    """It starts in a fraction of a second, also on a machine for the data only."""
+    """It starts in a fraction of a second, and works on machines that only store data."""
     code = "import sys; from openclip_ext.data.manifest.__main__ import main; main(sys.argv[1:]); "
     code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
@@ -310,7 +310,7 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
 
 
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
-    """From sizes.json, or from img2dataset's statistics, or from the command line; no shard is read."""
+    """They come from sizes.json, img2dataset's statistics or the command line; no shard is read."""
     piped = [f"pipe:cat {shard}" for shard in shards]
     for shard in shards:
         os.truncate(shard, 0)
@@ -350,7 +350,7 @@ def test_shards_that_were_touched_or_moved_verify(shards: list[str], tmp_path: P
 
 def test_changed_shards_do_not_verify(shards: list[str]):
     manifest = Manifest.scan(shards)
-    # A sample renamed in place moves nothing, but the shard is not the one that was scanned.
+    # Renaming a sample in place keeps all positions, but the scanned shard was different.
     size = os.path.getsize(shards[0])
     members = [(name.replace("000001", "000009"), data) for n in range(3) for name, data in sample_members(n)]
     write_tar(Path(shards[0]), members)
@@ -379,7 +379,7 @@ def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
 
 
 def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):
-    """A flipped digit in a size would read as a shard that has changed."""
+    """With a flipped digit in a size, the shard would look changed."""
     made = find_or_create_manifest(shards)
     path = tmp_path / "data" / "manifest.json"
     intact = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Every sample once, on any layout and after any interruption; the order depends on what it should depend on."""
+"""Every sample once, with any layout and after any interruption; the order depends only on its documented inputs."""
 
 import random
 import tracemalloc
@@ -12,7 +12,7 @@ from openclip_ext.data.order import EpochOrder, Layout, Segment, resampled_shard
 
 
 def run_rank(order: EpochOrder, layout: Layout, rank: int, batches: int) -> np.ndarray:
-    """Indices of the first batches of a rank, the workers taking turns as those of a DataLoader do."""
+    """Return the indices of a rank's first batches; its workers alternate as in a DataLoader."""
     streams = []
     for worker in range(layout.workers):
         positions = np.concatenate([*order.shuffled(rank, worker), np.empty(0, np.int64)])
@@ -56,7 +56,7 @@ def test_every_sample_comes_once_on_any_layout():
 
 
 def test_unseen_samples_follow_on_any_other_layout():
-    """Interrupt an epoch up to three times and go on with other ranks, workers and batch sizes."""
+    """Interrupt an epoch up to three times and resume with other numbers of ranks and workers and other batch sizes."""
     rng = random.Random(1)
     for case in range(40):
         counts = random_counts(rng)
@@ -99,7 +99,7 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
 
 
 def test_shuffle_mixes_over_the_window():
-    """Neighbors end up about a third of the window apart, as of two uniform numbers."""
+    """Neighbors are about a third of the window apart, which is the expected distance of two uniform numbers."""
     order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -130,7 +130,7 @@ def test_hash_of_arrays_and_integers_agree():
 
 
 def test_order_does_not_change_between_versions():
-    """Runs are resumed with later versions of this program and of numpy."""
+    """Runs may be resumed with later versions of this program and of numpy."""
     order = EpochOrder(shuffled_shards(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
     indices = run_rank(order, Layout(1, 1, 4, 1, 16, 8), 0, 4).ravel().tolist()
     assert hash_int(Purpose.SEQUENCE, 42, 3, 0) == 1719357129758833175

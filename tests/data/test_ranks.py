@@ -1,4 +1,4 @@
-"""What the ranks of a run do together: one scan, one verdict on bad data. Two gloo processes."""
+"""Communication of the ranks about data: one scan, and one decision on bad data. Two gloo processes."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def ranks_divide_the_epoch(data: Path) -> None:
 
 
 def ranks_add_up_their_bad_samples(data: Path) -> None:
-    """3 of 40 are bad: too many together, though no rank alone has met more than the 2 that are allowed."""
+    """3 of 40 are bad: too many in total, although each rank found only the allowed 2 or fewer."""
     shards = str(data / "bad" / "*.tar")
     tolerant = build(shards, rank=None, world_size=None, max_bad_fraction=0.075)
     for epoch in range(2):
@@ -67,7 +67,7 @@ def test_two_ranks(tmp_path: Path):
 
 
 def stop_politely(data: str) -> None:
-    """A training process in a group of its own that answers SIGTERM by going on to the end of the epoch.
+    """Run a training process in a separate process group that continues to the end of the epoch after SIGTERM.
 
     The signal comes while the second worker starts.
     """
@@ -82,7 +82,7 @@ def stop_politely(data: str) -> None:
 
 
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path):
-    """torchrun and SLURM send SIGTERM to the whole group; training answers with a checkpoint and needs its workers."""
+    """torchrun and SLURM send SIGTERM to the whole group. The training then saves a checkpoint and needs its workers."""
     write_shards(tmp_path, [60])
     process = mp.get_context("fork").Process(target=stop_politely, args=(str(tmp_path / "*.tar"),))
     process.start()

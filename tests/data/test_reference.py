@@ -1,4 +1,4 @@
-"""Batches carry the rows of a reference model's embeddings; what is of other data, or damaged, is refused by name."""
+"""Batches contain the rows of a reference model's embeddings; corrupt files and files of other data are rejected."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ WIDTH = 5
 
 
 def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
-    """Embeddings of the demo shards that are random numbers."""
+    """Write random embeddings for the demo shards."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for name in (IMAGES, TEXTS):

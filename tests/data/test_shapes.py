@@ -1,4 +1,4 @@
-"""The demo set: a pure function of (seed, split, index), held-out pairs held out, shards that survive a kill."""
+"""The demo set: a function of (seed, split, index), held-out pairs, and shards after a killed run."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig
 
 
 def contents(folder):
-    """All members of all shards in order, as (name, content)."""
+    """Return all members of all shards in order, as (name, content)."""
     members = []
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -114,7 +114,7 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     whole = contents(tmp_path)
 
-    # What a kill leaves behind: a shard is missing, no sizes.json.
+    # After a kill, a shard and sizes.json are missing.
     (tmp_path / "00001.tar").unlink()
     (tmp_path / SIZES_FILE).unlink()
     assert write_shards(tmp_path, config, workers=1)

@@ -1,4 +1,4 @@
-"""Remote and compressed shards, CSV files and synthetic data through the same loader."""
+"""Remote and compressed shards, CSV files and synthetic data in the same loader."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.
 
 
 def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
-    """The others have no index; they would be left out without a word."""
+    """The additional samples have no index, and would be dropped silently."""
     write_sizes(folder, [20, 5, 9])
     found = indices(list(build(remote(folder), batch_size=2).iterate(0)))
     assert sorted(found) == list(range(34))
@@ -83,13 +83,13 @@ def test_csv_captions_are_text(tmp_path: Path):
 
 
 def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
-    """pandas takes all up to the next quote for one caption of many lines."""
+    """pandas reads everything up to the next quote as one caption of many lines."""
     path = write_csv(tmp_path)
     whole = path.read_text()
     path.write_text(whole.replace("sample 5\n", '"sample 5\n').replace("sample 20\n", 'a "sample" 20\n'))
     with pytest.raises(ValueError, match=r"'title' of row 5 has 16 lines.*check the quotes.*--csv-separator"):
         build(str(path))
-    # Captions of several lines are in order, if they are quoted.
+    # Quoted captions of several lines are allowed.
     path.write_text(whole.replace("sample 5\n", '"a ""dog"", 5 cm high.\nIt sits,\tsee 5 jpg"\n'))
     assert build(str(path)).num_samples == 30
 

@@ -1,6 +1,6 @@
-"""Where bytes come from: files, commands, a web server and an S3 server on loopback.
+"""Sources of bytes: files, commands, a web server and an S3 server on loopback.
 
-A transfer that breaks off, stalls or comes too short is repeated, and never trained on.
+An interrupted, stalled or incomplete transfer is repeated, and never trained on.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ SHARDS = "{00000..00003}.tar"
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder over HTTP.
+    """An HTTP server of a folder.
 
     Attributes:
-        has_ranges: Whether it answers requests for a range, and says how long a file is.
-        has_version: Whether it sends an ETag.
-        trickles: Whether a content comes byte by byte.
-        never_ends: Whether zeros follow a content, without a length.
-        breaks: How many of the next answers break off in their middle.
-        stalls: How many of the next answers never come.
-        away_until: It answers nobody before this time, as time.monotonic counts.
-        requests: Method, path and range of all requests so far.
+        has_ranges: whether it answers range requests and sends the length of a file.
+        has_version: whether it sends an ETag.
+        trickles: whether it sends content byte by byte.
+        never_ends: whether zeros follow the content, without a length.
+        breaks: number of next answers that stop in the middle.
+        stalls: number of next answers that never come.
+        away_until: time.monotonic() before which it does not answer.
+        requests: method, path and range of all requests.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def fetched(self) -> list[str]:
-        """Paths of all requests for content."""
+        """Return the paths of all requests for content."""
         return [path for method, path, _ in self.requests if method == "GET"]
 
     @property
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Shards and their counts."""
+    """Return a folder with shards and their counts."""
     write_shards(tmp_path / "data", COUNTS)
     write_sizes(tmp_path / "data", COUNTS)
     return tmp_path / "data"
@@ -145,9 +145,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """An S3 server whose bucket holds the shards: a function that lets it go away and come back."""
+    """Return a function that stops and restarts an S3 server whose bucket contains the shards."""
     serve = pytest.importorskip("moto.server").ThreadedMotoServer
-    pytest.importorskip("moto.backends").get_backend("s3").reset()  # what servers of this process hold outlives them
+    pytest.importorskip("moto.backends").get_backend("s3").reset()  # content of this process's servers outlives them
     server = serve("127.0.0.1", 0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
@@ -156,10 +156,10 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         "AWS_ACCESS_KEY_ID": "user",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",  # botocore's own attempts, after random waits, can bridge any pause
+        "AWS_MAX_ATTEMPTS": "1",  # botocore's retries, after random waits, could bridge any pause
     }.items():
         monkeypatch.setenv(name, value)
-    fsspec.filesystem("s3").clear_instance_cache()  # one with the address of an earlier test's server
+    fsspec.filesystem("s3").clear_instance_cache()  # a client with the address of an earlier test's server
     files = fsspec.filesystem("s3")
     files.mkdir("bucket")
     files.put([str(path) for path in folder.glob("*.tar")], "bucket/")
@@ -211,7 +211,7 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, c
 def test_a_password_is_in_no_file_of_a_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    """A later start finds the manifest again, with another password, too."""
+    """A later launch finds the manifest, also with another password."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shards = runs.make_shards(tmp_path / "data")
     for number, password in enumerate(("s3cret", "0ther-s3cret")):
@@ -236,7 +236,7 @@ def test_a_password_is_in_no_file_of_a_run(
 @pytest.mark.parametrize("way", ["ranges", "stream", "command"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, workers: int, way: str):
-    """The server's first answer breaks off."""
+    """The server's first answer is interrupted."""
     server.has_ranges = way == "ranges"
     whole = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
     loader = build(
@@ -249,7 +249,7 @@ def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, work
 
 
 def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
-    """Their counts come from the command that the refusal of the training names."""
+    """Counts come from the command in the training's error message."""
     assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
     with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
         expand_shards("s3://bucket/*.tgz")
@@ -259,7 +259,7 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
         build(f"s3://bucket/{SHARDS}")
     command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
     assert command and "train with --manifest manifest.json" in str(refused.value)
-    # It keeps this frame: loaders would end when garbage is collected, perhaps in fsspec's thread, for seconds.
+    # It keeps this frame: garbage collection would stop loaders for seconds, perhaps in fsspec's thread.
     del refused
     counts = str(tmp_path / "manifest.json")
     assert count_shards([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
@@ -309,7 +309,7 @@ def test_an_answer_that_trickles_has_a_time_limit(
 
 
 def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    """What the reader does between two reads does not count, nor how long the whole takes."""
+    """Neither the time between two reads nor the total time counts."""
     monkeypatch.setattr(remote, "_STALL", 0.5)
     monkeypatch.setattr(remote, "BUFFER", 1 << 16)
     server.has_ranges = False
@@ -340,7 +340,7 @@ def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest
 def test_a_wrong_address_is_refused_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """But a place that was reached before may come back."""
+    """A source that was available before is retried instead."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -382,7 +382,7 @@ def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server
 
 
 def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):
-    """As inspect and estimation-error read the training data."""
+    """inspect and estimation-error read the training data this way."""
     source = build_source(DataSpec(f"{server.url}/data/{SHARDS}"), preprocess)
     server.requests.clear()
     loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=4, workers=2)
@@ -421,7 +421,7 @@ def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server:
     kept.open(f"{server.url}/data/00003.tar").close()
     kept.open(f"{server.url}/data/00001.tar").close()
     assert first.read() == (folder / "00000.tar").read_bytes(), "what is open can still be read"
-    # Another file under the same name is not taken for its copy; a transfer that breaks off leaves none.
+    # A new file with the same name does not use the old copy; an interrupted transfer leaves no copy.
     (folder / "00001.tar").write_bytes(b"other" * 1000)
     server.breaks = 1
     with kept.open(f"{server.url}/data/00001.tar") as file:
@@ -439,7 +439,7 @@ def read_at_random(seed: int, url: str, folder: str, size: float) -> int:
 def test_processes_leave_each_others_unfinished_copies_alone(
     folder: Path, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
-    """The cache has room for half a shard."""
+    """The cache can store half a shard."""
     copies, size = tmp_path / "copies", (folder / "00003.tar").stat().st_size / 2**31
     with multiprocessing.get_context("fork").Pool(4) as pool:
         read = partial(read_at_random, url=server.url, folder=str(copies), size=size)
@@ -461,7 +461,7 @@ def test_a_copy_that_cannot_be_written_is_done_without(
 def test_what_has_no_version_is_not_kept(
     folder: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Its copy would be read after the file was replaced."""
+    """The copy would be read even after the file was replaced."""
     server.has_version = False
     kept = Storage(cache_dir=str(tmp_path / "copies"))
     for url in (f"{server.url}/data/00000.tar", f"pipe:cat {folder}/00000.tar"):

@@ -1,4 +1,4 @@
-"""The tar reading agrees with webdataset's grouping, finds every break and goes on after it."""
+"""Reading tars groups samples as webdataset does, detects all corruption and continues after it."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from openclip_ext.data.shards import tar
 from tests.data.shards import sample_members, write_tar
 
 ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})
-# Long names need extended headers (pax, GNU), and what webdataset passes over must not disturb the grouping.
+# Long names need extended headers (pax, GNU), and members that webdataset skips must not affect the grouping.
 ODD_MEMBERS = [
     ("__meta__/info.txt", b"metadata"),
     ("folder.with.dots/000.JPG", b"a" * 600),
@@ -30,7 +30,7 @@ ODD_MEMBERS = [
 
 
 class Pipe(io.BytesIO):
-    """Bytes that cannot be sought."""
+    """A stream without seek."""
 
     def seekable(self) -> bool:
         return False
@@ -88,10 +88,10 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
 
 @pytest.mark.parametrize("join", ["tar", "short end", "gzip", "three"])
 def test_joined_archives_are_one(tmp_path: Path, join: str):
-    """``cat a.tar b.tar``: GNU tar's -i, and webdataset, read on behind the first end."""
+    """``cat a.tar b.tar``: webdataset and GNU tar's -i continue after the first end."""
     mode = "w:gz" if join == "gzip" else "w"
     parts = [write_tar(tmp_path / f"{i}.tar", sample_members(i), mode).read_bytes() for i in range(2)]
-    if join == "short end":  # Go's writer, among others, does not fill up the last record
+    if join == "short end":  # Go's writer, among others, does not pad the last record
         parts = [part.rstrip(b"\0") for part in parts]
         parts = [part + b"\0" * (-len(part) % tar.BLOCK + 2 * tar.BLOCK) for part in parts]
     elif join == "three":
@@ -114,7 +114,7 @@ def test_zeros_that_end_no_archive_are_damage(tmp_path: Path):
 
 
 def test_sizes_beyond_octal_are_read():
-    """GNU tar writes sizes from 8 GiB on in base 256; only the header is made up here."""
+    """GNU tar writes sizes of 8 GiB and more in base 256; here only the header is artificial."""
     info = tarfile.TarInfo("big.jpg")
     info.size = 9 * 2**30 + 5
     header = info.tobuf(tarfile.GNU_FORMAT)
@@ -126,13 +126,13 @@ def test_sizes_beyond_octal_are_read():
 
 
 def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
-    """One flipped bit, anywhere in a header; reading goes on at the next one, in a file and in a stream."""
+    """With one flipped bit anywhere in a header, reading continues at the next header, in files and streams."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(4) for member in sample_members(number)])
     whole = path.read_bytes()
     members, expected = members_of(path), samples_of(path)
     for number, member in enumerate(members):
         data = bytearray(whole)
-        # Not in the checksum, where some flips change nothing.
+        # Not in the checksum, where some flips have no effect.
         data[member.start + 37 * number % 148] ^= 1 << number % 8
         path.write_bytes(data)
         sample, field = number // 3, member.name.rpartition(".")[2]
@@ -163,7 +163,7 @@ HOSTILE_SIZES = [
 @pytest.mark.parametrize("size", HOSTILE_SIZES)
 @pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"S"])
 def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
-    """Negative ones have sent readers back to where they were, huge ones beyond what an offset can be."""
+    """Negative sizes have caused endless loops in readers, and huge sizes invalid offsets."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(3) for member in sample_members(number)])
     data = bytearray(path.read_bytes())
     victim = members_of(path)[3].start
@@ -175,7 +175,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     scan = scan_shard(str(path))
     assert (scan.num_samples, scan.problems["bad"]) == (3, 1)
     assert [len(fields) for fields in samples_of(path)] == [3, 2, 3]
-    with contextlib.suppress(tar.TarError):  # nobody knows how long a pipe will be
+    with contextlib.suppress(tar.TarError):  # the length of a pipe is unknown
         assert len(streamed(path)) == 3
 
 
@@ -204,7 +204,7 @@ def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
 
 
 def test_every_cut_is_noticed(tmp_path: Path):
-    """A tar cut at any block counts the members before the cut, and says that it is cut; as a stream, too.
+    """A tar cut at any block counts the members before the cut and reports the cut, also as a stream.
 
     A broken connection must not look like the end of the shard, or samples would be lost silently.
     """

@@ -1,4 +1,4 @@
-"""The training loader: every sample once, the same pixels on any layout, exact resuming."""
+"""The training loader: every sample once, equal pixels with any layout, exact resuming."""
 
 import json
 import pickle
@@ -53,17 +53,17 @@ def test_resuming_on_the_same_layout_is_bitwise(data: str, workers: int):
     for done in (0, 1, 7, 12, len(whole)):
         progress = json.loads(json.dumps(progress_after(loader, done)))
         assert_equal(list(loader.iterate(1, progress)), whole[done:])
-    # Stopped twice in one epoch, the second time in a new process.
+    # Stop twice in one epoch, the second time in a new process.
     progress = progress_after(loader, 5, progress_after(loader, 3))
     assert len(progress) == 1
     assert_equal(list(build(data, workers=workers, accum_freq=2).iterate(1, progress)), whole[8:])
-    # An abandoned pass leaves nothing behind in persistent workers.
+    # An abandoned epoch has no effect on persistent workers.
     next(loader.iterate(2))
     assert_equal(list(loader.iterate(1)), whole)
 
 
 def test_resuming_on_other_layouts_goes_on_at_the_unseen_samples(data: str):
-    """From 2 ranks x 2 workers to 1 x 0 to 3 x 1, every sample once, with its pixels."""
+    """From 2 ranks x 2 workers to 1 x 0 to 3 x 1, every sample comes once, with its pixels."""
     reference = by_index(list(build(data).iterate(5)))
     seen, progress = [], None
     for layout, batches in (
@@ -102,7 +102,7 @@ def test_random_generators_of_training_are_not_touched(data: str):
 
 @pytest.mark.parametrize("done", [0, 10, 20])
 def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: pytest.MonkeyPatch, done: int):
-    """Shards that are behind are not opened."""
+    """Completed shards are not opened."""
     loader = build(data, shuffle_window=10)
     order = indices(list(loader.iterate(0)))
     opened, decoded = [], []
@@ -119,7 +119,7 @@ def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: py
 
 
 def test_a_worker_may_be_started_without_fork(data: str):
-    """Python 3.14 no longer forks by default: what a worker needs has to survive pickling, also in mid-epoch."""
+    """Python 3.14 no longer forks by default: a worker's data must survive pickling, also mid-epoch."""
     loader = build(data)
     iterator = loader.iterate(0)
     expected = [next(iterator), next(iterator)]

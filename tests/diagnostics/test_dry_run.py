@@ -1,4 +1,4 @@
-"""The counted activations are what a real forward and backward pass allocates."""
+"""The counted activations equal the allocations of a real forward and backward pass."""
 
 import open_clip
 import pytest
@@ -19,7 +19,7 @@ CASES = [
 
 
 def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
-    """Peak of the CPU's allocations in a pass, as PyTorch's profiler records them, with the images."""
+    """Return the peak of the CPU allocations in a pass, including the images, from PyTorch's profiler."""
     model = open_clip.create_model(name, output_dict=True).train()
     model.set_grad_checkpointing(grad_checkpointing)
     for parameter in model.parameters():

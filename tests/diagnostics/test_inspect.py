@@ -1,4 +1,4 @@
-"""The data microscope: every category against its naive definition, what it writes, and going on without samples."""
+"""``inspect``: every category against its naive definition, its files, and training without excluded samples."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ LOOSE = Thresholds(duplicate_image=0.8, duplicate_caption=0.7, false_negative_qu
 
 
 def make_embeddings(seed: int = 0) -> Embeddings:
-    """Pairs that fit more or less, in some groups; rows 3 and 40 are equal, rows 5 and 6 have equal captions."""
+    """Return pairs of varying similarity in groups; rows 3 and 40 are equal, rows 5 and 6 have equal captions."""
     random = torch.Generator().manual_seed(seed)
     group = torch.randn(12, WIDTH, generator=random)[torch.arange(ROWS) % 12]
     image, text = (group + 0.6 * torch.randn(ROWS, WIDTH, generator=random) for _ in range(2))
@@ -107,7 +107,7 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
     part = find(make_embeddings(), everything, torch.zeros(ROWS), few, CPU)["duplicate-images"]
     assert part.count == whole.count > 4
     assert as_dict(part) == dict(list(as_dict(whole).items())[:4])
-    # A model that gives all samples one embedding has more ties than are listed.
+    # If all embeddings are equal, there are more ties than listed rows.
     embeddings = make_embeddings()
     embeddings.image[:], embeddings.text[:] = embeddings.image[0].clone(), embeddings.text[0].clone()
     tied = find(embeddings, everything, torch.zeros(ROWS), few, CPU)["duplicates"]
@@ -118,7 +118,7 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
 def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
     pairs = [(1, 4), (4, 9), (2, 9), (0, 1), (8, 9)]
     sample, partner = np.array(pairs).T
-    # 1 goes for 0, so 4 stays; 9 goes for 4.
+    # 1 is removed as a duplicate of 0, so 4 stays; 9 is removed as a duplicate of 4.
     assert Found(5, sample, partner, np.ones(5)).redundant() == {1, 9}
 
 
@@ -141,7 +141,7 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# --- of a run --------------------------------------------------------------------------------------------------------
+# --- of a run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def trained(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def inspected(trained, tmp_path_factory):
-    """What the program wrote, and a manifest that leaves out the twelve hardest samples."""
+    """Return the program's output folder, and a manifest that excludes the twelve hardest samples."""
     folder = tmp_path_factory.mktemp("inspected")
     leave_out = ["--leave-out", "hardest", "--extremes", "12", "--write-manifest", str(folder / "fewer.json")]
     loose = ["--duplicate-image", "0.5", "--duplicate-caption", "0.5", "--show", "4", "--max-pairs", "50"]
@@ -203,13 +203,13 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
 
 
 def averages(folder: Path, epoch: int) -> np.ndarray:
-    """The stored averages ``(n, 2)``."""
+    """Return the stored averages ``(n, 2)``."""
     (table,) = folder.glob(f"checkpoints/epoch_{epoch}.state/*/rank_*.normalizer.table.npy")
     return np.load(table)
 
 
 def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, caplog):
-    """Exactly the kept samples are trained on, and indices mean what they meant; tests/data/test_left_out.py resumes."""
+    """The run trains exactly on the kept samples, with unchanged indices; tests/data/test_left_out.py resumes."""
     manifest = Manifest.load(inspected / "fewer.json")
     categories = json.loads((inspected / "found.json").read_text())["categories"]
     hardest = [index for index, _ in categories["hardest"]["found"]]
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # 5 before
     changed = (averages(folder, 1) != averages(folder, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
-    # The schedule stands where it stands in the eighth of 2 times 4 steps, not at the ninth step of the run.
+    # The schedule is at the eighth of 2 times 4 steps, not at the ninth step of the run.
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
 
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
 
 
 def test_two_inspections_do_not_share_a_folder(trained, tmp_path, capsys):
-    """Another one would write into the same memory maps; the default is a folder for each checkpoint."""
+    """A second inspection would write into the same memory maps; by default each checkpoint has a folder."""
     with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "both")])
     inspect.main([str(trained), "--device", "cpu", "--workers", "0"])

@@ -1,4 +1,4 @@
-"""``openclip-ext losses`` says what there is to know of a loss."""
+"""``openclip-ext losses`` describes a loss."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The plan says what is: its sizes against real states, its communication against what two ranks send."""
+"""The plan is correct: its sizes against real states, its communication against that of two ranks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from tests.distributed.pool import two_ranks
 from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tiny_batch, tiny_model
 
 MODEL = "demo-vit"
-# Every loss, and what they can be made of besides.
+# Every loss, and additional combinations of parts.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in list_losses()},
     "amorlip": {"fit_every": 3, "previous_weight": 0.0},
@@ -67,7 +67,7 @@ def bytes_of(state: Any) -> int:
 
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, monkeypatch):
-    monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # those of the model take a second
+    monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # the model's activations take a second
     whole = planned(name)
     for world_size in (1, 4):
         row = whole.row(world_size)
@@ -77,14 +77,14 @@ def test_state_is_that_of_the_real_loss(name, monkeypatch):
 
 
 def _counted(name: str) -> dict[str, int]:
-    """One of two ranks: trains some steps with a loss and counts what goes through ``torch.distributed``."""
+    """Train a few steps on one of two ranks, and count the communication through ``torch.distributed``."""
     counts: Counter = Counter()
     isend = dist.isend
     sizes = {
         "all_gather_into_tensor": (ALL_GATHER, lambda result, tensor: result.nbytes),
         "all_gather": (ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results)),
         "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
-        # The backward pass of OpenCLIP's gather, as torch does it with gloo.
+        # The backward pass of OpenCLIP's gather, with gloo.
         "scatter": (REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or [])),
         "batch_isend_irecv": (SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend)),
     }
@@ -154,11 +154,11 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
         guard = StepGuard(torch.nn.Module(), loss)
         guard.before_loss()
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
-    # Not equal: a sum of integers, or a check of the index, may be made on one device only.
+    # Not equal: integer sums and index checks may exist on one device only.
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", MODEL]
 
@@ -175,7 +175,7 @@ def test_a_plan_for_a_billion_samples(capsys):
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's verdict of 2. B = 5120, d = 64.
+    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's 2 values. B = 5120, d = 64.
     gathered, reduced = (2 * 5120 * 64 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
     assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_said(capsys):
 
 
 def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)  # OpenCLIP's gather takes an operation for each of 1024 ranks
+    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)  # OpenCLIP's gather has one operation per rank, and there are 1024
     sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "1"]
     command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)

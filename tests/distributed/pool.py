@@ -1,9 +1,9 @@
 """Two gloo processes that tests share, and the fork server of all tests that start processes.
 
-Importing torch and OpenCLIP takes longer than most of what they are asked to do; the server does so once.
+The server imports torch and OpenCLIP once, because the imports take longer than most tests.
 
-``two_ranks().run(function, *arguments)`` calls a function of a module on each rank and returns what it returned, in rank
-order. The processes are started at the first use and again after a failure; each pytest-xdist worker has its own.
+``two_ranks().run(function, *arguments)`` calls a function of a module on each rank and returns the results in rank order. The
+processes start at the first use and again after a failure; each pytest-xdist worker has its own.
 """
 
 import atexit
@@ -33,16 +33,16 @@ import torch
 WORLD_SIZE = 2
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training.programs"])
-# After one rank has failed the others hang in a collective, or fail soon, too.
+# After one rank has failed, the others hang in a collective or fail soon.
 _GRACE_SECONDS = 5.0
 
 
 class RankError(AssertionError):
-    """What went wrong on a rank: its traceback or exit status, and the end of its output."""
+    """The failure of a rank: its traceback or exit status, and the end of its output."""
 
 
 class RankPool:
-    """Processes that run one function after another, all ranks the same one."""
+    """Processes that run functions one after another, the same on all ranks."""
 
     def __init__(self) -> None:
         self._ranks: list[ProcessPoolExecutor] = []
@@ -53,17 +53,17 @@ class RankPool:
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
         """Call ``function(*arguments)`` on every rank.
 
-        The ranks see this process's environment variables and working directory of now.
+        The ranks have the current environment variables and working directory of this process.
 
         Args:
-            function: found by its name in its module.
-            arguments: can be pickled.
-            group: whether the ranks are in a process group, a fresh one. Otherwise they have torchrun's environment
-                variables, for a function that makes its own.
-            timeout: seconds until ranks that have not answered are killed.
+            function: function that its module contains under its name.
+            arguments: picklable arguments.
+            group: whether the ranks are in a new process group. Otherwise they have torchrun's environment variables,
+                for a function that creates its own group.
+            timeout: seconds until ranks without a result are killed.
 
         Returns:
-            The results in rank order; tensors and plain types only.
+            The results in rank order; only tensors and plain types.
 
         Raises:
             RankError: a rank raised, died or did not answer.
@@ -81,7 +81,7 @@ class RankPool:
         wait(answers, timeout, FIRST_EXCEPTION)
         _, silent = wait(answers, _GRACE_SECONDS if any(map(_has_failed, answers)) else 0)
         if silent or any(map(_has_failed, answers)):
-            # A rank that died is a cause even where the others' error, a lost connection, arrives first.
+            # A dead rank is the cause, even if the others report a lost connection first.
             ranks = sorted(range(WORLD_SIZE), key=lambda rank: not _has_died(answers[rank]))
             report = "\n".join(self._report(rank, answers[rank]) for rank in ranks)
             self.close()
@@ -89,7 +89,7 @@ class RankPool:
         return [torch.load(io.BytesIO(answer.result()), weights_only=True) for answer in answers]
 
     def close(self) -> None:
-        """Kill the processes, if there are any."""
+        """Kill the processes, if any."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -124,14 +124,14 @@ def _has_died(answer: Future) -> bool:
 
 @functools.cache
 def two_ranks() -> RankPool:
-    """The pool of this process."""
+    """Return the pool of this process."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that the system gives to no outgoing connection before it is used."""
+    """Return an unused port that the system does not give to an outgoing connection before its use."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -139,12 +139,12 @@ def free_port() -> int:
             return port
 
 
-# --- on the ranks ----------------------------------------------------------------------------------------------------
+# --- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 def _prepare(log: str) -> None:
     torch.set_num_threads(1)
-    # Or a data loader's workers would come from the fork server, too, which lets them end later than this process.
+    # Otherwise data workers would also come from the fork server, and could outlive this process.
     set_start_method(None, force=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
@@ -165,7 +165,7 @@ def _call(
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.chdir(folder)
-    # Whatever ran before: OpenCLIP adds two handlers a run and never takes them off.
+    # OpenCLIP adds two handlers per run and never removes them.
     torch.manual_seed(0)
     logging.getLogger().handlers.clear()
     result = io.BytesIO()
@@ -191,7 +191,7 @@ def _process_group(rendezvous: str | None, rank: int) -> Iterator[None]:
         torch.distributed.init_process_group(
             "gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=2)
         )
-        # A rank that leaves while another one still connects, or receives, breaks that one's connection.
+        # If a rank exits while another connects or receives, the connection of the other breaks.
         torch.distributed.barrier()
         yield
         torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Two processes give what one process with the whole batch gives: values, gradients and state, without any gradient sent."""
+"""Two processes equal one process with the full batch: values, gradients and state, without communication of gradients."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference
 from tests.references import networks
 
 STEPS = 5
-# The same as one process, and one case each for what is different by nature or has input of its own.
+# Equal to one process, and one case each for losses that differ by design or have additional inputs.
 LOCAL_AMORLIP = "amorlip-local"
 NONFINITE = "-nonfinite"
 # Anchors in chunks.
@@ -80,7 +80,7 @@ def _own_part(step: Step, rank: int) -> Step:
 
 
 def _run_own_part(name: str) -> dict[str, Any]:
-    """What this rank has after the case."""
+    """Return this rank's results of a case."""
     loss = _case(name).create().double()
     pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
     with mock.patch.object(similarities, "MAX_PAIRS", pairs):
@@ -89,19 +89,19 @@ def _run_own_part(name: str) -> dict[str, Any]:
 
 @functools.cache
 def two_processes(name: str) -> list[dict[str, Any]]:
-    """What each rank has after the case."""
+    """Return each rank's results of a case."""
     return two_ranks().run(_run_own_part, name)
 
 
 def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
-    """What DistributedDataParallel makes of the gradients: each process's share of the mean over processes."""
+    """Return the mean gradients over processes, as DistributedDataParallel computes them."""
     gradients = [rank["gradients"][step] for rank in ranks]
     features = [torch.cat([gradient[side] for gradient in gradients]) / WORLD_SIZE for side in (0, 1)]
     return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
 
 
 def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of one process from those of all ranks."""
+    """Return the state of one process, combined from all ranks."""
     return {
         key: torch.cat([state[key] for state in states], dim=1) if key.endswith(".shard") else value
         for key, value in states[0].items()
@@ -130,7 +130,7 @@ def test_two_processes_equal_one(name: str) -> None:
             torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
         )
     for metric, expected in single["metrics"].items():
-        # These are means over each process's own rows.
+        # These are means over the rows of each process.
         if name != "openclip" and not metric.startswith("reference_"):
             assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
 
@@ -143,7 +143,7 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
 
 
 def _uneven(name: str) -> str:
-    """The message of a step whose ranks have 4 and 3 samples, as the last batch of a loader without drop_last."""
+    """Return the error of a step with 4 and 3 samples on the ranks, as in the last batch without drop_last."""
     loss = _case(name).create()
     features = torch.nn.functional.normalize(torch.randn(4 - dist.get_rank(), 8), dim=1)
     try:

@@ -1,4 +1,4 @@
-"""The pool of ranks gives results in order, says what went wrong on which rank, and works again afterwards."""
+"""The pool of ranks returns results in order, reports the failed rank, and works again afterwards."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from tests.distributed.pool import RankError, two_ranks
 
 
 def fail(how: str) -> None:
-    """Fail on rank 1 alone; rank 0 waits for it."""
+    """Fail on rank 1, while rank 0 waits for it."""
     print("before the failure")
     if dist.get_rank() == 1:
         if how == "raise":

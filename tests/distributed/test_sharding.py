@@ -1,4 +1,4 @@
-"""FSDP2 over two processes trains as DDP does: every loss, every way to compute a step; and checkpoints go both ways."""
+"""FSDP2 over two processes equals DDP: every loss, every way to compute a step; checkpoints load in both directions."""
 
 import contextlib
 import functools
@@ -47,8 +47,8 @@ LOOKAHEAD = replace(
     tiny.OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
 )
 
-# One loss of each kind in a way with more parts, and with one layer: what they get of a model does not depend on where its
-# parameters lie. The ways below have two layers.
+# One loss of each kind with micro-batches and one layer: losses do not depend on the placement of the model's parameters. The
+# ways below have two layers.
 ACCUMULATED = ("siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
 CASES = {
     **{loss: _case(loss, layers=1) for loss in tiny.LOSSES if loss not in ACCUMULATED},
@@ -61,7 +61,7 @@ CASES = {
     "openclip-amp_bf16": _case("openclip", dtype=torch.float32, autocast=tiny.BFLOAT16),
     "cliplite-amp_bf16": _case("cliplite", dtype=torch.float32, autocast=tiny.BFLOAT16),
     "fastclip-amp": _case("fastclip", dtype=torch.float32, autocast=tiny.BFLOAT16, scale=2.0**8, clip=0.05),
-    # Too large at first, as the GradScaler's start often is: all ranks must skip a step where one finds an infinity.
+    # Too large initially, as often with GradScaler: all ranks must skip a step if one rank finds an infinity.
     "amorlip-amp-overflow": _case("amorlip", dtype=torch.float32, autocast=tiny.FLOAT16, scale=2.0**10),
     "neuclip-pure_bf16": _case("neuclip", dtype=torch.bfloat16),
     "neuclip-compiled-checkpointed": _case("neuclip", layers=1, compiled=True, checkpointing=True),
@@ -96,10 +96,10 @@ class Run(tiny.TinyTraining):
 
 
 def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, Tensor]:
-    """Two steps in one run, and the last one in another, from the first one's state."""
+    """Return the result of two steps in one run, and the last step in another run, resumed from the first."""
     before = Run(case, before_sharded).steps(last=STEPS - 1)
     states = [before.model.state_dict(), parallel.optimizer_state_dict(before.model, before.optimizer)]
-    # Every process reads the master's file.
+    # Every process reads the file of rank 0.
     torch.distributed.broadcast_object_list(states)
     after = Run(case, after_sharded)
     model = after.model if after_sharded else after.model.module
@@ -111,14 +111,14 @@ def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, 
 
 
 def evaluated() -> list[str]:
-    """Where the model to evaluate differs from the trained one, on the master; the other rank gets none."""
+    """Return differences between the model to evaluate, which only rank 0 has, and the trained model."""
     run = Run(CASES["fastclip"], sharded=True, keep_whole=True).steps()
     for _ in range(2):
         with parallel.whole_model(run.model, needed=True) as model:
             assert (model is not None) == (torch.distributed.get_rank() == 0)
         with parallel.whole_model(run.model, needed=False) as nothing:
             assert nothing is None
-        run.steps(last=1)  # training goes on, and the next evaluation is of what it has become
+        run.steps(last=1)  # training continues, and the next evaluation is of the new parameters
     with parallel.whole_model(run.model, needed=True) as model:
         trained = run.model.state_dict()
         if model is None:
@@ -129,43 +129,43 @@ def evaluated() -> list[str]:
 
 @contextlib.contextmanager
 def _compiler() -> Iterator[None]:
-    """What is compared is how the blocks are compiled, not the compiler."""
+    """Replace the compiler: the tests compare how blocks are compiled."""
     compile_module = functools.partialmethod(nn.Module.compile, backend="eager")
-    # main() switches this off where gradient checkpointing asks for it.
+    # main() disables this if gradient checkpointing requires it.
     with mock.patch.object(nn.Module, "compile", compile_module), torch._dynamo.config.patch(optimize_ddp=False):
         yield
 
 
 def train_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
-    """The case as replicas, and sharded."""
+    """Return the case's results with replicated and with sharded parameters."""
     with _compiler():
         return {kind: Run(CASES[name], kind == SHARDED).steps().result() for kind in (REPLICATED, SHARDED)}
 
 
 def resumed_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
-    """The case resumed in the same way, and in the other."""
+    """Return the case's results, resumed in the same and in the other way."""
     ways = [(SHARDED, SHARDED), (SHARDED, REPLICATED), (REPLICATED, SHARDED)]
     return {(before, after): resumed(CASES[name], before == SHARDED, after == SHARDED) for before, after in ways}
 
 
-# --- in this process -----------------------------------------------------------------------------------------------
+# --- in this process --------------------------------------------------------------------------------------------------
 
-# The order of additions is all that differs; AdaGrad and Adam amplify it where a gradient is nearly zero.
+# Only the order of additions differs; AdaGrad and Adam amplify this if a gradient is nearly zero.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 
 @functools.cache
 def trained(name: str) -> list[dict]:
-    """What each rank has after a case, both ways."""
+    """Return each rank's results of a case, both ways."""
     return two_ranks().run(train_both_ways, name)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_spread_parameters_train_as_replicas(name):
-    """Values, parameters, optimizer and loss state after three steps, under the names and shapes of a whole model."""
+    """Compare values, parameters, optimizer and loss state after three steps, with the names and shapes of a full model."""
     results, others = trained(name)
     weights = [key for key in others[SHARDED] if key.startswith(".model") and key.endswith("weight")]
-    assert weights == []  # the master alone holds the whole model; the statistics of BatchNorm are everywhere
+    assert weights == []  # only rank 0 has the full model; all ranks have the statistics of BatchNorm
     tiny.assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name][1].dtype])
 
 
@@ -190,7 +190,7 @@ def test_evaluations_see_the_trained_model():
 
 def test_what_cannot_be_spread_is_refused_with_the_reason():
     model = tiny.tiny_model()
-    convert_weights_to_lp(model)  # as --precision bf16 does
+    convert_weights_to_lp(model)  # as with --precision bf16
     with pytest.raises(UsageError, match=r"torch\.float16, torch\.float32"):
         parallel.ShardedDataParallel(model, tiny.CPU, parallel.ParallelConfig(fsdp=True), keep_whole=False)
     with pytest.raises(UsageError, match="--fsdp does not support --opt timm/lamb"):
@@ -205,12 +205,12 @@ def test_blocks_of_towers(model, number):
     with torch.device("meta"):
         blocks = parallel.blocks_of(open_clip.create_model(model, device="meta", load_weights=False))
     assert len(blocks) == number
-    # Inner ones first, as fully_shard wants them.
+    # Inner modules first, as fully_shard requires.
     for position, block in enumerate(blocks):
         assert not any(module in blocks[position + 1 :] for module in list(block.modules())[1:])
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What the documentation shows can be typed in."""
+"""The commands in the documentation work."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ def code_blocks(page, language):
 
 
 def training_commands(page):
-    """The training commands of a page: what comes before the trainer's flags, and the flags."""
+    """Return the training commands of a page: the words before the trainer's flags, and the flags."""
     for block in code_blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             words = [word for word in shlex.split(line, comments=True) if word != "..."]
@@ -46,7 +46,7 @@ def training_commands(page):
 
 
 LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
-# tests/losses/test_guide.py runs those of a reader's own loss, which has to be imported.
+# tests/losses/test_guide.py runs the commands with a custom loss, which must be imported.
 COMMANDS = [(page, argv) for page, _, argv in LAUNCHES if not any(word.endswith(":METHOD") for word in argv)]
 TORCHRUN_LAUNCHES = [
     (page, launch[1:] + [word for word in argv[:1] if word == "--"])
@@ -67,7 +67,7 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_training_commands_parse(page, argv):
-    """A page leaves out with ``...`` what it does not speak of."""
+    """``...`` stands for omitted flags."""
     words = argv[1:] if argv[:1] == ["--"] else argv
     parse(["--train-data", "x.tar", *words])
 
@@ -76,7 +76,7 @@ def test_training_commands_parse(page, argv):
     ("page", "launch"), TORCHRUN_LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_torchrun_leaves_the_trainers_flags_alone(page, launch):
-    """Without ``--`` it takes ``--logs`` for an abbreviation of its own ``--logs-specs``."""
+    """Without ``--``, torchrun reads ``--logs`` as an abbreviation of ``--logs-specs``."""
     assert get_args_parser().parse_args([*launch, "--logs", "runs"]).training_script_args[-2:] == ["--logs", "runs"]
 
 

@@ -8,12 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reading-the-logs.md"
-# Messages of torchrun and of torchvision.
+# Messages of torchrun and torchvision.
 OTHERS = ("ambiguous option", "operator torchvision::nms does not exist")
 
 
 def texts_of(source: str) -> list[str]:
-    """Return the string literals of a module; what an f-string inserts becomes ``{}``."""
+    """Return the string literals of a module; values in an f-string become ``{}``."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
@@ -35,7 +35,7 @@ QUOTES = [
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_exists(quote):
-    """Between the dots of a quote, and around the number N, the words are those of one message."""
+    """The words between dots, and around the number N, must be in one message."""
     pieces = [re.escape(piece.strip()) for piece in re.split(r"\.\.\.|\bN\b", quote) if piece.strip(" :")]
     pattern = re.compile(".*".join(pieces), re.DOTALL)
     assert any(pattern.search(text) for text in MESSAGES), quote

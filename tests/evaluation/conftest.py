@@ -13,7 +13,7 @@ from tests.evaluation import datasets
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model's configuration and checkpoints ``epoch_1.pt`` and ``epoch_2.pt``."""
+    """Return a folder with the tiny model's configuration and checkpoints ``epoch_1.pt`` and ``epoch_2.pt``."""
     folder = tmp_path_factory.mktemp("tiny")
     datasets.tiny_checkpoint(folder)
     datasets.tiny_checkpoint(folder, seed=3, file_name="epoch_2.pt")
@@ -22,13 +22,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_folder: Path) -> LoadedModel:
-    """The tiny model of ``epoch_1.pt``."""
+    """Return the tiny model of ``epoch_1.pt``."""
     return load_model(datasets.TINY_MODEL, tiny_folder / "epoch_1.pt")
 
 
 @pytest.fixture
 def make_encoder(tiny: LoadedModel) -> Callable[..., Encoder]:
-    """Makes encoders of the tiny model, each with an empty cache; options replace the defaults."""
+    """Return a function that makes encoders of the tiny model with empty caches; options replace the defaults."""
 
     def make(**options) -> Encoder:
         settings = {"batch_size": 7, "workers": 0, "device": torch.device("cpu"), **options}

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on localhost that serves folders as data set repositories, and misbehaves on request."""
+"""A Hugging Face hub on localhost that serves folders as data set repositories, with optional faults."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves ``repositories[owner/name]``, a folder each; tars and zips count as large files, with a SHA-256.
+    """A server of the folders ``repositories[owner/name]``; tars and zips are large files with a SHA-256.
 
     Attributes:
-        endpoint: its address.
-        corrupt: path of a file -> how many times to serve it with its first byte changed.
-        busy: path of a file -> how many times to answer 503.
-        requests: (path, first byte asked for) of every file request.
+        endpoint: address of the hub.
+        corrupt: by file path, the number of times to serve it with a changed first byte.
+        busy: by file path, the number of times to answer 503.
+        requests: (path, first requested byte) of every file request.
     """
 
     def __init__(self) -> None:

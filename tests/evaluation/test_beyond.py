@@ -1,4 +1,4 @@
-"""clip-benchmark's command line on our checkpoints, with what is mended in it."""
+"""clip-benchmark's command line on our checkpoints, with our fixes."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from tests.evaluation import datasets
 
 @pytest.fixture
 def evaluate(tiny_folder, tmp_path, monkeypatch):
-    """A function that runs the command on data sets, and returns the metrics of each."""
+    """Return a function that runs the command on data sets and returns the metrics of each."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     for module, name in (
         (cli, "load_clip"),
@@ -25,7 +25,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
         (linear_probe, "accuracy"),
         (zeroshot_classification, "accuracy"),
     ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
 
     def run(*names: str, root: str, **options: str) -> list[dict]:
         argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]
@@ -40,9 +40,9 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
 def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
-    """Names are clip-benchmark's, and so are the templates, unless a file has others (CLIP-Lite, Table 11)."""
+    """Class names are clip-benchmark's, and templates too, unless a file has others (CLIP-Lite, Table 11)."""
     for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
-        folder = tmp_path / "test" / str(label % 7)  # a folder of images a class
+        folder = tmp_path / "test" / str(label % 7)  # one folder of images per class
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / f"{number}.png")
     options = {}

@@ -1,4 +1,4 @@
-"""The command line: all 40 tasks, resuming, failing tasks, several processes, and a file that DataComp can read."""
+"""The command line: all 40 tasks, resuming, failed tasks, several processes, and results that DataComp can read."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from tests.evaluation import datasets
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Path:
-    """Small data sets for all 40 tasks."""
+    """Return a folder with small data sets for all 40 tasks."""
     folder = tmp_path_factory.mktemp("data")
     for number, key in enumerate(TASKS):
         datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
@@ -29,7 +29,7 @@ def data_dir(tmp_path_factory) -> Path:
 def evaluate(
     folder: Path, data_dir: Path, *arguments: str, checkpoint: str = "epoch_1.pt", any_size: bool = True
 ) -> int:
-    """Runs the command line in this process."""
+    """Return a function that runs the command line in this process."""
     argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(folder / checkpoint), "--data-dir", str(data_dir)]
     return datacomp.main([*argv, "--workers", "0", *(["--allow-size-mismatch"] if any_size else []), *arguments])
 
@@ -39,7 +39,7 @@ def main_metrics(folder: Path) -> dict[str, float | None]:
 
 
 def aggregate(path: Path) -> dict[str, float]:
-    """What DataComp's ``aggregate_scores.py`` does with the file: pandas, rows with a main metric, exactly 38 of them."""
+    """Return the scores as DataComp's ``aggregate_scores.py`` does: pandas, and exactly 38 rows with a main metric."""
     table = pd.read_json(path, lines=True)
     table = pd.concat([table.drop(columns="metrics"), table["metrics"].apply(pd.Series)], axis=1)
     table = table.dropna(subset=["main_metric"])
@@ -49,7 +49,7 @@ def aggregate(path: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def all_tasks(tiny_folder, data_dir, tmp_path_factory) -> tuple[Path, str, str]:
-    """The folder with the results of all 40 tasks, what the program printed, and its progress."""
+    """Return the folder with the results of all 40 tasks, the program's output, and its progress."""
     folder = tmp_path_factory.mktemp("all")
     with redirect_stdout(io.StringIO()) as shown, redirect_stderr(io.StringIO()) as progress:
         assert evaluate(tiny_folder, data_dir, "--output-dir", str(folder)) == 0
@@ -83,7 +83,7 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     )
     evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
     first = main_metrics(tmp_path)
-    # A line that a killed process of another program left: ignored, and gone afterwards.
+    # A line from a killed process of another program is ignored and removed.
     with open(tmp_path / RESULTS_FILE, "a") as stream:
         stream.write('{"key": "stl10", "metr')
     evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
@@ -109,16 +109,16 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     assert first != second
     assert evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_3.pt") == 2
     assert main_metrics(tmp_path) == second, "a checkpoint that does not exist must leave nothing"
-    # The first model's results are kept beside the file, and come back.
+    # The first model's results are kept next to the file, and restored later.
     evaluate(tiny_folder, data_dir, *tasks)
     assert main_metrics(tmp_path) == first
-    # The same weights with another activation are another model.
+    # Equal weights with another activation are a different model.
     evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
     assert main_metrics(tmp_path) != first
 
 
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
-    """It writes NaN, and says nowhere which model it evaluated."""
+    """It writes NaN, and does not record the evaluated model."""
     output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
     theirs = [
         '{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.9, "main_metric": 0.9}}',
@@ -211,7 +211,7 @@ def _evaluate(argv: list[str]) -> tuple[int, str]:
 
 
 def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
-    """Workers included: the same numbers as one process, every task once, one summary."""
+    """With workers: equal numbers as with one process, every task once, one summary."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
     argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
     argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]

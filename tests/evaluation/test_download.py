@@ -1,4 +1,4 @@
-"""``python -m eval.download`` against a hub on localhost: what a user sees, and what lies on the disk after it."""
+"""``python -m eval.download`` with a hub on localhost: the output, and the files on disk."""
 
 import csv
 import json
@@ -25,14 +25,14 @@ from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 from tests.evaluation.fake_hub import FakeHub
 
-DIGITS = "mnist"  # ten classes, as the fixtures have
+DIGITS = "mnist"  # ten classes, as in the fixtures
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with MNIST in DataComp's format, 3 shards, and files that nobody needs."""
+    """Yield a hub with MNIST in DataComp's format, 3 shards, and unused files."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the environment says
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # overrides the environment
     origin = datasets.make_task(tmp_path / "hub", DIGITS, shards=3)
     (origin / "README.md").write_text("MIT")
     (origin / ".gitattributes").write_text("*.tar filter=lfs")

@@ -1,4 +1,4 @@
-"""Embeddings by index: the rows are the model's, whatever was killed and however many ranks shared the work."""
+"""Embeddings by index: correct rows after any kill and with any number of ranks."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ BAD = {number: undecodable(number) for number in (3, 18, 19, 20, 21)} | {9: samp
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path):
-    """Makes command lines from an output folder and more arguments; their first word is the shards."""
+    """Return a function that makes command lines from an output folder and more arguments; the shards come first."""
     write_shards(data := tmp_path_factory.mktemp("data"), [7, 5, 6, 4, 3], BAD)
     model = f"--model {TINY_MODEL} --pretrained {tiny_folder}/epoch_1.pt --model-config {tiny_folder}/{TINY_MODEL}.json"
     size = "--device cpu --precision fp32 --batch-size 4 --workers 0 --max-bad-fraction 0.3"
@@ -46,7 +46,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted run in one process."""
+    """Return the folder of an uninterrupted run in one process."""
     embed.main(command(folder := tmp_path_factory.mktemp("whole")))
     return folder
 
@@ -87,8 +87,8 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
 
 
 def killed(argv: list[str], after: int) -> None:
-    """Embed, and be killed after so many batches have been written in part."""
-    multiprocessing.set_start_method(None, force=True)  # or data workers would come from the fork server
+    """Embed, and be killed after a number of batches, during a write."""
+    multiprocessing.set_start_method(None, force=True)  # otherwise data workers would come from the fork server
     calls, write = iter(range(2 * after)), _Table.write
 
     def write_and_die(self: _Table, index: np.ndarray, rows: np.ndarray) -> None:
@@ -118,7 +118,7 @@ def test_killed_runs_continue_after_a_shard_to_the_same_bytes(workers, finished,
 
 
 def test_two_ranks_write_what_one_does(whole, command, tmp_path):
-    for _ in range(2):  # the second time it is finished already
+    for _ in range(2):  # the second call finds a finished folder
         two_ranks().run(embed.main, command(tmp_path), group=False)
     assert written(tmp_path) == written(whole)
 

@@ -1,4 +1,4 @@
-"""Loading models: what OpenCLIP loads, we load; what does not fit is refused in one sentence."""
+"""Loading models: all models that OpenCLIP loads; others are rejected with one sentence."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
 
 
 def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
-    """tests/training/test_cliplite.py encodes with the heads of a known kind."""
+    """tests/training/test_cliplite.py encodes with heads of a known kind."""
     entry = {"kind": "test", "config": {}, "state_dict": {}}
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
     with pytest.raises(HeadsError, match="needs heads of the kind 'test', but only cliplite, projector are known"):
@@ -109,8 +109,8 @@ def test_shared_classes_are_encoded_once(make_encoder):
 
 @pytest.fixture
 def run_folder(tmp_path, caplog) -> Path:
-    """A run folder with the tiny model's checkpoint; its ``params.txt`` is for the test to write."""
-    caplog.set_level(logging.WARNING)  # whatever a program that ran before has set
+    """Return a run folder with the tiny model's checkpoint; tests write its ``params.txt``."""
+    caplog.set_level(logging.WARNING)  # overrides the setting of a previous program
     tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
     return tmp_path / "run"
 
@@ -135,7 +135,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
-    """The same tensors with another activation: loading cannot notice, and the numbers are another model's."""
+    """With equal tensors and another activation, loading succeeds, but the numbers belong to a different model."""
     config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
     (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
     (run_folder / "params.txt").write_text("model: tiny-quick\n")

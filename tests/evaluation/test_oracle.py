@@ -1,4 +1,4 @@
-"""All kinds of tasks against clip-benchmark's own functions and scikit-learn, in float32, to 1e-6."""
+"""All kinds of tasks against clip-benchmark's functions and scikit-learn, in float32, to 1e-6."""
 
 import io
 import json
@@ -29,7 +29,7 @@ CLASSIFICATION = ("cifar10", "wilds/iwildcam", "wilds/fmow", *GROUPED)
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Path:
-    """One small data set of every kind."""
+    """Return a folder with one small data set of every kind."""
     folder = tmp_path_factory.mktemp("data")
     for key in (*CLASSIFICATION, "fairness/fairface", FLICKR):
         datasets.make_task(folder, key, count=SAMPLES, shards=3)
@@ -37,7 +37,7 @@ def data_dir(tmp_path_factory) -> Path:
 
 
 def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """clip-benchmark's logits and labels of a classification data set, in the order on disk shard after shard."""
+    """Return clip-benchmark's logits and labels of a classification data set, in the order of the shards."""
     dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=tiny.preprocess)
     loader = torch.utils.data.DataLoader(dataset.batched(16), batch_size=None)
     weights = zeroshot_classification.zero_shot_classifier(
@@ -48,7 +48,7 @@ def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 
 def oracle_metadata(folder: Path) -> np.ndarray:
-    """The ``npy`` columns through clip-benchmark's reader, in the same order."""
+    """Return the ``npy`` columns from clip-benchmark's reader, in the same order."""
     (folder / "dataset_type.txt").write_text("multilabel\n")
     dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=lambda image: 0)
     (folder / "dataset_type.txt").unlink()
@@ -108,7 +108,7 @@ def test_classification_equals_clip_benchmark_and_scikit_learn(key, data_dir, ti
 
 
 def reference_groups(name: str, right: np.ndarray, metadata: np.ndarray, column: int) -> dict[str, float]:
-    """Average and worst group of one metadata column."""
+    """Return average and worst group of one metadata column."""
     groups = [right[metadata[:, column] == value].mean() for value in np.unique(metadata[:, column])]
     return {f"{name}_avg": right.mean(), f"{name}_wg": min(groups)}
 
@@ -165,7 +165,7 @@ def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
 
 
 def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
-    """DataComp's harness literally: every instance's images and cue through the model by themselves."""
+    """As in DataComp's harness, the model encodes the images and cue of each instance separately."""
     task = TASKS["misc/winogavil"]
     folder = datasets.make_task(tmp_path, task.key, count=24, images=40, shards=3)
     files = {sample.key: sample.fields["jpg"] for shard in find_shards(folder) for sample in read_shard(shard)}
@@ -192,7 +192,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
 
 
 def test_equal_class_names_tie_exactly(tmp_path, make_encoder):
-    """iWildCam has class names twice: the first of them is the prediction, whatever the matrix product does."""
+    """iWildCam has duplicate class names: the first is the prediction, independent of rounding."""
     folder = datasets.make_task(tmp_path, "wilds/iwildcam", count=SAMPLES)
     found = []
     for names in (datasets.DIGIT_NAMES, (*datasets.DIGIT_NAMES, *datasets.DIGIT_NAMES[::-1])):

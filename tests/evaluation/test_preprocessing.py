@@ -1,4 +1,4 @@
-"""Images of all modes reach the model as upstream gives them to it."""
+"""Images of all modes are converted as upstream."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from tests.evaluation import datasets
 
 
 def stored_image(mode: str) -> bytes:
-    """A PNG of colorful noise, larger than the model's input, stored in a mode."""
+    """Return a PNG of color noise in a mode, larger than the model's input."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 61, 4), dtype=np.uint8)
     image = Image.fromarray(pixels, "RGBA")
     image = image if mode in ("RGBA", "LA") else image.convert("RGB")

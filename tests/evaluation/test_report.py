@@ -1,4 +1,4 @@
-"""``python -m eval.report``: the right numbers in the right places, on pages that need nothing from outside."""
+"""``python -m eval.report``: correct numbers, on pages without external resources."""
 
 import csv
 import html
@@ -41,7 +41,7 @@ def all_scores(offset: float, keys: Iterable[str] = AVERAGED) -> dict[str, float
 
 
 def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
-    """``metrics.jsonl`` as the trainer writes it: ten steps of 64 samples an epoch, every fifth and the last logged."""
+    """Write ``metrics.jsonl`` as the trainer does: ten steps of 64 samples per epoch; every fifth and the last are logged."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as stream:
         for step in range(10 * epochs):
@@ -53,7 +53,7 @@ def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[
             if step % 10 == 9 and evaluations and completed in evaluations:
                 evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}
                 stream.write(json.dumps(evaluation) + "\n")
-        stream.write('{"step": 99, "epo')  # a run killed while writing
+        stream.write('{"step": 99, "epo')  # a run killed during a write
 
 
 def tables_of(text: str) -> list[list[list[str]]]:
@@ -72,7 +72,7 @@ def charts_of(text: str) -> dict[str, ElementTree.Element]:
 
 
 def hints_of(chart: ElementTree.Element) -> list[str]:
-    """Return the texts shown on hovering, in the order they were drawn in."""
+    """Return the tooltips in drawing order."""
     return [title.text or "" for title in chart.iter("{http://www.w3.org/2000/svg}title")]
 
 
@@ -82,7 +82,7 @@ def csv_rows(tmp_path: Path) -> list[dict[str, str]]:
 
 
 def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]:
-    """Return tables and text of a report's page, which refers to its own parts only."""
+    """Return tables and text of a report's page, and check that it refers only to its own parts."""
     main([*arguments, "--output", str(tmp_path / "report")])
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "@import" not in text and " src=" not in text
@@ -93,7 +93,7 @@ def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]
 def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     first, second = all_scores(0.1), all_scores(0.15)
     second["cifar10"] = 0.05  # the one task that gets worse
-    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # as DataComp's own harness
+    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # as in DataComp's harness
     write_results(tmp_path / "second", {**second, "fairness/fairface": None})
     tables, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second'}")
 
@@ -104,7 +104,7 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
     assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
 
-    # A row a model, the columns of OpenCLIP's published results first.
+    # One row per model; the columns of OpenCLIP's published results come first.
     a, b = csv_rows(tmp_path)
     assert ",".join(list(a)[:41]) == OPENCLIP_HEADER
     assert (a["name"], a["pretrained"], b["name"]) == ("A", "first", "B")
@@ -120,7 +120,7 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
-    """A run folder as the trainer leaves it after two epochs with validation."""
+    """Write a run folder as the trainer does after two epochs with validation."""
     write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
     flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
     config = {
@@ -132,7 +132,7 @@ def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
 
 
 def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """No task of DataComp was evaluated: the settings, the course and the validation of the trainings are compared."""
+    """Without DataComp tasks, the report compares settings, curves and validation of the trainings."""
     first, second = (
         write_run(tmp_path / loss, loss, 0, 0.3 + 0.1 * place) for place, loss in enumerate(("openclip", "queueclip"))
     )
@@ -188,7 +188,7 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     _, row = csv_rows(tmp_path)
     assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
 
-    # A repeat without a task: no number for that task, rather than the mean of two.
+    # If a repeated run lacks a task, the task has no number, instead of the mean of two runs.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
     assert run.final.score("mnist") is None and run.final.score(AVERAGE) is None
@@ -210,7 +210,7 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
         ("epoch_10", 10, 6400),
         ("epoch_10_step_105", 10, 6720),
     ]
-    # The full evaluation of epoch 2 stands, not that during training; epoch 4 has only the latter.
+    # Epoch 2 shows its full evaluation; epoch 4 has only the evaluation during training.
     assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
     assert found.checkpoints[1].score(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].score(AVERAGE) is None

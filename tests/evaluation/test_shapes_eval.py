@@ -1,4 +1,4 @@
-"""The demo evaluator against a model that knows everything, and stock OpenCLIP's loading."""
+"""The demo evaluator with a perfect model, and loading in stock OpenCLIP."""
 
 import json
 import shutil
@@ -31,14 +31,14 @@ def samples(data_dir):
 
 
 def encoder_of(model_class, samples):
-    """An encoder of a toy model, with the demo model's transform and tokenizer."""
+    """Return an encoder of a toy model, with the demo model's transform and tokenizer."""
     preprocess = open_clip.image_transform(32, is_train=False)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     return Encoder(model_class(samples, tokenizer), preprocess, tokenizer, torch.device("cpu"), workers=0)
 
 
 def read_caption(caption):
-    """(set of words of each item, relation of the first item or None, background or None)."""
+    """Return the words of each item, the relation of the first item or None, and the background or None."""
     body, _, background = caption.partition(" on ")
     words = body.split()
     relation = next((PHRASES[word] for word in words if word in PHRASES), None)
@@ -54,7 +54,7 @@ def read_caption(caption):
 
 
 def truth_of(caption, scene):
-    """0 if the caption contradicts the scene, 2 if it tells of every item, 1 if it is silent about one."""
+    """Return 0 if the caption contradicts the scene, 2 if it describes every item, 1 if it omits an item."""
     said, relation, background = read_caption(caption)
     shown = [{item.shape, item.color, item.size, item.texture, "shape"} for item in scene.items]
     orders = [(shown, scene.relation)]
@@ -70,7 +70,7 @@ def truth_of(caption, scene):
 
 
 class Oracle(torch.nn.Module):
-    """An image is its own axis; a text points at the images of which it is true, most at those it tells all of."""
+    """A perfect model: each image has its own axis; a text points at the images that it describes, most at complete ones."""
 
     def __init__(self, samples, tokenizer):
         super().__init__()
@@ -103,11 +103,11 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     arguments = ["--data-dir", str(data_dir), "--model", "demo-vit", "--device", "cpu", "--json", output]
     main([*arguments, "--checkpoint", str(checkpoint), "--untrained"])
     numbers = json.loads((tmp_path / "o.json").read_text())
-    assert numbers["trained"] == numbers["untrained"]  # the same weights, loaded and made
+    assert numbers["trained"] == numbers["untrained"]  # equal weights, loaded and initialized
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
-    # Several checkpoints are named by their runs.
+    # Several checkpoints are labeled with their runs.
     runs = [tmp_path / "runs" / name / "checkpoints" / "epoch_1.pt" for name in ("queueclip", "openclip")]
     for run in runs:
         run.parent.mkdir(parents=True)

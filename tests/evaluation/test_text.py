@@ -1,4 +1,4 @@
-"""Texts without their padding have the embeddings of texts with it."""
+"""Texts without padding have the same embeddings as padded texts."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusua
 
 
 def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> tuple[nn.Module, Tensor, Tensor]:
-    """A tiny model whose text tower has other options, the tokens of the texts, and their padded embeddings."""
+    """Return a tiny model with other options of the text tower, the texts' tokens, and their padded embeddings."""
     path = tiny_model_config(folder, name)
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "text_cfg": {**config["text_cfg"], **text}}))
@@ -31,7 +31,7 @@ def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> t
 
 
 def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[int]]:
-    """The texts one by one after a first one, which is the check; and the lengths that reached the model."""
+    """Encode a text for the check, then the texts one by one; return their embeddings and the lengths in the model."""
     encoder, seen, original = TextEncoder(model), [], model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: seen.append(tokens.shape[1]) or original(tokens))
     encoder.encode(tokens[:1])
@@ -45,7 +45,7 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
     [
         (False, {}, [8, 8, 16]),
         (True, {}, [8, 8, 16]),
-        (True, {"no_causal_mask": True}, [24, 24, 24]),  # it sees its padding and is not cut
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # this tower depends on padding, so texts are not shortened
     ],
 )
 def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected
 
 @torch.no_grad()
 def test_a_tower_that_only_looks_causal_is_found_out(tmp_path, monkeypatch, caplog):
-    """A tower whose answer depends on the padding is noticed at the first batch, and encoded whole from then on."""
+    """A dependence on the padding is detected in the first batch, and later texts keep their padding."""
     model, tokens, _ = build(tmp_path, "tiny-odd")
     original = model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: original(tokens) * torch.linspace(-1, tokens.shape[1], 16))

@@ -1,8 +1,7 @@
-"""Code for CUDA, run without a CUDA device.
+"""CUDA code paths, run without a CUDA device.
 
-Fake tensors (``torch._subclasses.fake_tensor``) say ``device="cuda"`` and hold no data. So a whole training step runs the
-path that it takes on a GPU: a tensor on the wrong device fails, and a dispatch mode counts what would be launched and names
-what would make the host wait.
+Fake tensors (``torch._subclasses.fake_tensor``) report ``device="cuda"`` and have no data. So a full training step takes the
+same path as on a GPU: a tensor on the wrong device fails, and a dispatch mode counts launches and reports host-device syncs.
 
-Not seen here: numbers, NCCL, kernels that are missing on CUDA only. Tests marked ``gpu`` are for those.
+Tests marked ``gpu`` cover numbers, NCCL, and kernels that are missing only on CUDA.
 """

@@ -1,8 +1,8 @@
 """Bounds on the launches of a step, by loss.
 
-``python -m tests.fake_cuda.bounds`` measures them and writes ``bounds.json`` anew: launches, which a change may exceed by
-a twentieth, because versions of PyTorch differ by a few. Options are a loss's defaults, but what happens every few steps
-happens in the measured ones, of which the most expensive counts.
+``python -m tests.fake_cuda.bounds`` measures the launches and rewrites ``bounds.json``. Tests allow 5 % more, because versions
+of PyTorch differ slightly. Options have their defaults, but rare events of a loss happen in the measured steps. The most
+expensive step counts.
 """
 
 import functools
@@ -15,12 +15,12 @@ from openclip_ext.losses.registry import list_losses, options_used_by
 _FILE = Path(__file__).with_name("bounds.json")
 _MARGIN = 1.05
 _EVERY = {"fit_every": 2, "target_every": 2, "restart_every": 2}
-# Steps in other ways than the plain one.
+# Additional ways to compute a step.
 WAYS = [("fastclip", "solved"), ("fastclip", "chunks"), ("amorlip", "chunks"), ("neuclip", "chunks")]
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options that a loss is measured with."""
+    """Return the options of a measured loss."""
     defaults = options_used_by(name)
     plain = {option: value for option, value in defaults.items() if option in ("normalizer_updates", "prototypes")}
     return plain | {option: value for option, value in _EVERY.items() if option in defaults}
@@ -28,17 +28,17 @@ def options(name: str) -> dict[str, Any]:
 
 @functools.cache
 def measured() -> dict[str, dict[str, int]]:
-    """Launches by kind (``loss`` alone, ``step``, a way of a step) and loss, as they were last measured."""
+    """Return the last measured launches by kind (``loss`` alone, ``step``, a way of a step) and loss."""
     return json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 def bound(kind: str, name: str) -> int:
-    """The most launches that a loss, or a whole step with it, may have."""
+    """Return the maximum launches of a loss or of a full step with it."""
     return int(measured()[kind][name] * _MARGIN)
 
 
 def main() -> None:
-    """Measure, and write the file."""
+    """Measure the launches and write the file."""
     from tests.fake_cuda import test_losses, test_steps
 
     names = list_losses()

@@ -1,4 +1,4 @@
-"""Prepares the process when its tests are collected, before any test has run a backward pass."""
+"""Prepare the process during collection, before the first backward pass of any test."""
 
 import contextlib
 

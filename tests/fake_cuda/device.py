@@ -1,4 +1,4 @@
-"""The device: builds ``device.cpp``, and stands in for what ``torch.cuda`` asks of a driver."""
+"""The fake device: build ``device.cpp``, and replace the driver for ``torch.cuda``."""
 
 import contextlib
 import ctypes
@@ -26,10 +26,10 @@ CUDA = torch.device("cuda", 0)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled device, kept in the temporary folder from run to run.
+    """Return the compiled device, which is cached in the temporary folder.
 
     Raises:
-        pytest.skip.Exception: there is no C++ compiler, or a real device, which needs no fake.
+        pytest.skip.Exception: there is no C++ compiler, or there is a real device.
     """
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device; run pytest -m gpu")
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 
 def start_autograd() -> None:
-    """Let autograd start a thread for each fake device. It does so once in a process, in the first backward pass."""
+    """Start autograd's threads for the fake devices; the first backward pass starts threads, once per process."""
     device = library()
     device.enter()
     try:
@@ -65,7 +65,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event, which remembers the stream it was recorded on."""
+    """An event that stores the stream on which it was recorded."""
 
     recorded: "list[FakeEvent]" = []  # noqa: RUF012
 
@@ -81,7 +81,7 @@ class FakeEvent:
 
 
 class _Generator:
-    """Stands for a CUDA generator: fake tensors draw no numbers."""
+    """A replacement of a CUDA generator; fake tensors draw no numbers."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls) if torch.device(device).type == "cuda" else _REAL_GENERATOR(device)
@@ -94,7 +94,7 @@ _REAL_GENERATOR = torch.Generator
 
 
 def _without_pinning(function: Any) -> Any:
-    """A tensor factory whose ``pin_memory=True`` does nothing: no driver pins memory."""
+    """Return a tensor factory that ignores ``pin_memory=True``, because there is no driver."""
 
     def call(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return function(*args, **options)
@@ -103,20 +103,20 @@ def _without_pinning(function: Any) -> Any:
 
 
 def pretend_values() -> None:
-    """Let the losses take fake tensors for real ones until :func:`fake_cuda` ends: a value that they read is a wait."""
+    """Make losses treat fake tensors as real until :func:`fake_cuda` ends: reading a value is a sync."""
     checks._HAVE_VALUES = (*checks._HAVE_VALUES, FakeTensor)
 
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Let new tensors be fake, on two CUDA devices or on the CPU; the first device is current."""
+    """Make new tensors fake, on two CUDA devices or on the CPU; the first device is current."""
     device = library()
     cuda = {
         "Event": FakeEvent,
         "current_stream": FakeStream,
         "current_device": lambda: 0,
         "device_count": lambda: 2,
-        # torch.tensor() would ask the driver for memory otherwise: Lightning lets is_available() go by device_count().
+        # Otherwise torch.tensor() would request memory from the driver: Lightning bases is_available() on device_count().
         "is_available": lambda: False,
         "is_bf16_supported": lambda *args, **options: True,
         "is_current_stream_capturing": lambda: False,
@@ -138,7 +138,7 @@ def fake_cuda() -> Iterator[None]:
 
 
 def to_fake_cuda(module: nn.Module, device: torch.device = CUDA) -> nn.Module:
-    """Replace a module's parameters and buffers by fake ones on a device, within :func:`fake_cuda`."""
+    """Replace a module's parameters and buffers with fake tensors on a device, within :func:`fake_cuda`."""
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

@@ -1,4 +1,4 @@
-"""Count the launches a GPU would get, and name what would make the host wait for it."""
+"""Count kernel launches and report host-device syncs of code for a GPU."""
 
 import re
 import sys
@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import openclip_ext
 
 _PACKAGE = Path(openclip_ext.__file__).parent
-# These compute a size, share memory or reserve some: no kernel runs.
+# These operations compute a size, or share or allocate memory, without a kernel.
 _NO_KERNEL = re.compile(
     r"detach|alias|is_pinned|promote_types|lift_fresh|_unsafe_view|sym_(size|numel)|(new_)?empty(_like|_strided)?"
 )
-# Their result is on the host, or has a size that depends on the values.
+# The result is on the host, or its size depends on the values.
 _WAITS = re.compile(
     r"_local_scalar_dense|item|equal|is_nonzero|nonzero(_numpy)?|masked_select|_unique2|unique_(dim|consecutive)"
     r"|bincount|histc|repeat_interleave|linalg_svd"
@@ -27,20 +27,20 @@ _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "
 _LIFTS = ("lift_fresh", "lift_fresh_copy")
 
 
-# Waits that are meant, by how they begin, with the reason. scripts/bench/README.md lists them.
+# Intended syncs, by the start of their description, with the reason. scripts/bench/README.md lists them.
 KNOWN_WAITS = {
-    "copy cpu to cuda at amorlip.py:initialize": "once an epoch: start values come from the CPU, so that devices start alike",
+    "copy cpu to cuda at amorlip.py:initialize": "once per epoch: initial values come from the CPU, equal for all devices",
     "_local_scalar_dense at guard.py:step": "timm's optimizers cannot skip a step on the device, so the host decides",
 }
 
 
 class Launches(TorchDispatchMode):
-    """Watches operations on CUDA tensors.
+    """Record of operations on CUDA tensors.
 
     Attributes:
-        number: operations that launch a kernel or a copy.
-        waits: what would make the host wait, with the places in the package that asked for it, innermost first.
-        unknown_waits: those that are not among :data:`KNOWN_WAITS`.
+        number: number of operations that launch a kernel or a copy.
+        waits: host-device syncs, with their callers in the package, innermost first.
+        unknown_waits: syncs that are not in :data:`KNOWN_WAITS`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Clear the record."""
         self.number = 0
         self.waits: Counter[str] = Counter()
 
@@ -59,15 +59,15 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op.namespace in ("prim", "profiler"):
-            return op(*args, **kwargs)  # asks for a tensor's device, say: no work for one
+            return op(*args, **kwargs)  # for example, a query of a tensor's device, which launches nothing
         name = op.overloadpacket.__name__
         inputs = [*_tensors(args), *_tensors(kwargs)]
         on_cuda = any(tensor.is_cuda for tensor in inputs)
-        # Before the call: a fake tensor whose values decide a shape raises.
+        # Before the call, because a fake tensor raises if its values determine a shape.
         for reason in _waits(name, args, kwargs, on_cuda):
             self.waits[f"{reason} at {_caller()}"] += 1
         if name == "_local_scalar_dense" and on_cuda:
-            # Any value will do, so that all waits of a step are found, not the first only.
+            # Any value is valid, so that all syncs of a step are found, not only the first.
             return True if args[0].dtype == torch.bool else 1
         out = op(*args, **kwargs)
         launches = not (op.is_view or _NO_KERNEL.fullmatch(name))
@@ -108,7 +108,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _caller() -> str:
-    """The files and functions of the package on the stack, the innermost three."""
+    """Return the innermost three files and functions of the package on the stack."""
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Every loss on fake CUDA tensors: no tensor on a wrong device, no wait, and no more launches than its bound."""
+"""Every loss on fake CUDA tensors: correct devices, no sync, and no more launches than its bound."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
 # The first call checks the loop and makes states. The calls span two epochs, with a restart and a fit every other step.
 BATCH, CALLS = 6, 3
-# The loop is not checked from this call on, and temperatures are solved.
+# From this call on, the loop is not checked, and temperatures are solved.
 SOLVES_FROM = 100
-# Compositions that have no reference of their own.
+# Compositions without a reference.
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip-mask": ("openclip", {"equal_captions": "mask"}),
     "fastclip-predicted": ("fastclip", {"temperature_scheme": "predicted"}),
@@ -32,16 +32,16 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "queueclip-predicted": ("queueclip", {"prototypes": 9, "temperature_scheme": "predicted"}),
     "amorlip-local": ("amorlip", {}),
 }
-# On a device they are like another loss; each has its own bound.
+# These are equal to another loss on a device; each has its own bound.
 LIKE_ANOTHER = {"siglip", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v3", "sogclr", "isogclr"}
-# OpenCLIP's own losses, whose collectives are not those of this package.
+# OpenCLIP's losses, which do not use this package's collectives.
 GATHER_BY_THEMSELVES = [name for name in kinds() if CASES[name].loss == "openclip"]
 ALL = CASES | {name: Case(loss, None, options) for name, (loss, options) in _MORE.items()}
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the inputs of a call are, and where."""
+    """Kind and device of the inputs of a call."""
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -62,7 +62,7 @@ _FORMS = {
 
 
 def go_on(loss: ContrastiveLoss, number: int) -> None:
-    """Begin the next of some calls: the first is a loss's first, the second one of many later."""
+    """Start the next call: the first is a loss's first call, and the second represents later calls."""
     loss.start_epoch(number // 2)
     if number == 1:
         loss.calls += SOLVES_FROM
@@ -70,7 +70,7 @@ def go_on(loss: ContrastiveLoss, number: int) -> None:
 
 
 def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
-    """One call with the backward pass, on inputs as the trainer makes them."""
+    """Run one call with its backward pass, on inputs like the trainer's."""
     device = form.device
     images, texts = (torch.empty(BATCH, WIDTH, dtype=form.dtype, device=device).requires_grad_() for _ in range(2))
     logit_scale, logit_bias = (torch.empty((), device=device).requires_grad_() for _ in range(2))
@@ -86,7 +86,7 @@ def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
 
 
 def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[], None] = lambda: None) -> list[int]:
-    """Some calls in training mode, which wait for nothing, and one in evaluation mode; how many launches each had."""
+    """Run calls in training mode, without syncs, and one in evaluation mode; return the launches of each."""
     numbers = []
     with fake_cuda(), Launches() as launches:
         to_fake_cuda(loss, form.device)
@@ -102,7 +102,7 @@ def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[
     return numbers
 
 
-# test_ranks.py has the others in the same calls.
+# test_ranks.py covers the others in the same calls.
 @pytest.mark.parametrize("name", [*GATHER_BY_THEMSELVES, *_MORE])
 def test_no_call_waits_or_mixes_devices(name: str) -> None:
     run_calls(ALL[name].create())
@@ -120,6 +120,6 @@ def test_no_call_has_more_launches_than_its_bound(name: str) -> None:
 
 
 def launches_of(name: str) -> int:
-    """Launches of the most expensive of some calls in training mode."""
+    """Return the launches of the most expensive call in training mode."""
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options(name))
     return max(run_calls(loss)[1:CALLS])

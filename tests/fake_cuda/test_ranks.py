@@ -1,4 +1,4 @@
-"""Every loss on four ranks of fake CUDA tensors: collectives are stubs, so only devices, waits and their number are seen."""
+"""Every loss on four ranks of fake CUDA tensors. Collectives are stubs; the tests check their devices, syncs and number."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _NAMES = [name for name in kinds() if name not in GATHER_BY_THEMSELVES]
 
 @contextmanager
 def four_ranks() -> Iterator[list[Counter[str]]]:
-    """This process is rank 1 of four; the last counter gets the collectives by their name and the device of their tensor."""
+    """Make this process rank 1 of four; the last counter counts collectives by name and device of the tensor."""
     seen: list[Counter[str]] = []
 
     def stub(name: str) -> Any:

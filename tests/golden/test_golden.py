@@ -1,7 +1,7 @@
-"""Per-step losses of every loss for a fixed seed: a refactor changes no number.
+"""Per-step values of every loss with a fixed seed: a refactoring must not change numbers.
 
-Where a change is meant to change numbers, make the file anew and say why in the commit:
-``python -m tests.golden.test_golden``. Add a new loss by its name: ``python -m tests.golden.test_golden NAME``.
+If a change changes numbers on purpose, rewrite the file with ``python -m tests.golden.test_golden`` and give the reason in the
+commit. ``python -m tests.golden.test_golden NAME`` adds a new loss.
 """
 
 import json
@@ -16,14 +16,14 @@ import openclip_ext
 from tests.training.runs import command, losses_of, make_shards, run
 
 GOLDEN = Path(__file__).with_name("losses.json")
-# Float32 on other machines adds up in another order; ten steps with small learning rates do not enlarge that much.
+# Float32 sums have another order on other machines; ten steps with small learning rates amplify this only slightly.
 TOLERANCE = 2e-3
 FLAGS = {
-    # AdaGrad's first step has the size of its learning rate in every coordinate, whatever the gradient's: with 1.0 ten
-    # steps turn a difference in the last digit into one in the first. The algorithm is the published one.
+    # AdaGrad's first step has the size of its learning rate in every coordinate. With 1.0, ten steps turn a difference in
+    # the last digit into one in the first digit. The algorithm is the published one.
     "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit", "--temperature-scheme", "global"],
     "queueclip": ["--prototypes", "24"],
-    # The one that contrasts images with texts; with two views it is simclr's relative.
+    # The variant for images and texts; with two views it is related to simclr.
     "sogclr": ["--views", "1"],
 }
 
@@ -43,7 +43,7 @@ def test_losses_are_the_golden_ones(loss, shards, tmp_path):
 
 
 def main(names: list[str]) -> None:
-    """Write the golden values of some losses, or of all, from the code as it is."""
+    """Write the golden values of the given losses, or of all, with the current code."""
     golden = json.loads(GOLDEN.read_text()) if names else {}
     with tempfile.TemporaryDirectory() as folder:
         data = make_shards(Path(folder) / "shards")

@@ -1,4 +1,4 @@
-"""accelerate: the loss's state goes with ``save_state``, also with two processes, and resume is bitwise."""
+"""accelerate: ``save_state`` includes the loss's state, also with two processes, and resuming is bitwise."""
 
 from types import SimpleNamespace
 
@@ -107,7 +107,7 @@ def test_outputs_of_an_unknown_kind_are_refused():
 
 
 def _saved() -> tuple[bool, dict]:
-    """Whether the state of all processes gives this one its part back; and that state, which the first one saves."""
+    """Return whether this process gets its part back from the state of all processes, and the state, which rank 0 saves."""
     rank, model = distributed.rank(), tiny_model()
     loss, other = (ModelLoss(stateful_loss(), model) for _ in range(2))
     batch = tiny_batch(rank)

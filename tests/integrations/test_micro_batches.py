@@ -1,4 +1,4 @@
-"""A batch in parts has the whole batch's gradient. Each trainer's file compares a run in parts with one of whole batches."""
+"""Micro-batches have the gradient of the full batch. The file of each trainer compares full runs."""
 
 import copy
 
@@ -32,7 +32,7 @@ def test_value_and_gradient_are_the_whole_batchs():
 
 
 def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
-    """A dropout before the embeddings, and batch normalization, whose statistics a batch enters once."""
+    """The model has dropout before the embeddings, and batch normalization, whose statistics count a batch once."""
     model = tiny_model()
     drawn: list[Tensor] = []
     layers = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(model.text_projection.shape[1]))
@@ -44,7 +44,7 @@ def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
     step(model, tiny_batch(0))
     first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
     assert [len(part) for part in first] == [3, 3, 2]
-    # The backward pass takes the parts in any order.
+    # The backward pass processes the parts in any order.
     assert all(any(torch.equal(part, other) for other in second if len(other) == len(part)) for part in first)
     assert layers[1].num_batches_tracked == len(first)
 

@@ -1,4 +1,4 @@
-"""``register()``: stock OpenCLIP builds our losses, and refuses what its loop cannot do."""
+"""``register()``: stock OpenCLIP creates our losses, and rejects what its loop does not support."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ from openclip_ext.model_configs import add_model_configs
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Register, and leave OpenCLIP as it was for the other tests."""
+    """Register, and restore OpenCLIP for the other tests."""
     places = {
         "create_loss": (open_clip, open_clip.factory, script),
         "parse_args": (params, script),
@@ -36,14 +36,14 @@ def registered(monkeypatch):
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    """What OpenCLIP's parser makes of a command line, and what its script adds."""
+    """Return OpenCLIP's parsed command line, and the additions of its script."""
     args = script.parse_args(["--model", "demo-vit", *argv])
     args.distill, args.rank, args.world_size = False, 0, 1
     return args
 
 
 def openclip_args(**changes) -> argparse.Namespace:
-    """The arguments of somebody who has another parser."""
+    """Return arguments as from a custom parser."""
     stock = {name: value for name, value in vars(parse()).items() if name not in ("loss", "loss_options")}
     return argparse.Namespace(**stock | changes)
 
@@ -64,7 +64,7 @@ def test_without_a_name_the_loss_is_openclips():
 
 
 def test_options_of_openclips_loss_are_not_dropped():
-    """Its own flags are OpenCLIP's business; others compose it of our parts, or are refused like any loss's."""
+    """OpenCLIP handles its own flags; other flags compose the loss of our parts, or are rejected as for any loss."""
     options = {"temperature_scheme": "constant", "temperature": 0.05}
     loss = open_clip.create_loss(openclip_args(loss="openclip", loss_options=options))
     assert isinstance(loss, GlobalContrastiveLoss) and loss.initial_logit_scale == pytest.approx(math.log(20))
@@ -91,7 +91,7 @@ def test_what_openclips_loop_cannot_do_is_refused(changes, message):
         open_clip.create_loss(openclip_args(**changes))
 
 
-# --- OpenCLIP's own training script ----------------------------------------------------------------------------------
+# --- OpenCLIP's training script ---------------------------------------------------------------------------------------
 
 
 def test_the_stock_parser_knows_our_losses_and_their_options():

@@ -1,4 +1,4 @@
-"""sentence-transformers: resume is bitwise, the loss's temperature trains, and what does not fit is refused."""
+"""sentence-transformers: resuming is bitwise, the loss's temperature trains, and wrong input is rejected."""
 
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def test_hard_negatives_are_refused():
 
 
 class Rows(nn.Module):
-    """A transformer as sentence-transformers sees it: rows of tokens with a mask."""
+    """A transformer module of sentence-transformers, on rows of tokens with a mask."""
 
     def __init__(self):
         super().__init__()

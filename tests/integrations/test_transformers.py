@@ -1,4 +1,4 @@
-"""``transformers.Trainer``: resume is bitwise, and the temperature and the index reach the loss."""
+"""``transformers.Trainer``: resuming is bitwise, and the loss receives the temperature and the index."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small run for all integrations: pairs with an index, and a loss with a state for each sample and a learned temperature."""
+"""A small run for all integrations: pairs with an index, and a loss with per-sample state and a learned temperature."""
 
 import contextlib
 import io
@@ -24,12 +24,12 @@ SAMPLES, BATCH = 20, 4
 STEPS = SAMPLES // BATCH
 LR_TAU = 0.05
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Arguments of an example, and what it prints at its end.
+# Arguments of an example, and its last output.
 FEW, PAIRS = ("--samples", "200", "--epochs", "1"), "unseen pairs: image to text 0."
 
 
 class Pairs(Dataset):
-    """Random images and captions that end with the end-of-text token, the largest."""
+    """Random images and captions that end with the end-of-text token, the largest token."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -45,23 +45,23 @@ class Pairs(Dataset):
 
 
 def pairs() -> Any:
-    """The training set, with its index."""
+    """Return the training set with indices."""
     return with_index(Pairs())
 
 
 def stateful_loss(epochs: int = 2) -> ContrastiveLoss:
-    """FastCLIP: per-sample state, a schedule over the epochs, a temperature with a learning rate of its own."""
+    """Return FastCLIP: per-sample state, a schedule over the epochs, and a temperature with its own learning rate."""
     return create_loss("fastclip", embed_dim=WIDTH, num_samples=SAMPLES, epochs=epochs, lr_tau=LR_TAU)
 
 
 def final_state(model: torch.nn.Module, loss: ContrastiveLoss) -> dict[str, Tensor]:
-    """All that a run leaves behind."""
+    """Return the complete final state of a run."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return state | {f"loss.{name}": value for name, value in loss.state_dict().items()}
 
 
 def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tensor]) -> None:
-    """Bit for bit; and the runs did train."""
+    """Assert that runs are equal bit for bit, and that they trained."""
     assert resumed.keys() == uninterrupted.keys()
     different = [name for name, value in uninterrupted.items() if not torch.equal(resumed[name], value)]
     assert not different
@@ -70,16 +70,16 @@ def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tenso
 
 
 def in_two_processes(function: Callable, *arguments: Any) -> list[Any]:
-    """What a function that trains returns on each rank.
+    """Return the results of a training function on each rank.
 
-    The trainers make the group of processes, and keep it in globals: no other test may have these processes.
+    Trainers create the process group and keep it in globals, so other tests must not use these processes.
     """
     with contextlib.closing(RankPool()) as ranks:
         return ranks.run(function, *arguments, group=False)
 
 
 def example(name: str, *arguments: str) -> str:
-    """Run an example in this process and return what it printed; in two processes the first one prints the end."""
+    """Run an example in this process and return its output; with two processes, the first prints the end."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         mock.patch.object(sys, "argv", [name, *arguments]),
@@ -92,11 +92,11 @@ def example(name: str, *arguments: str) -> str:
 def assert_two_processes_train_as_one(
     ranks: list[Any], single: dict[str, Tensor], parts: dict[str, Tensor], whole: Sequence[str] = ("whole",)
 ) -> None:
-    """Both processes came to the end of the example, where the first one prints; all runs equal that of one process.
+    """Assert that both processes finished the example, whose end the first prints, and that all runs equal one process.
 
     Args:
-        ranks: of each process the output of the example, the final states ``whole``, and ``resumed``, a resumed first one.
-        single, parts: final states of one process, with whole batches and in micro-batches.
+        ranks: for each process, the output of the example and the final states of a full and of a resumed run.
+        single, parts: final states of one process, with full batches and with micro-batches.
     """
     assert [PAIRS in rank["example"] for rank in ranks] == [True, False], ranks
     assert_close_runs(parts, single)
@@ -107,7 +107,7 @@ def assert_two_processes_train_as_one(
 
 
 def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:
-    """The processes' models are equal, and they and the loss's state are what one process with the whole batch has."""
+    """Assert that models and loss state of both processes equal those of one process with the full batch."""
     for name, expected in single.items():
         parts = [rank[name] for rank in ranks]
         if name.endswith(".shard"):
@@ -118,5 +118,5 @@ def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tenso
 
 
 def assert_close_runs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal but for the rounding of single precision, of which 1/τ makes more."""
+    """Assert equality up to float32 rounding, which 1/τ amplifies."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

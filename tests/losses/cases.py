@@ -26,11 +26,11 @@ class Case:
     """A loss with options, and its reference.
 
     Attributes:
-        loss: name.
-        reference: maps the created loss (for random initial values) to the reference.
-        options: for ``create_loss``.
-        tolerance: of the comparison with the reference, in float64.
-        prepare: changes the new loss.
+        loss: name of the loss.
+        reference: function from the created loss (for random initial values) to the reference.
+        options: options for ``create_loss``.
+        tolerance: tolerance of the comparison with the reference, in float64.
+        prepare: function that changes the new loss.
     """
 
     loss: str
@@ -40,7 +40,7 @@ class Case:
     prepare: Callable[[ContrastiveLoss], None] = lambda loss: None
 
     def create(self, **more: Any) -> ContrastiveLoss:
-        """The loss."""
+        """Return the loss."""
         loss = create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
         self.prepare(loss)
         return loss

@@ -82,7 +82,7 @@ def test_rho_has_an_effect_wherever_it_is_an_option(name: str) -> None:
 
 
 def _effect_of_rho(name: str, options: dict[str, Any]) -> float:
-    """What the derivative in the temperature has of ρ; or the temperature that is solved for."""
+    """Return the effect of ρ on the derivative by the temperature; or the solved temperature."""
     queue = {"temperature_queue": 6} if options["temperature_scheme"] == "solved" else {}
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options, **queue)
     if not queue:

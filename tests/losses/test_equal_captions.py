@@ -33,7 +33,7 @@ def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
 
 
 def _mask(labels: list[int]) -> list[list[bool]]:
-    """Which pairs have equal captions."""
+    """Return which pairs have equal captions."""
     return [[first == second for second in labels] for first in labels]
 
 
@@ -85,7 +85,7 @@ def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0] * 6])
 @pytest.mark.parametrize("name", ALL)
 def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> None:
-    """The trainer detects a collapse by it."""
+    """The trainer uses it to detect a collapse."""
     loss = _create(name)
     step = make_steps(1)[0]
     step.images[:] = step.texts[:] = step.images[0].clone()

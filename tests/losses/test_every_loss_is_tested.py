@@ -10,7 +10,7 @@ from pathlib import Path
 from openclip_ext.losses.registry import METHODS
 from tests.losses.cases import CASES
 
-# Losses that are not composed of parts have a test file of their own.
+# Losses that are not composed of parts have their own test file.
 OWN_TESTS = {"openclip": "test_openclip.py", "siglip": "test_openclip.py", "cliplite": "test_cliplite.py"}
 
 

@@ -1,5 +1,6 @@
-"""``docs/add-your-own-loss.md`` works: with its files and those of ``examples/add_a_loss``, a copy of the tree fails the suite
-until its tests are added, too.
+"""``docs/add-your-own-loss.md`` works: a copy of the tree with its losses fails the suite until their tests are added.
+
+The files are in the guide and in ``examples/add_a_loss``.
 """
 
 import json

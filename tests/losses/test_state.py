@@ -37,7 +37,7 @@ def _trained(name: str, dtype: torch.dtype) -> ContrastiveLoss:
 @pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*kinds(), *_OTHERS])
 def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """From a file of torch, or of safetensors, as Hugging Face's Trainer writes it for a model with a loss in it."""
+    """From a file of torch, or of safetensors, which Hugging Face's Trainer writes for a model that contains a loss."""
     loss = _trained(name, dtype)
     # Without .double() or a first call: the state has the dtype.
     resumed = create_any(name)

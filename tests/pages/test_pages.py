@@ -1,4 +1,4 @@
-"""Pages and charts: nothing from outside, everything escaped, no color of one theme beside the palette."""
+"""Pages and charts: no external resources, escaped texts, and only colors that work in both themes."""
 
 import re
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ COMPARE = {"command": "<b>&", "curves": [], "legend": [], "tables": {"<i>": [["a
 
 
 def parse(svg: str) -> ElementTree.Element:
-    """Return the root of a chart that must be well-formed and refer to its own parts only."""
+    """Return the root of a chart; check that it is well-formed and refers only to its own parts."""
     assert not re.search(r"@import|<image|<a ", svg)
     assert {name[0] for name in re.findall(r'(?:href="|url\()([^")]+)', svg)} <= {"#"}
     return ElementTree.fromstring(svg)
@@ -61,7 +61,7 @@ def test_charts_have_no_color_of_one_theme_and_are_equal_each_time():
     points = [(0.0, 1.0), (1.0, 2.0)]
     drawn, again = (line_chart(Chart("y", [Curve("a", points, 3, band=points)])) for _ in range(2))
     assert drawn == again
-    # Beside the palette there is the page's own text color only.
+    # Except the palette, only the page's text color is used.
     assert set(re.findall(r"(?:fill|stroke): ([#\w]+)", drawn)) == {"none", "currentColor", charts.color(3)}
 
 

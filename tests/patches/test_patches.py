@@ -1,4 +1,4 @@
-"""The patches apply to OpenCLIP's source, and its own training script then does what they promise."""
+"""The patches apply to OpenCLIP's source, and its patched training script works as documented."""
 
 import argparse
 import importlib.metadata
@@ -22,7 +22,7 @@ PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("*.patch"))
 PATCHED_VERSION = "3.3.0"
 SHARDS, PER_SHARD = 4, 6
 
-# Registers a loss of this package and notes the indices it is called with in each run.
+# Registers a loss of this package that records its indices in each run.
 PLUGIN = """
 import open_clip
 import openclip_ext
@@ -39,7 +39,7 @@ def create(args):
 open_clip.register_loss("noted", create, needs_index=True)
 """
 
-# Runs OpenCLIP's training script on each command line; reports what the loss saw, or the error.
+# Runs OpenCLIP's training script with each command line; records the indices of the loss, or the error.
 DRIVER = """
 import json, sys
 import open_clip
@@ -83,7 +83,7 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """Shards in which the caption of a sample is its index, their sizes.json, and the same as a CSV file."""
+    """Return a folder with shards whose captions are the indices, sizes.json, and a CSV file of the same data."""
     folder = tmp_path_factory.mktemp("shards")
     Image.new("RGB", (16, 16), "green").save(folder / "green.png")
     png = (folder / "green.png").read_bytes()
@@ -123,7 +123,7 @@ def test_every_sample_comes_with_its_own_index(patched, dataset):
 
 @pytest.fixture(scope="module")
 def report(patched, dataset, tmp_path_factory):
-    """What OpenCLIP's script did with several command lines, all in one process."""
+    """Return the results of OpenCLIP's script with several command lines, all in one process."""
     folder = tmp_path_factory.mktemp("runs")
     shards = ["--train-data", str(dataset / f"{{00000..{SHARDS - 1:05d}}}.tar"), "--dataset-type", "webdataset"]
     table = ["--train-data", str(dataset / "pairs.csv"), "--dataset-type", "csv"]

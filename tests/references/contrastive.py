@@ -242,7 +242,7 @@ class InfoNce:
 
 
 class SampleTemperatures:
-    """A temperature for each sample, learned by Adam [opt4ml, Algorithm 35]."""
+    """A temperature per sample, learned with Adam [opt4ml, Algorithm 35]."""
 
     def __init__(self, start: float, bounds: tuple[float, float], lr: float) -> None:
         self.start, self.bounds, self.lr = start, bounds, lr
@@ -250,11 +250,11 @@ class SampleTemperatures:
         self.moments: dict[int, tuple[float, float]] = {}
 
     def of(self, index: list[int]) -> list[float]:
-        """The samples' temperatures."""
+        """Return the samples' temperatures."""
         return [self.tau.get(sample, self.start) for sample in index]
 
     def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:
-        """One update of each sample, with the mean of its slopes."""
+        """Update each sample's temperature once, with the mean of its slopes."""
         beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
         for sample, slope in by_sample(index, slopes).items():
             gradient = max(-5.0, min(5.0, slope))
@@ -311,9 +311,9 @@ class TwoGlobal:
 
 
 class Solved:
-    """SogCLR with a temperature that is solved for: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
+    """SogCLR with a solved temperature: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    One for all anchors, whose log goes a hundredth of the way; or one for each anchor.
+    All anchors share a temperature, whose log moves by a hundredth of the difference; or each anchor has a temperature.
     """
 
     def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
@@ -346,7 +346,7 @@ class Solved:
         return sum(p * math.log(p * self.m) for p in share)
 
     def _bisection(self, images: Tensor, texts: Tensor, anchors: list[tuple[int, int]]) -> float:
-        """log τ that solves the mean over anchors."""
+        """Return log τ that solves the mean over anchors."""
         low, high = math.log(0.01), 0.0
         for _ in range(12):
             middle = (low + high) / 2

@@ -1,6 +1,6 @@
 """AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` modules and ``torch.optim.Adam``; without code of the package.
 
-Start values are given from outside, as both are random.
+Callers pass the initial values, because they are random.
 """
 
 import copy
@@ -27,7 +27,7 @@ from tests.references.prototypes import unified_step
 
 
 class Mlp(nn.Module):
-    """The released code's: Linear, ReLU, LayerNorm, Linear, ReLU, LayerNorm, plus the input, ReLU, Linear."""
+    """The released network: Linear, ReLU, LayerNorm, Linear, ReLU, LayerNorm, plus the input, ReLU, Linear."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Mlp(nn.Module):
         self.double()
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, d) to (B,)."""
+        """Map (B, d) to (B,)."""
         return self.head(torch.relu(self.body(features) + features)).squeeze(-1)
 
 
 def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int, negatives_only: bool) -> float:
-    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive; B counts the pairs of the anchor."""
+    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive; B is the number of the anchor's pairs."""
     others = negatives(i, len(images))
     total = sum(
         math.exp(scale * pair_similarity(images, texts, side, i, j).item())
@@ -227,7 +227,7 @@ class TemperatureNet(nn.Module):
         self.double()
 
     def forward(self, features: Tensor, keep: Tensor, rho: float, bounds: tuple[float, float]) -> Tensor:
-        """(B, d) and dropout's mask to (B,)."""
+        """Map (B, d) and dropout's mask to (B,)."""
         x = torch.sigmoid(self.linear(features)) * keep * 2
         scores = x @ (self.prototypes / self.prototypes.norm(dim=1, keepdim=True)).T
         w = torch.softmax(scores / torch.exp(self.phi), dim=1)

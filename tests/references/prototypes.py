@@ -26,7 +26,7 @@ def two_blocks(width: int) -> Iterator[None]:
 
 
 def direction(column: Tensor) -> Tensor:
-    """A prototype with each of its blocks normalized."""
+    """Return a prototype with each of its blocks normalized."""
     blocks = column[:_reference_width], column[_reference_width:]
     return torch.cat([block / block.norm() for block in blocks if len(block)])
 
@@ -42,7 +42,7 @@ def predicted(
 ) -> list[Tensor]:
     """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalized in the cosine.
 
-    ``left_out``: for each anchor the prototypes that are not in its mean.
+    ``left_out``: for each anchor, the prototypes that its mean excludes.
     """
     anchors = images if side == 0 else texts
     found = []
@@ -57,17 +57,17 @@ def predicted(
 
 
 class Recent:
-    """The m most recent samples' embeddings; m or more in one batch: its first m."""
+    """Embeddings of the m most recent samples; of a batch with more than m samples, the first m."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.rows: list[tuple[Tensor, Tensor]] = []
-        # The samples of the rows: each new sample has its own number.
+        # The samples of the rows: each new sample has a new number.
         self.numbers: list[int] = []
         self.seen = 0
 
     def push(self, images: Tensor, texts: Tensor) -> list[int]:
-        """Add a batch; returns the numbers of its samples."""
+        """Add a batch; return the numbers of its samples."""
         new = [(text.clone(), image.clone()) for image, text in zip(images, texts, strict=True)]
         numbers = list(range(self.seen, self.seen + len(new)))
         self.seen += len(new)
@@ -95,9 +95,9 @@ def unified_step(
     alpha_gradient: bool,
     alpha_tau_gradient: bool = False,
 ) -> StepResult:
-    """Value and gradients of NeuCLIP (12), both sides averaged.
+    """Return value and gradients of NeuCLIP (12), averaged over both sides.
 
-    ``alpha_of(images, texts, tau)`` gives the log-normalizers with the graph. τ has one with ``alpha_tau_gradient``.
+    ``alpha_of(images, texts, tau)`` returns log-normalizers with a graph; τ has a graph with ``alpha_tau_gradient``.
     """
     images, texts, scale = leaves(images, texts, logit_scale)
     tau, batch = 1 / scale, len(images)
@@ -119,8 +119,9 @@ def unified_step(
 class NeuClip:
     """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``.
 
-    With ``verify_fit`` a step predicts with the fitted prototypes only if they, before this step's restart and updates, had a
-    smaller objective on its batch than the recent embeddings; else, and in the step of a restart, with the latter.
+    With ``verify_fit``, a step predicts with the fitted prototypes only if their objective on its batch, before this step's
+    restart and updates, was smaller than with the recent embeddings. Otherwise, and in the step of a restart, it predicts
+    with the recent embeddings.
     """
 
     prototypes: int

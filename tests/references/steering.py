@@ -1,4 +1,4 @@
-"""A reference model inside a naive reference: features of two blocks, and distillation by autograd."""
+"""Naive references with a reference model: features of two blocks, and distillation with autograd."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def distillation(
 
 
 class WithReference:
-    """A reference of a loss with a reference model, whose embeddings are rows of two tables."""
+    """Naive reference of a loss with a reference model, whose embeddings are rows of two tables."""
 
     def __init__(
         self, plain: Any, tables: tuple[Tensor, Tensor], steer: bool, distill: float, temperature: float, learns: bool

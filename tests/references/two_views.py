@@ -1,4 +1,4 @@
-"""SimCLR, SogCLR and iSogCLR on two views of each image, as loops over the anchors, from the papers."""
+"""SimCLR, SogCLR and iSogCLR on two views of each image, as loops over anchors, from the papers."""
 
 import math
 from typing import Any
@@ -10,19 +10,19 @@ from tests.references.contrastive import SampleTemperatures, StepResult, by_samp
 
 
 def negatives_of(views: list[Tensor], i: int) -> list[Tensor]:
-    """Both views of all other images."""
+    """Return both views of all other images."""
     return [view[j] for view in views for j in range(len(view)) if j != i]
 
 
 class TwoViews:
-    """One of both losses, behind a projector with the values of ours.
+    """One of the losses, after a projector with the parameters of ours.
 
     Args:
-        projector: ours; its first and last layer are linear.
+        projector: our projector; its first and last layer are linear.
         tau: temperature.
-        average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR; None: SimCLR.
-        with_positive: whether SimCLR's denominator has the positive pair.
-        learned: ``(ρ, learning rate)`` of iSogCLR's temperatures; None: they are constant.
+        average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR. None means SimCLR.
+        with_positive: whether SimCLR's denominator includes the positive pair.
+        learned: ``(ρ, learning rate)`` of iSogCLR's temperatures. None means constant temperatures.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TwoViews:
         return StepResult(value, *gradients, 0.0, [])
 
     def _simclr(self, views: list[Tensor]) -> tuple[float, Tensor]:
-        """Mean over all views of ``−log(exp(s⁺/τ) / Σ_{z ≠ anchor} exp(s_z/τ))`` (Chen et al. 2020, Equation 1)."""
+        """Return the mean over all views of ``−log(exp(s⁺/τ) / Σ_{z ≠ anchor} exp(s_z/τ))`` (Chen et al. 2020, Equation 1)."""
         everything = torch.cat(views)
         batch = len(views[0])
         total = torch.zeros((), dtype=torch.float64)
@@ -72,7 +72,7 @@ class TwoViews:
         return total.item(), total
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """``dcl`` of [opt4ml] for both views, with each anchor's own new u; an image keeps the mean of its views'."""
+        """``dcl`` of [opt4ml] for both views, with the new u of each anchor; an image stores the mean of its views' u."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
@@ -94,7 +94,7 @@ class TwoViews:
         return value, surrogate
 
     def _isogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """[opt4ml, Algorithm 35]; the views of an image share its u, their mean, and its temperature, learned by Adam."""
+        """[opt4ml, Algorithm 35]; the views of an image share u (their mean) and the temperature, which Adam learns."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         anchors = [(view, i) for view in (0, 1) for i in range(batch)]

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables and reports have a row for everything; what they measure is not looked at."""
+"""The benchmarks run, and their tables and reports have all rows; the measured values are not checked."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def test_benchmark_prints_and_writes_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     if name == "evaluation":
-        datasets.tiny_checkpoint(tmp_path)  # makes the tiny model's configuration known
+        datasets.tiny_checkpoint(tmp_path)  # registers the tiny model's configuration
     monkeypatch.syspath_prepend(str(BENCH))
     options = [*CASES[name].split(), "--rounds", "1", "--device", "cpu", "--output", str(tmp_path / "results.json")]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])

@@ -1,4 +1,4 @@
-"""The SLURM job for a run folder: which commands it runs, read by the command lines they are meant for."""
+"""The SLURM job for a run folder: its commands, parsed by the real command lines."""
 
 import os
 import shlex
@@ -27,7 +27,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def start(tmp_path: Path, *arguments: str, fails: str = "never", **variables: str) -> subprocess.CompletedProcess:
-    """Runs the job with an ``srun`` that drops its options and a ``python`` that only writes down its arguments."""
+    """Return a function that runs the job with an ``srun`` without options and a ``python`` that records its arguments."""
     stubs = tmp_path / "stubs"
     stubs.mkdir(exist_ok=True)
     (stubs / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
@@ -47,7 +47,7 @@ def calls(tmp_path: Path) -> list[list[str]]:
 
 
 def evaluations(commands: list[list[str]]) -> list[str]:
-    """Names of the checkpoints, after both parsers took the commands."""
+    """Return the names of the checkpoints, after both parsers accepted the commands."""
     names = []
     for command in commands:
         assert command[:2] == ["-m", "torch.distributed.run"]
@@ -62,7 +62,7 @@ def evaluations(commands: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(("fails", "status"), [("never", 0), ("epoch_2.pt", 1)])
 def test_all_checkpoints_in_order_and_then_the_report(tmp_path: Path, run_folder: Path, fails: str, status: int):
-    """A failure stops no other checkpoint, and fails the job."""
+    """A failed checkpoint does not stop the others, and fails the job."""
     done = start(tmp_path, f"{run_folder}/", "/data/with space", fails=fails)
     assert done.returncode == status, done.stderr
     *commands, report = calls(tmp_path)

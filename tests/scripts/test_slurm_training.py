@@ -1,4 +1,4 @@
-"""The SLURM job for trainings: which command it runs. What it does when SLURM signals is in tests/slurm, but for one case."""
+"""The SLURM job for trainings: its command, and one case of signals. tests/slurm covers the other signals."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ kill -TERM "$(cat "$RECORD/pid")" 2>/dev/null || true
     "scancel": """#!/bin/bash
 echo "scancel $*" >>"$RECORD/events"
 """,
-    # Stands for Python: recipes are listed by the real one; a trainer notes its arguments, and on SIGTERM saves and ends.
+    # A replacement of Python: recipes use the real one; a trainer records its arguments, and saves and exits on SIGTERM.
     "trainer": """#!/bin/bash
 [[ "$*" != *openclip_ext.training.recipes* ]] || exec "$REAL_PYTHON" "$@"
 save() {
@@ -52,7 +52,7 @@ wait
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A job's environment on a cluster of stubs; returns the folder in which they note what happened."""
+    """Set a job's environment with stubs of a cluster; return the folder of their records."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""A cluster of three nodes on this machine: real munged, slurmctld and slurmd, with everything in a temporary folder."""
+"""A cluster of three nodes on this machine: real munged, slurmctld and slurmd, with all files in a temporary folder."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from tests.training.runs import metrics_of
 ROOT = Path(__file__).parents[2]
 PACED = ROOT / "tests" / "training" / "paced.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-# Addresses as names: they need no name service, and all of 127.0.0.0/8 is this machine.
+# Addresses as host names need no name service, and all of 127.0.0.0/8 is this machine.
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 GPUS = 8
 CONFIGURATION = """
@@ -55,13 +55,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _tracking() -> str:
-    """Control groups of version 1 if they are ours to make; version 2 needs systemd."""
+    """Return control groups of version 1 if this user may create them; version 2 needs systemd."""
     freezer = Path("/sys/fs/cgroup/freezer")
     return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
 
 
 class Cluster:
-    """The commands of a user, and what breaks."""
+    """A cluster: commands of a user, and failures."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Cluster:
         }
 
     def kill_node(self, name: str) -> None:
-        """Let the node lose its power: the daemon, the steps' daemons and all that they started are gone at once."""
+        """Simulate a power failure of a node: kill the daemon, the steps' daemons and all their processes at once."""
         lost = {int((self.folder / f"{name}.pid").read_text())}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -94,11 +94,11 @@ class Cluster:
         return result.stdout
 
     def submit(self, *arguments: str, **variables: str) -> str:
-        """Submit the job script to the cluster; returns the job's number."""
+        """Submit the job script to the cluster; return the job's number."""
         return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *arguments, **variables).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says about a job, by SLURM's names."""
+        """Return SLURM's fields of a job, by name."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", number)))
 
     def output(self, number: str) -> str:
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def _interpreter(folder: Path) -> Path:
-    """Write a command without spaces, as ``PYTHON`` wants one, that runs the trainer at a pace."""
+    """Write a command without spaces, as ``PYTHON`` requires, that runs the trainer slowly."""
     command = folder / "python"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PACED))} "$@"\n')
     command.chmod(0o755)
@@ -189,6 +189,6 @@ def _configure(folder: Path) -> None:
     settings = {"host": platform.node(), "controller_port": controller_port, "folder": folder, "tracking": _tracking()}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(nodes="\n".join(nodes), **settings))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
-    # Any character device will do for a GPU.
+    # Any character device can represent a GPU.
     devices = [str(path) for path in sorted(Path("/dev").iterdir()) if path.is_char_device() and not path.is_symlink()]
     (folder / "gres.conf").write_text(f"Name=gpu File={','.join(devices[:GPUS])}\n")

@@ -1,4 +1,4 @@
-"""``compare --executor slurm`` and the grid's: the tasks of a pool as jobs of a real SLURM, by submitit."""
+"""``--executor slurm`` of ``compare`` and of the grid: tasks of a pool as jobs of a real SLURM, with submitit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ONE_CORE = "cpus_per_task=1,time=10"
 
 
 class Task:
-    """Does what its name says, in a job. Picklable."""
+    """A picklable task that acts according to its name, in a job."""
 
     def __init__(self, what: str, mark: Path) -> None:
         self.what, self.mark = what, mark
@@ -39,7 +39,7 @@ class Task:
 
 
 def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
-    """One works, one fails, one is killed behind our back, and the judge stops one; none holds up another."""
+    """One task succeeds, one fails, one is killed externally, and the judge stops one; none blocks another."""
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("openclip_ext.compare.slurm_pool._GRACE_SECONDS", 2.0)

@@ -1,4 +1,4 @@
-"""``sbatch scripts/slurm/train.sh`` on a real SLURM: what a job lives through, and that the training is none the worse."""
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs, whose training equals an uninterrupted run."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
         )
 
     def notes(self, name, what):
-        """Return what all ranks noted, and who."""
+        """Return the notes of all ranks, with their ranks."""
         return sorted((note[what], note["rank"]) for note in read_notes(self.logs / "notes" / name) if what in note)
 
 
@@ -44,7 +44,7 @@ def runs(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(cluster, runs):
-    """The folder of a run that nothing disturbs, without SLURM."""
+    """Return the folder of an uninterrupted run without SLURM."""
     program = Program(runs.flags("whole"), 2, runs.logs / "output")
     assert program.wait() == [0, 0], program.text()[-3000:]
     return runs.logs / "whole"
@@ -52,10 +52,10 @@ def whole(cluster, runs):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Jobs that ended, by name.
+    """Return finished jobs by name.
 
-    One of an array was preempted after a third step, of one the time limit came near, one fails, and one lost a node. They
-    run side by side, since SLURM takes half a minute to look at limits and to miss a node.
+    One job of an array was preempted after a third step, one was near its time limit, one fails, and one lost a node. They
+    run in parallel, because SLURM takes half a minute to check limits and to detect a lost node.
     """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
@@ -66,7 +66,7 @@ def jobs(cluster, runs):
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
-    # SLURM signals 120 to 150 seconds before the end, as the script asks it to.
+    # SLURM signals 120 to 150 seconds before the end, as the script requests.
     minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
     cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
     cluster.wait(limited, "PENDING", "COMPLETING")

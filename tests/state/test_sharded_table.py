@@ -30,6 +30,6 @@ def test_a_write_can_be_undone(unless: bool | None) -> None:
     table.undo_write(None if unless is None else torch.tensor(unless))
     left = after if unless else before
     torch.testing.assert_close(table.read(everything), left, rtol=0, atol=0, equal_nan=True)
-    table.undo_write()  # there is nothing more to undo
+    table.undo_write()  # there is no further write to undo
     torch.testing.assert_close(table.read(everything), left, rtol=0, atol=0, equal_nan=True)
     assert after[:, 7].tolist() == [6.0, 6.0]

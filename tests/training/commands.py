@@ -1,4 +1,4 @@
-"""Command lines of trainings, parsed as the program does."""
+"""Command lines of trainings, parsed as in the program."""
 
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.flags import parse
@@ -6,5 +6,5 @@ from openclip_ext.training.model import with_loss_options
 
 
 def config_of(*argv: str, data: str = "x.tar", world_size: int = 1) -> TrainingConfig:
-    """The configuration that the first of some processes trains with."""
+    """Return the configuration of rank 0."""
     return with_loss_options(for_processes(parse(["--train-data", data, *argv]), "today", world_size=world_size))

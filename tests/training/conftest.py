@@ -1,4 +1,4 @@
-"""Trainings that are compared bitwise run on one thread; runs that several files compare with."""
+"""One thread for bitwise comparisons, and reference runs that several files share."""
 
 from collections.abc import Iterator
 
@@ -19,6 +19,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs to compare with, and runs to damage."""
+    """Return uninterrupted runs to compare with, and stopped runs to damage."""
     folder = tmp_path_factory.mktemp("runs")
     return Runs(make_shards(folder / "shards"), folder)

@@ -1,10 +1,10 @@
 """The training program, slow enough to be interrupted: ``python paced.py -m openclip_ext.training.main FLAGS``.
 
 Environment:
-    NOTES: folder in which each rank notes its signals, and the samples of its steps.
-    HOLD_AT: step of the run's first start (of job 1 of an array) after which every rank waits for a signal.
-    HOLD_WORLD: hold each start with so many ranks instead.
-    PACE: seconds that a step takes longer (default: 0).
+    NOTES: folder in which each rank records its signals, and the samples of its steps.
+    HOLD_AT: step of the first launch (of job 1 of an array) after which every rank waits for a signal.
+    HOLD_WORLD: number of ranks; hold every launch with this number of ranks instead.
+    PACE: additional seconds per step (default: 0).
 """
 
 import functools
@@ -28,7 +28,7 @@ def note(**what) -> None:
 
 
 def read_notes(folder: Path) -> list[dict]:
-    """Return the notes of all ranks and starts, in the order of the starts."""
+    """Return the records of all ranks and launches, in the order of the launches."""
     return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
@@ -77,7 +77,7 @@ def is_held(steps: int) -> bool:
 
 if __name__ == "__main__":
     STARTED = time.time()
-    # OpenCLIP would import it, for more than a second; README's environment has none.
+    # OpenCLIP would import it, which takes more than a second; README's environment does not have it.
     sys.modules["transformers"] = None
     module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
     if module == "openclip_ext.training.main":

@@ -1,7 +1,7 @@
-"""Short trainings as programs of their own, forked or under torchrun, and what they leave compared.
+"""Short trainings as separate programs, forked or under torchrun, and comparison of their results.
 
-Importing torch and OpenCLIP takes longer than such a training. A fork comes from a server that has imported both already;
-everything after that, from the command line to the exit status, is the program's own.
+Importing torch and OpenCLIP takes longer than these trainings. Forks come from a server that has imported both. Everything
+else, from the command line to the exit status, is the real program.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
 
 ROOT = Path(__file__).parents[2]
-# Whoever takes longer hangs.
+# Programs that take longer hang.
 PATIENCE_SECONDS = 600
-# torchrun, too, asks the other trainers to end after one has failed, and kills them after this time.
+# After a failure, torchrun also signals the other trainers to exit, and kills them after this time.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
-# What the start of every program reads, once for all that the server forks.
+# Every launch reads this; the server reads it once for all forks.
 add_model_configs()
 open_clip.get_tokenizer("demo-vit")
 _TIMES = ("samples_per_second", "batch_time", "data_time")
@@ -43,25 +43,25 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def program(argv: list[str]) -> None:
-    """Run the training program; raises SystemExit where it ends with another status than 0."""
+    """Run the training program; raise SystemExit if its status is not 0."""
     sys.argv = ["openclip_ext.training.main", *argv]
     cli()
 
 
 def stopped_program(argv: list[str], after: int = 8) -> None:
-    """Run the training program and send it SIGTERM in a step."""
+    """Run the training program and send SIGTERM to it in a step."""
     assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
 
 
 class Program:
-    """A training under way.
+    """A running training.
 
     Args:
-        argv: the program's arguments.
+        argv: arguments of the program.
         ranks: number of trainers.
-        output: file for what they print; overwritten.
-        torchrun: start them with torchrun.
-        target: what a fork does with the arguments.
+        output: file for their output; overwritten.
+        torchrun: whether torchrun starts them.
+        target: function that a fork calls with the arguments.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Program:
         return children_of(self.launcher.pid)
 
     def statuses(self) -> list[int | None]:
-        """Return the exit statuses of the processes that were started here: trainers, or torchrun; None while they run."""
+        """Return the exit statuses of the processes started here (trainers or torchrun), None for running ones."""
         return [fork.exitcode for fork in self._forks] if self.launcher is None else [self.launcher.poll()]
 
     def has_ended(self) -> bool:
-        """Whether all processes have ended; to be called again and again, since it ends forks whose rank has failed."""
+        """Return whether all processes have exited. Call it repeatedly, because it terminates forks after a failure."""
         statuses = self.statuses()
         if any(statuses) and None in statuses:
             if self._failed_at is None:
@@ -102,7 +102,7 @@ class Program:
         return None not in statuses
 
     def wait(self) -> list[int | None]:
-        """Wait for the end and return the exit statuses; fails after the patience, with all processes killed."""
+        """Wait for the end and return the exit statuses; after the timeout, kill all processes and fail."""
         try:
             wait_until(self.has_ended)
         except AssertionError:
@@ -111,7 +111,7 @@ class Program:
         return self.statuses()
 
     def wait_for_step(self, run_folder: Path, count: int) -> None:
-        """Wait until the run has logged so many steps; fails where the program ends before."""
+        """Wait until the run has logged a number of steps; fail if the program exits before."""
         log = run_folder / "metrics.jsonl"
         wait_until(lambda: not self._runs() or (log.is_file() and log.read_text().count("\n") >= count))
         assert self._runs(), self.text()[-3000:]
@@ -127,17 +127,17 @@ class Program:
             time.sleep(0.005)
 
     def text(self) -> str:
-        """Return what the program has printed."""
+        """Return the program's output."""
         return self.output.read_text(errors="replace")
 
     def message(self) -> str | None:
-        """Return the program's own words for why it did not go on; None without any, or with a traceback."""
+        """Return the program's error message; None without a message, or with a traceback."""
         found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
         return found and found.group()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait until the condition holds; fails after so many seconds."""
+    """Wait until the condition holds; fail after a number of seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {seconds} s"
@@ -145,20 +145,20 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process; none of one that has ended."""
+    """Return the children of a process; none if it has exited."""
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process has not exited."""
     state = Path(f"/proc/{pid}/stat")
     return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def send_kill(pid: int) -> None:
-    """Send SIGKILL to a process that may have ended."""
+    """Send SIGKILL to a process that may have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -183,24 +183,24 @@ def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, outp
 
 
 def _serve(target: Callable[[list[str]], None], argv: list[str], environment: dict[str, str], output: Path) -> None:
-    """Be a fork: multiprocessing turns what is raised here into an exit status."""
+    """Run a fork; multiprocessing turns exceptions into an exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     os.environ.update(environment)
-    # As in a program of its own: data workers that a fork server starts outlive the trainer, and import everything again.
+    # As in a separate program: data workers from a fork server would outlive the trainer and repeat all imports.
     multiprocessing.set_start_method(None, force=True)
     target(argv)
 
 
 class Runs:
-    """Runs without a fault, and runs that were stopped in mid-epoch, each made when first asked for.
+    """Uninterrupted runs, and runs that were stopped mid-epoch, each made at its first use.
 
     Args:
         shards: ``--train-data``.
-        folder: for the runs.
+        folder: folder for the runs.
     """
 
     def __init__(self, shards: str, folder: Path) -> None:
@@ -216,11 +216,11 @@ class Runs:
         return command(self._shards, logs, "run", loss, *batch_size, *saving, *more)
 
     def uninterrupted(self, loss: str, ranks: int, *more: str) -> Path:
-        """Return the folder of a run that nothing disturbed."""
+        """Return the folder of an uninterrupted run."""
         return self._made("whole", program, loss, ranks, more)
 
     def stopped(self, loss: str, ranks: int, *more: str) -> Path:
-        """Return the folder of a run that SIGTERM has stopped in its eighth step."""
+        """Return the folder of a run that SIGTERM stopped in its eighth step."""
         return self._made("stopped", stopped_program, loss, ranks, more)
 
     def _made(self, kind: str, target: Callable[[list[str]], None], loss: str, ranks: int, more: Sequence[str]) -> Path:
@@ -248,6 +248,6 @@ def lines_of(log: Path) -> list[str]:
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:
-    """Return where a run's end differs from that of the uninterrupted one: model, optimizer, loss state, tables, logs."""
+    """Return differences to the uninterrupted run at the end: model, optimizer, loss state, tables, logs."""
     logs = [log for log in LOGS if lines_of(run_folder / log) != lines_of(whole / log)]
     return differences(final_state(run_folder), final_state(whole)) + logs

@@ -1,4 +1,4 @@
-"""Short training runs on a few demo shards: one after another in this process, or by two ranks side by side."""
+"""Short training runs on a few demo shards, sequentially in this process or on two ranks."""
 
 import functools
 import itertools
@@ -23,10 +23,10 @@ from tests.distributed.pool import two_ranks
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
 
-# Each would read 48,000 merges, which takes longer than most steps of a short run.
+# Each tokenizer would read 48,000 merges, which takes longer than most steps of a short run.
 open_clip.factory.SimpleTokenizer = functools.cache(open_clip.factory.SimpleTokenizer)
 
-# Small enough that every part of a loss is at work within a few steps.
+# Small values, so that every part of a loss is active within a few steps.
 _FLAGS = {
     "openclip": ["--local-loss", "--gather-with-grad"],
     "fastclip": ["--gamma-decay-epochs", "2"],
@@ -37,41 +37,41 @@ _FLAGS = {
     "sogclr": ["--views", "2"],
     "cliplite": ["--opt", "timm/lookahead_sgd", "--lookahead-steps", "3", "--momentum", "0.9", "--caption-aware-flip"],
 }
-# Every loss there is: a new one is resumed without being named in a test.
+# All losses: a new loss is tested without changes to tests.
 LOSS_FLAGS = {loss: _FLAGS.get(loss, []) for loss in list_losses()}
 
-# demo-vit with a narrower text tower: most of its checkpoint is the embedding of 49,408 tokens.
+# demo-vit with a narrower text tower, because most of its checkpoint is the embedding of 49,408 tokens.
 SMALL_MODEL = "small-vit"
 open_clip.add_model_config(Path(__file__).with_name(f"{SMALL_MODEL}.json"))
 _MODEL = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
 
 
 def make_shards(folder: Path) -> str:
-    """Write the demo shards and return OpenCLIP's ``--train-data`` for them."""
+    """Write the demo shards and return their ``--train-data``."""
     write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1)
     last = (NUM_SAMPLES - 1) // SAMPLES_PER_SHARD
     return str(folder / f"{{00000..{last:05d}}}.tar")
 
 
 def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """A run of 2 epochs of 5 steps with a global batch of 16."""
+    """Return the command of a run with 2 epochs of 5 steps and a global batch of 16."""
     run = ["--train-data", shards, "--logs", str(logs), "--name", name, "--loss", loss, "--epochs", "2", "--seed", "3"]
     training = ["--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--force-patch-dropout", "0.2"]
     return [*run, *_MODEL, *training, *LOSS_FLAGS[loss], *more]
 
 
 def small_command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """The same run with a smaller model, for a process that has imported this module, or paced.py."""
+    """Return the command with a smaller model, for a process that has imported this module or paced.py."""
     return command(shards, logs, name, loss, "--model", SMALL_MODEL, *more)
 
 
 def evaluation(logs: Path, name: str, *more: str) -> list[str]:
-    """Return the command of a run that only evaluates."""
+    """Return the command of an evaluation without training."""
     return [*_MODEL, "--logs", str(logs), "--name", name, *more]
 
 
 def run(argv: list[str], stop_after: int | None = None) -> int:
-    """Run a command line to its end, or to SIGTERM in its ``stop_after``-th optimizer step; returns the exit status."""
+    """Run a command line to its end, or to SIGTERM in optimizer step ``stop_after``; return the exit status."""
     calls = itertools.count(1)
 
     class Terminating(trainer.SignalRequests):
@@ -101,7 +101,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def flip_a_bit(path: Path) -> bytes:
-    """Damage a file without changing its size; returns its new content."""
+    """Damage a file without changing its size; return its new content."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -115,12 +115,12 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def results_of(folder: Path) -> list[dict]:
-    """Return the lines of a run's ``results.jsonl``, one an evaluation."""
+    """Return the lines of a run's ``results.jsonl``, one per evaluation."""
     return [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
 
 
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and InfoNCE of every logged step."""
+    """Return step, loss and InfoNCE of every logged step."""
     return [(line["step"], line["loss"], line["infonce"]) for line in metrics_of(folder) if "loss" in line]
 
 
@@ -131,7 +131,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 def final_state(folder: Path) -> dict:
-    """Everything a finished run leaves: the model file and the state of all ranks."""
+    """Return the final state of a run: the model file and the state of all ranks."""
     model_file = max((folder / "checkpoints").glob("epoch_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     content = torch.load(model_file, weights_only=True)
     content.pop("name")
@@ -147,8 +147,8 @@ def final_state(folder: Path) -> dict:
 
 
 def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
-    """Return the model that stock OpenCLIP loads from a run's checkpoint; its weights must be the file's, bit for bit."""
-    # Added last, this wins over a configuration of the same name that another test made known.
+    """Return stock OpenCLIP's model from a run's checkpoint; check that its weights equal the file bit for bit."""
+    # Added last, this overrides a configuration with the same name from another test.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     model = open_clip.create_model(name, pretrained=str(checkpoint))
     saved = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -158,7 +158,7 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
 
 
 def differences(first, second, path: str = "") -> list[str]:
-    """Where two nested states are not bitwise equal."""
+    """Return where two nested states differ bitwise."""
     if isinstance(first, torch.Tensor):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
         same = same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))

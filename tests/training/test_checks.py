@@ -1,4 +1,4 @@
-"""What the model, the loss or the data cannot do is told in one sentence; ``test_mistakes.py`` has the flags alone."""
+"""Unsupported models, losses and data give a one-sentence error; ``test_mistakes.py`` covers the flags."""
 
 import subprocess
 import sys
@@ -86,5 +86,5 @@ def test_the_program_says_in_its_first_second_that_there_is_nothing_to_do(tmp_pa
     result = subprocess.run(started, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2
     assert "error: nothing to do: give --train-data" in result.stderr
-    assert " torch\n" not in result.stderr  # which takes seconds to import
+    assert " torch\n" not in result.stderr  # its import takes seconds
     assert not list(tmp_path.iterdir())

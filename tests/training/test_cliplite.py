@@ -1,4 +1,4 @@
-"""A loss with modules of its own that belong to the model: trained, saved, and part of every evaluation."""
+"""A loss with projection heads, which are part of the model: trained, saved, and used in every evaluation."""
 
 import logging
 

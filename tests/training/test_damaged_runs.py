@@ -1,10 +1,13 @@
-"""Stopped runs whose checkpoints and logs are damaged: nothing may be lost without a word.
+"""Stopped runs with damaged checkpoints and logs: nothing may be lost silently.
 
-Each case copies a run that was stopped in mid-epoch, with three checkpoints (``epoch_1``, ``epoch_latest``,
-``epoch_1_step_8``), damages one to three things in it, and resumes it. Then it must either end as the uninterrupted run, bit
-for bit, with every checkpoint that it passed over named and kept (lines of a damaged log may lack, if the program said so);
-or be refused with a message that names a file, and with nothing changed. A digit that became another one in a log is beyond
-what can be noticed, so logs are torn and cut here, but not changed.
+Each case copies a run that was stopped mid-epoch, with three checkpoints (``epoch_1``, ``epoch_latest``, ``epoch_1_step_8``),
+damages one to three things in it, and resumes it. Then one of two things must happen:
+
+- The run ends as the uninterrupted run, bit for bit. Skipped checkpoints are reported and kept. Lines of a damaged log may be
+  missing, if the program reports this.
+- The program rejects the run with a message that contains a file name, and changes nothing.
+
+A changed digit in a log cannot be detected, so logs are only truncated here.
 """
 
 import io
@@ -24,7 +27,7 @@ from tests.training.runs import SMALL_MODEL, contents
 NEWEST = "epoch_1_step_8"
 CHECKPOINTS = ("epoch_1", "epoch_latest", NEWEST)
 LOSSES = ("fastclip", "neuclip")
-# What every start writes.
+# Every launch writes these.
 ALWAYS_WRITTEN = {"out.log", ".lock", ".owner"}
 FOREIGN = ([1, 2, 3], torch.ones(3), {"state_dict": {}}, {"epoch": 9}, {"epoch": 9, "state_dict": {}}, "text", None)
 
@@ -39,12 +42,12 @@ def parts(run_folder: Path, name: str) -> list[Path]:
 
 
 def one_file(run_folder: Path, rng: random.Random) -> Path:
-    """Return a file of a checkpoint; of the newest in two cases of three."""
+    """Return a file of a checkpoint; in two of three cases the newest."""
     files = parts(run_folder, rng.choice((*CHECKPOINTS, NEWEST, NEWEST, NEWEST)))
     return rng.choice(files) if files else run_folder / "metrics.jsonl"
 
 
-# --- damages ---------------------------------------------------------------------------------------------------------
+# --- damages ----------------------------------------------------------------------------------------------------------
 
 
 def flip(content: bytes, rng: random.Random) -> bytes:
@@ -55,7 +58,7 @@ def flip(content: bytes, rng: random.Random) -> bytes:
 
 
 def zeros(content: bytes, rng: random.Random) -> bytes:
-    """A stretch that never reached the disk."""
+    """Write zeros over a range, as if it was never written to disk."""
     begin = rng.randrange(len(content) or 1)
     length = min(rng.choice((64, 4096, len(content))), len(content) - begin)
     return content[:begin] + bytes(length) + content[begin + length :]
@@ -86,7 +89,7 @@ def delete_state(run_folder: Path, rng: random.Random) -> None:
 
 
 def foreign_file(run_folder: Path, rng: random.Random) -> None:
-    """Something else under a checkpoint's name, new or existing."""
+    """Write other content under a new or existing checkpoint name."""
     name = rng.choice(("epoch_9", "epoch_1_step_9", "epoch_2", *CHECKPOINTS))
     content = io.BytesIO()
     torch.save(rng.choice(FOREIGN), content)
@@ -95,7 +98,7 @@ def foreign_file(run_folder: Path, rng: random.Random) -> None:
 
 
 def tear_log(run_folder: Path, rng: random.Random) -> None:
-    """A last line without its end, half a line more, or bytes that are no text."""
+    """Truncate the last line of a log, or append half a line or bytes that are not text."""
     path = run_folder / rng.choice(LOGS)
     content = path.read_bytes()
     last = content.rstrip(b"\n").rpartition(b"\n")[2]
@@ -110,7 +113,7 @@ def tear_log(run_folder: Path, rng: random.Random) -> None:
 
 
 def swap(run_folder: Path, rng: random.Random) -> None:
-    """Two files change places: the same ones of two checkpoints, or two of one."""
+    """Swap two files: equal ones of two checkpoints, or two of one checkpoint."""
     first = one_file(run_folder, rng)
     others = [path for name in CHECKPOINTS for path in parts(run_folder, name)]
     alike = [path for path in others if path.name == first.name and path != first]
@@ -121,7 +124,7 @@ def swap(run_folder: Path, rng: random.Random) -> None:
 
 
 def rename(run_folder: Path, rng: random.Random) -> None:
-    """A model file, a state or a part of it gets another name."""
+    """Rename a model file, a state or a part of a state."""
     name = rng.choice((*CHECKPOINTS, NEWEST, NEWEST))
     state = run_folder / "checkpoints" / f"{name}.state"
     candidates = parts(run_folder, name) + ([state] if state.exists() else [])
@@ -133,7 +136,7 @@ def rename(run_folder: Path, rng: random.Random) -> None:
 
 
 def copy(run_folder: Path, rng: random.Random) -> None:
-    """A whole checkpoint under another name, too."""
+    """Copy a full checkpoint to another name."""
     name, other = rng.choice(CHECKPOINTS), rng.choice(("epoch_3", "epoch_1_step_9", "epoch_0"))
     checkpoints = run_folder / "checkpoints"
     for suffix, duplicate in ((".pt", shutil.copy), (".state", shutil.copytree)):
@@ -142,7 +145,7 @@ def copy(run_folder: Path, rng: random.Random) -> None:
 
 
 def damage_all(run_folder: Path, rng: random.Random) -> None:
-    """A file of every checkpoint."""
+    """Damage a file of every checkpoint."""
     for name in CHECKPOINTS:
         path = rng.choice(parts(run_folder, name))
         path.write_bytes(path.read_bytes()[:-1])
@@ -153,7 +156,7 @@ def damage_settings(run_folder: Path, rng: random.Random) -> None:
     (run_folder / name).write_bytes(rng.randbytes(100))
 
 
-# Each as often as it stands here; there are seven ways to rewrite a file.
+# Repeated entries are more frequent; seven entries rewrite a file.
 DAMAGES: tuple[Damage, ...] = (
     *7 * (rewrite,),
     *2 * (delete,),
@@ -168,7 +171,7 @@ DAMAGES: tuple[Damage, ...] = (
 )
 
 
-# --- what becomes of them --------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def check_refusal(message: str | None, text: str, before: dict[str, bytes], after: dict[str, bytes]) -> None:
@@ -191,7 +194,7 @@ def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes]
 
 
 def is_said(log: str, text: str, run_folder: Path, whole: Path) -> bool:
-    """Whether lines lack in a log, the others are right, and the program said that it lost some."""
+    """Return whether a log lacks lines, the other lines are correct, and the program reported the loss."""
     remaining = iter(lines_of(whole / log))
     others_are_right = all(line in remaining for line in lines_of(run_folder / log))
     return others_are_right and any("WARNING" in line and Path(log).name in line for line in text.splitlines())

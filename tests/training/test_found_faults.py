@@ -1,4 +1,4 @@
-"""Faults that hostile runs have found, each with what is said or done instead."""
+"""Faults found in hostile runs, each with the correct behavior."""
 
 import json
 import multiprocessing
@@ -28,12 +28,12 @@ from tests.training.tiny import tiny_model
 
 
 def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
-    """Their parent is the server, which waits for them; Python 3.14 makes all workers so."""
+    """Their parent is the server, which waits for them. Python 3.14 starts all workers this way."""
     data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
-    # Spawned: a fork would share the fork server that another test of this process may have started.
+    # Spawned, because a fork would share the fork server of another test in this process.
     trainer = multiprocessing.get_context("spawn").Process(target=train_with_a_fork_server, args=(data, sender))
     trainer.start()
-    sender.close()  # so that the end of the trainer ends the wait for it
+    sender.close()  # so that waiting for the trainer stops when the trainer exits
     workers = receiver.recv()
     assert all(map(is_alive, workers))
     trainer.kill()
@@ -69,7 +69,7 @@ def lose_the_end(data: str) -> list[list[int]]:
 
 
 def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path):
-    """The other rank hears of it before the step, not at one of ten times in the epoch."""
+    """The other rank receives this before the step, not only at one of ten times in the epoch."""
     (good,) = write_shards(tmp_path / "good", [160])
     lost = set(two_ranks().run(lose_the_end, good)[0][1][36:])
     (bad,) = write_shards(tmp_path / "bad", [160], {number: undecodable(number) for number in lost})

@@ -1,8 +1,9 @@
-"""A training with a fault every few steps ends bitwise as the undisturbed one: ``pytest FILE --soak 100`` takes hours.
+"""A training with a fault every few steps ends bitwise as an uninterrupted run: ``pytest FILE --soak 100`` takes hours.
 
-Two ranks with two data workers each read shards from a file server on loopback, and some steps are not finite. Drawn faults:
-processes are killed (all, a rank, a data worker) or asked to end, the file server goes away, breaks off or stalls, the disk is
-full for some seconds (a tmpfs, for root only), the clock jumps. Whatever has ended is started again, with the same command.
+Two ranks with two data workers each read shards from a file server on loopback, and some steps are non-finite. Random faults:
+processes are killed (all, a rank, a data worker) or signaled to exit; the file server is unavailable, interrupts transfers or
+stalls; the disk is full for some seconds (a tmpfs, for root only); the clock jumps. After an exit, the same command restarts
+the run.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ FAULTS += ("full disk", "clock")
 
 
 def hostile_program(clock: Path, argv: list[str]) -> None:
-    """Run the training program with a clock that can jump, and with steps that are not finite."""
+    """Run the training program with clock jumps and non-finite steps."""
     real = time.time
     time.time = lambda: real() + float(clock.read_text() or 0)
 
@@ -45,7 +46,7 @@ def hostile_program(clock: Path, argv: list[str]) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder with 300 MiB, where this user may mount it."""
+    """Return a folder with 300 MiB, if this user may mount it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(folder)]
@@ -56,7 +57,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def afflict(fault: str, running: Program, server: Server, disk: Path, rng: random.Random) -> None:
-    """Let one fault happen, and be over."""
+    """Cause one fault and end it."""
     trainers = running.trainers()
     if fault == "kill all":
         running.kill()
@@ -87,7 +88,7 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
 
 
 def reaches_a_step(running: Program, more: int) -> bool:
-    """Wait until so many more steps are logged; False if the program ends before. After a minute a fault comes anyway."""
+    """Wait for more logged steps, up to a minute; return False if the program exits before."""
     wanted, deadline = running.text().count(" | loss ") + more, time.monotonic() + 60
     while not running.has_ended():
         if running.text().count(" | loss ") >= wanted or time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""Runs that are killed at random moments and started again end as uninterrupted ones.
+"""Runs that are killed at random times and restarted end as uninterrupted runs.
 
-That is: with the same model, optimizer, loss state and tables bit for bit, the same logs line by line, and the same files. A
-run is killed (SIGKILL) up to three times: all its processes at once, one rank, or torchrun alone; about half of the times
-while a checkpoint is being written. A restart may end with a message first, and is repeated then. The seed decides what is
-killed and when; what the program is doing at that time depends on the machine, too.
+Model, optimizer, loss state and tables are equal bit for bit, logs line by line, and the files are the same. A run is killed
+(SIGKILL) up to three times: all processes at once, one rank, or only torchrun; about half of the time during a save. A restart
+may exit with a message, and is then repeated. The seed determines targets and times; the state of the program at a time also
+depends on the machine.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ RESTARTS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill whom.
+    """Time and target of a kill.
 
     Attributes:
-        after: what to wait for: the ``start`` of the program, a logged ``step``, the beginning of a ``save``.
-        count: how many of these.
-        delay: seconds from there.
-        target: ``all`` processes, one ``rank``, ``torchrun`` alone.
-        rank: which rank.
+        after: event to wait for: the ``start`` of the program, a logged ``step``, or the start of a ``save``.
+        count: number of events.
+        delay: seconds after the last event.
+        target: ``all`` processes, one ``rank``, or only ``torchrun``.
+        rank: rank to kill.
     """
 
     after: str
@@ -50,23 +50,23 @@ def drawn(rng: random.Random, ranks: int, torchrun: bool) -> Kill:
 
 
 def unfinished_saves(run: Path) -> set[tuple[str, int]]:
-    """Return what a save leaves when it is killed, until the next start cleans up."""
+    """Return the files of a killed save, which the next launch removes."""
     found = set()
     for pattern in ("checkpoints/*.pt.tmp", "checkpoints/*.state/tmp_step_*"):
-        with contextlib.suppress(FileNotFoundError):  # finished or removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # finished or removed in the meantime
             found |= {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in run.glob(pattern)}
     return found
 
 
 class Victim:
-    """The run ``logs/run``, which is killed and started again."""
+    """The run ``logs/run``, which is killed and restarted."""
 
     def __init__(self, argv: list[str], ranks: int, torchrun: bool, logs: Path) -> None:
         self._argv, self._ranks, self._torchrun, self._logs = argv, ranks, torchrun, logs
         self._orphans: list[int] = []
 
     def go_on(self, kills: Sequence[Kill]) -> None:
-        """Start and kill until all kills hit or the run is complete."""
+        """Start and kill the run until all kills are done or the run is complete."""
         left, refusals, starts = list(kills), [], 0
         try:
             while len(refusals) < RESTARTS:
@@ -85,7 +85,7 @@ class Victim:
                 send_kill(pid)
 
     def _killed(self, program: Program, kill: Kill) -> bool:
-        """Wait for the moment and kill; False if the program ended before."""
+        """Wait for the time and kill; return False if the program exited before."""
         if not self._came(program, kill):
             return False
         time.sleep(kill.delay)
@@ -96,7 +96,7 @@ class Victim:
             send_kill(trainers[kill.rank % len(trainers)])
             program.wait()
         elif kill.target == "torchrun" and program.launcher is not None:
-            # The trainers save and end by themselves, while the restart begins.
+            # The trainers save and exit by themselves during the restart.
             program.launcher.kill()
             program.wait()
             self._orphans += trainers
@@ -125,7 +125,7 @@ class Victim:
 
 
 def check_drawn(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
-    """All losses take turns, on 1 and on 2 ranks."""
+    """The cases cycle through all losses, on 1 and on 2 ranks."""
     rng, losses = case.random(), list_losses()
     loss, ranks = losses[case.number % len(losses)], 1 + (case.number + case.number // len(losses)) % 2
     check(runs, logs, loss, ranks, [drawn(rng, ranks, torchrun) for _ in range(3)], torchrun)

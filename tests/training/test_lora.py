@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained, a file for stock OpenCLIP, a folder for peft, resumes bit for bit, and two ranks."""
+"""Low-rank adapters: trained parameters, a file for stock OpenCLIP, a folder for peft, bitwise resumes, and two ranks."""
 
 import json
 import re
@@ -37,7 +37,7 @@ TOWERS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The flags of a run with adapters on a pretrained model, and the model's file."""
+    """Return the flags of a run with adapters on a pretrained model, and the model's file."""
     path = tmp_path_factory.mktemp("base") / "base.pt"
     torch.manual_seed(1)
     torch.save({"state_dict": open_clip.create_model(SMALL_MODEL).state_dict()}, path)
@@ -102,7 +102,7 @@ def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_
         adapted = peft.PeftModel.from_pretrained(start, str(path.with_suffix(".lora"))).eval()
         torch.testing.assert_close(adapted(images, texts)[:2], expected, atol=1e-5, rtol=0)
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(before, expected, strict=True))
-    # The evaluation in the run saw the adapters.
+    # The evaluation in the run used the adapters.
     measured = runs.evaluation(
         tmp_path, "measured", "--model", SMALL_MODEL, "--pretrained", str(path), "--val-data", shards
     )
@@ -141,7 +141,7 @@ def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
 
 
 def test_without_weights_and_without_peft(shards, tmp_path, monkeypatch, caplog):
-    """test_mistakes.py has the flags that are refused."""
+    """test_mistakes.py covers rejected flags."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--lora-rank", "2", "--epochs", "1")
     assert run(argv) == 0 and "--lora-rank without --pretrained" in caplog.text
     monkeypatch.setitem(sys.modules, "peft", None)

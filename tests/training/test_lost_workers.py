@@ -1,6 +1,6 @@
-"""Data workers that hang or are killed in mid-epoch: the run saves its steps and ends, and resumes bitwise.
+"""Data workers that hang or are killed mid-epoch: the run saves its steps and exits, and resumes bitwise.
 
-So does a run that is asked to end while it waits for a batch that does not come.
+A run that is signaled to exit while it waits for a missing batch does the same.
 """
 
 import functools
@@ -17,7 +17,7 @@ from openclip_ext.training.step import TrainStep
 from tests.training.programs import Program, Runs, differing, program
 from tests.training.runs import EXIT_AFTER_SIGTERM
 
-# What happens to the only data worker of the last rank after the first step, and what the run then does.
+# The fault of the last rank's only data worker after the first step, and the reaction of the run.
 FAULTS = {
     "hangs": ("--rank-patience", "3"),
     "is killed": ("--rank-patience", "30"),
@@ -43,12 +43,12 @@ def disturbed(fault: str, argv: list[str]) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_steps_before_are_saved_and_the_run_resumes_bitwise(fault: str, ranks: int, runs: Runs, tmp_path: Path):
     argv = runs.argv(tmp_path, "queueclip", ranks, "--workers", "1")
-    # Nothing but the fault saves in an epoch.
+    # Only the fault causes a save within an epoch.
     fails = [*argv, "--save-every-steps", "100", *FAULTS[fault]]
     failed = Program(fails, ranks, tmp_path / "failed", target=functools.partial(disturbed, fault))
     statuses = failed.wait()
     expected = EXIT_AFTER_SIGTERM if "SIGTERM" in fault else 1
-    # The launcher may end the rank that is behind.
+    # The launcher may terminate the slower rank.
     assert expected in statuses and set(statuses) <= {expected, -signal.SIGTERM}, failed.text()[-3000:]
     if "SIGTERM" in fault:
         assert "Stopped by a signal after step" in failed.text()

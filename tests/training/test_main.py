@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, who can read it, and what wrong input is told."""
+"""Full runs: their files, programs that can read them, and errors for wrong input."""
 
 import functools
 import gzip
@@ -37,7 +37,7 @@ from tests.training.runs import (
 
 @pytest.fixture(scope="module")
 def finished(shards, tmp_path_factory):
-    """A finished run with validation and TensorBoard."""
+    """Return a finished run with validation and TensorBoard."""
     logs = tmp_path_factory.mktemp("finished")
     more = ["--val-data", shards, "--report-to", "tensorboard", "--save-every-steps", "2", "--save-most-recent"]
     assert run(small_command(shards, logs, "run", "neuclip", *more)) == 0
@@ -49,7 +49,11 @@ def test_the_run_folder_has_what_openclip_users_look_for(finished):
         path.name for path in finished.iterdir()
     }
     checkpoints = {path.name for path in (finished / "checkpoints").glob("*.pt")}
-    assert checkpoints == {"epoch_1.pt", "epoch_2.pt", "epoch_latest.pt"}  # none in mid-epoch outlives its epoch
+    assert checkpoints == {
+        "epoch_1.pt",
+        "epoch_2.pt",
+        "epoch_latest.pt",
+    }  # mid-epoch checkpoints are removed
     stock_model(finished / "checkpoints" / "epoch_latest.pt", SMALL_MODEL)
     saved = torch.load(finished / "checkpoints" / "epoch_latest.pt", weights_only=True)
     assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)
@@ -78,7 +82,7 @@ def test_logs_have_a_line_for_each_step_and_evaluation(finished):
 
 
 def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_path):
-    """The same optimizer groups, so that leaving us is as easy as coming."""
+    """The optimizer groups are equal, so users can switch to OpenCLIP's script and back."""
     from open_clip_train import main as script
 
     assert run(command(shards, tmp_path, "ours", "openclip", "--epochs", "1")) == 0
@@ -92,7 +96,7 @@ def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_
 
 
 def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp_path, caplog):
-    """Weights and optimizer go on at its epoch; the loss's state starts afresh, and the log says so."""
+    """Weights and optimizer continue at its epoch; the loss's state starts from scratch, and the log reports this."""
     content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
     content.pop("step")
     torch.save(content, tmp_path / "stock.pt")
@@ -105,12 +109,12 @@ def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp
 def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest", "--lr", "1")) == 0
-    for name in ("metrics.jsonl", "config.json"):  # what is there was not trained with --lr 1
+    for name in ("metrics.jsonl", "config.json"):  # the existing checkpoints were not trained with --lr 1
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
 def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
-    """Options of the loss that are given now, or no longer, too; also where config.json says nothing."""
+    """Including options of the loss that are new or removed; also if config.json does not list them."""
     argv = small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
     assert run([*argv, "--rho", "3"], stop_after=2) == EXIT_AFTER_SIGTERM
     (tmp_path / "run" / "config.json").write_text("")
@@ -168,12 +172,12 @@ def test_a_full_disk_warns_in_the_run_and_fails_its_end(shards, tmp_path, caplog
         run(small_command(shards, tmp_path, "full", "openclip"))
     assert "epoch_1.pt could not be saved" in caplog.text
     assert "The run ended: the last checkpoint" in (tmp_path / "full" / "out.log").read_text()
-    assert len(losses_of(tmp_path / "full")) == 10  # training went on
+    assert len(losses_of(tmp_path / "full")) == 10  # training continued
     assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
 
 
 def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
-    # Adam moves every parameter by the learning rate, so that the features overflow.
+    # Adam moves every parameter by the learning rate, so the features overflow.
     more = ["--opt", "timm/adamw", "--lr", "1e30", "--warmup", "0", "--save-every-steps", "1", "--wd", "1e30"]
     with pytest.raises(TrainingDiverged, match="not finite after step"):
         run(small_command(shards, tmp_path, "diverged", "openclip", *more))
@@ -208,7 +212,7 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
         assert run(argv) == 0
     assert "the data server is down" in caplog.text
     assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
-    assert run(argv) == 0  # a restart runs what is missing
+    assert run(argv) == 0  # a restart runs missing evaluations
     assert [line["epoch"] for line in results_of(tmp_path / "run")] == [1]
 
 

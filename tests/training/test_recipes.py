@@ -1,4 +1,4 @@
-"""The command line takes every recipe, and says which there are."""
+"""The command line accepts every recipe, and lists the recipes."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Uni-modal runs: two views of each image, the image tower alone is trained, the file is an ordinary checkpoint."""
+"""Uni-modal runs: two views per image, only the image tower is trained, and the file is an ordinary checkpoint."""
 
 import random
 
@@ -19,7 +19,7 @@ LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
 
 
 def noise(image):
-    """An augmentation that draws from all three generators, and tells the images apart."""
+    """An augmentation that draws from all three generators and keeps images distinguishable."""
     random_numbers = torch.rand(3) + random.random() + np.random.random()
     return torch.cat([random_numbers, torch.tensor(np.asarray(image).mean(axis=(0, 1)) / 255)]).float()
 
@@ -43,7 +43,7 @@ def test_views_are_functions_of_seed_epoch_index_and_view(shards):
     with_workers, next_epoch = epoch_of(shards, 2, workers=2), epoch_of(shards, 2, epoch=1)
     for index, pixels in two.items():
         assert pixels.shape == (2, 6)
-        assert torch.equal(pixels[0], one[index])  # more views change nothing about the first ones
+        assert torch.equal(pixels[0], one[index])  # additional views do not change the first views
         assert torch.equal(pixels, three[index][:2])
         assert torch.equal(pixels, with_workers[index])
         assert torch.equal(pixels[0, 3:], pixels[1, 3:])  # of the same image

@@ -1,4 +1,4 @@
-"""Averages of the weights, learning rates of towers and layers, LAMB, and the best model: alone, and in a resumed run."""
+"""Averages of weights, learning rates of towers and layers, LAMB, and the best model: separately and in a resumed run."""
 
 import json
 import math
@@ -43,7 +43,7 @@ from tests.training.runs import (
 METRIC = "image_to_text_R@5"
 
 
-# --- the average of the weights --------------------------------------------------------------------------------------
+# --- the average of the weights ---------------------------------------------------------------------------------------
 
 
 def test_the_average_against_its_equation():
@@ -76,7 +76,7 @@ def test_16_bits_are_averaged_in_32():
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-4), rtol=0.2, atol=0)
 
 
-# --- learning rates --------------------------------------------------------------------------------------------------
+# --- learning rates ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_depth_of_each_parameter(names, expected, layers):
 
 
 def _demo() -> nn.Module:
-    # Added last, it wins over a run's own of this name, which another test made known.
+    # Added last, it overrides a configuration with this name from another test.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     return open_clip.create_model("demo-vit")
 
@@ -145,7 +145,7 @@ def test_a_short_run_takes_a_larger_rate():
 
 
 def test_the_cosine_ends_at_its_floor():
-    """A cosine from lr to lr_min, after the same warm-up; the rate of a tower is its share of both."""
+    """A cosine from lr to lr_min after the same warm-up; the factor of a tower scales both."""
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], SCALE: 0.5}], lr=1e-3)
     config = ScheduleConfig(epochs=2, warmup=10, lr=1e-3, lr_min=4e-5)
@@ -159,7 +159,7 @@ def test_the_cosine_ends_at_its_floor():
 
 
 def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
-    """OpenCLIP's checkpoints say ``fused=None``, with which a GPU's optimizer cannot skip a step by itself."""
+    """OpenCLIP's checkpoints have ``fused=None``, with which an optimizer on a GPU cannot skip a step."""
     model = nn.Linear(3, 2)
     stock = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -176,7 +176,7 @@ def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
     assert torch.equal(model.weight, before)
 
 
-# --- the best model --------------------------------------------------------------------------------------------------
+# --- the best model ---------------------------------------------------------------------------------------------------
 
 
 def test_the_best_of_the_earlier_results(tmp_path, caplog):
@@ -188,13 +188,13 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert not is_best({"top1": math.nan}, "top1", tmp_path, 3)
     assert is_best({"val_loss": 1.9}, "val_loss", tmp_path, 3)
     assert not is_best({"val_loss": 2.1}, "val_loss", tmp_path, 3)
-    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # its own line does not count
+    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # the line of the model itself does not count
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
     assert "no such metric in this evaluation, found: top5" in caplog.text
 
 
-# --- arguments of the optimizer --------------------------------------------------------------------------------------
+# --- arguments of the optimizer ---------------------------------------------------------------------------------------
 
 
 def test_globs_exclude_parameters_from_weight_decay():
@@ -210,7 +210,7 @@ def test_globs_exclude_parameters_from_weight_decay():
     usual = without_decay(model)
     assert {"positional_embedding", "visual.proj"}.isdisjoint(usual)
     wrapped = nn.Module()
-    wrapped.module = model  # as DistributedDataParallel names it
+    wrapped.module = model  # the name in DistributedDataParallel
     for one in (model, wrapped):
         found = without_decay(one, "*positional_embedding", "visual.proj")
         assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
@@ -244,7 +244,7 @@ def test_wrong_arguments_of_the_optimizer_are_refused(words, message):
         check_optimizer(OptimizerConfig(kwargs=(words,)))
 
 
-# --- together --------------------------------------------------------------------------------------------------------
+# --- together ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
@@ -258,7 +258,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
     assert run(resumed) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    # Averaging changes nothing in the training.
+    # Averaging does not change the training.
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
     whole, plain = final_state(tmp_path / "whole"), final_state(tmp_path / "plain")["model"]
     assert differences(whole["model"][TRAINED_KEY], plain["state_dict"]) == []

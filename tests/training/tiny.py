@@ -1,4 +1,4 @@
-"""A CLIP so small that every loss can take some steps in a moment, in all the ways that training can be asked to compute."""
+"""A tiny CLIP for fast steps with every loss, in all ways that training can compute a step."""
 
 import contextlib
 import functools
@@ -27,19 +27,19 @@ FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
 BATCH, SAMPLES, WIDTH = 8, 40, 16
 IMAGE, CONTEXT, VOCABULARY = 16, 6, 50
 
-# What puts all parts of a loss to work within three steps.
+# Options that activate all parts of a loss within three steps.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "openclip": {"local_loss": True, "gather_with_grad": True},
     "amorlip": {"gather_stage2": True, "fit_every": 2, "target_every": 2, "normalizer_lr": 1e-3},
     "neuclip": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
     "queueclip": {"prototypes": 12},
 }
-# Every loss there is: a new one is trained in one process, in two, and sharded, without being named in a test.
+# All losses: a new loss is tested in one process, in two, and sharded, without changes to tests.
 LOSSES = {name: _OPTIONS.get(name, {}) for name in registry.list_losses()}
 
 
 def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
-    """The same weights at each call."""
+    """Return the model, with the same weights in each call."""
     torch.manual_seed(0)
     vision = {"image_size": IMAGE, "patch_size": 8, "layers": layers, "width": 16, "head_width": 8}
     if tower == "resnet":
@@ -49,19 +49,19 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
 
 
 def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
-    """The loss with the options above, and others."""
+    """Return the loss with the options above and additional ones."""
     return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
 
 
 def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
-    """Set the temperature's start and freeze what the loss does not train, as the training does."""
+    """Set the initial temperature and freeze parameters that the loss does not train, as in training."""
     if loss.initial_logit_bias is not None:
         model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
     prepare_for(loss, model, set_logit_scale=True)
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
-    """The whole batch of a step; captions end with the end-of-text token, the largest."""
+    """Return the full batch of a step; captions end with the end-of-text token, the largest token."""
     generator = torch.Generator().manual_seed(100 + number)
     shape = (3, size, size) if views == 1 else (views, 3, size, size)
     text = torch.randint(1, VOCABULARY - 1, (BATCH, CONTEXT), generator=generator)
@@ -74,7 +74,7 @@ def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, 
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """The batch in equal parts, in order."""
+    """Return the batch in equal parts, in order."""
     chunks = {key: value.chunk(count) for key, value in batch.items()}
     return [{key: chunks[key][number] for key in chunks} for number in range(count)]
 
@@ -88,15 +88,15 @@ class Way:
 
     Attributes:
         tower: ``vit`` or ``resnet``.
-        layers: of the text tower, and of a ``vit``.
-        dtype: of the images and the parameters; with float64, of the loss's state, too.
-        scale: where a GradScaler starts; None: there is none.
+        layers: number of layers of the text tower, and of a ``vit``.
+        dtype: dtype of images and parameters, and of the loss's state with float64.
+        scale: initial scale of a GradScaler. None means no GradScaler.
         on_device: whether the guard decides without the host, as on a GPU.
-        norms_in_float32: as ``--precision bf16``, which has the matrices in ``dtype`` only.
-        sharded: whether several processes spread the parameters (FSDP2), or replicate them (DDP).
+        norms_in_float32: as with ``--precision bf16``, in which only matrices have ``dtype``.
+        sharded: whether several processes shard the parameters (FSDP2) or replicate them (DDP).
         reshard: whether sharded parameters are freed between forward and backward.
-        device: of model, loss and steps.
-        options: of the loss, beside those above.
+        device: device of model, loss and steps.
+        options: additional options of the loss.
     """
 
     tower: str = "vit"
@@ -121,10 +121,10 @@ class TinyTraining:
     """A model, a loss and an optimizer, whose steps take this rank's part of fixed batches.
 
     Args:
-        name: of the loss.
+        name: name of the loss.
         way: how the steps are computed.
-        keep_whole: whether the master keeps a whole model of a sharded one, to evaluate it.
-        compiled: a compiled model, which takes the steps from the start weights, to save the time of compiling.
+        keep_whole: whether rank 0 keeps a full copy of a sharded model, to evaluate it.
+        compiled: a compiled model to reuse, which saves compile time; it starts from the initial weights.
     """
 
     def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
@@ -143,7 +143,7 @@ class TinyTraining:
         self.model = parallel.distribute(model, config, way.device, keep_whole)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
-        # As the training does; a sharded model has compiled its blocks.
+        # As in training; a sharded model has compiled its blocks.
         stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
@@ -156,7 +156,7 @@ class TinyTraining:
         return tiny_batch(number, self.loss.views, size=32 if self.way.tower == "resnet" else IMAGE)
 
     def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
-        """Take a step and return the loss's terms; ``spoil`` changes the whole batch before."""
+        """Take a step and return the loss's terms; ``spoil`` changes the full batch before."""
         batch = self.batch(number)
         if spoil is not None:
             spoil(batch)
@@ -164,14 +164,14 @@ class TinyTraining:
         return self.step(parts_of(own, self.way.micro_batches), number)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all tensors, under the names of a model without wrappers; a sharded model's on the master only."""
+        """Return all tensors, with names of a model without wrappers; of a sharded model only on rank 0."""
         model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
         optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})
 
 
 def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a nested state, by dotted name."""
+    """Return the tensors of a nested state, by dotted name."""
     if isinstance(state, Tensor):
         return {prefix: state.detach().clone()}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()

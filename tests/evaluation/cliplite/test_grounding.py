@@ -1,4 +1,4 @@
-"""Grad-CAM: against finite differences for every kind of tower, and as a command."""
+"""Grad-CAM: the command, and a comparison with finite differences for every kind of tower."""
 
 import copy
 import json
@@ -16,8 +16,7 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import ModelError
 
 VIT = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-# The vision tower, its layer's name, the axis of its channels, and how many of its last positions have a place in the image
-# (0: all).
+# Vision tower, name of its layer, axis of its channels, and number of last positions that are in the image (0: all).
 TOWERS = {
     "modified-resnet": (
         {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
@@ -53,9 +52,9 @@ def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
 def finite_differences(
     encoder: Encoder, name: str, axis: int, positions: int, image: Tensor, text: Tensor, channels: int
 ) -> tuple[list[int], Tensor, Tensor]:
-    """Grad-CAM's channel weights in float64 without autograd, and the features.
+    """Return Grad-CAM's channel weights in float64 without autograd, and the features.
 
-    Shifting a channel at all positions at once changes the alignment by the sum of its gradient.
+    Shifting a channel at all positions changes the alignment by the sum of its gradient.
     """
     model = copy.deepcopy(encoder.model).double()
     module = model.visual.get_submodule(name)
@@ -94,7 +93,7 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
     height, width = size if isinstance(size, list) else (size, size)
     image = torch.randn(3, height, width)
     phrases = ["a red circle", "snow"]
-    seen: list[Tensor] = []  # first the features as maps, then their gradients
+    seen: list[Tensor] = []  # first the feature maps, then their gradients
 
     def recorded(features: Tensor) -> Tensor:
         seen.append(layer.to_map(features))
@@ -109,7 +108,7 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
     channels, weights, features = finite_differences(encoder, *place, image, text, 10**6 if small else 6)
     gradients = seen[1].sum(dim=(0, 2, 3))[channels].double()
     torch.testing.assert_close(gradients, weights, rtol=0, atol=2e-3 * float(weights.abs().max()))
-    if small:  # all channels are known: the whole map
+    if small:  # all channels are known, so the full map is compared
         weighted = (weights.view(1, -1, 1, 1) * layer.to_map(features)).sum(dim=1, keepdim=True).clamp_min(0)
         expected = F.interpolate(weighted, size=(height, width), mode="bilinear")[0, 0]
         torch.testing.assert_close(maps[0].double(), expected / expected.max(), rtol=0, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Linear probes: the features, the protocol against independent definitions, and the command on all data formats."""
+"""Linear probes: features, the protocol against independent definitions, and the command with all data formats."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
 
 
 def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
-    """Three classes that overlap, each visible in a few of twelve dimensions, behind noise."""
+    """Return three overlapping classes, each visible in a few of twelve dimensions, with noise."""
     generator = np.random.default_rng(seed)
     directions = generator.standard_normal((3, 12))
     splits = []
@@ -107,7 +107,7 @@ def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -
     difficult = train.labels.copy()
     difficult[train.labels == ABSENT] = DIFFICULT
     assert probe_voc07(Split(train.features, difficult, CLASSES), test) == base
-    # A wrong answer that the test leaves out cannot cost anything.
+    # A wrong answer to an excluded image has no effect.
     labels, features = test.labels.copy(), test.features.copy()
     labels[0, :], features[0] = DIFFICULT, 100.0
     ignored = probe_voc07(train, Split(features, labels, CLASSES))
@@ -120,13 +120,13 @@ def test_top1_probe_learns_digits() -> None:
     names = tuple(map(str, range(10)))
     train, test = Split(images[:1200], labels[:1200], names), Split(images[1200:], labels[1200:], names)
     result = probe_top1(train, test, costs=(1e-5, 1e-2))
-    # scikit-learn's own logistic regression on standardised pixels reaches 0.92; chance is 0.1.
+    # scikit-learn's logistic regression on standardized pixels reaches 0.92; chance is 0.1.
     assert result["costs"] == {"all": 1e-2} and result["acc1"] > 0.88
     assert probe_top1(train, test, costs=(1e-5,))["acc1"] < result["acc1"]
 
 
 def write_devkit(folder: Path, per_split: int = 40) -> Path:
-    """A devkit of digits: class ``even`` and ``small`` (below 5), some of them difficult."""
+    """Write a devkit of digits with the classes ``even`` and ``small`` (below 5); some digits are difficult."""
     devkit = folder / "VOCdevkit" / "VOC2007"
     (devkit / "ImageSets" / "Main").mkdir(parents=True)
     (devkit / "JPEGImages").mkdir()
@@ -166,7 +166,7 @@ def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
         image.save(folder / f"{number}.png")
     datacomp = datasets.make_task(tmp_path, "mnist", count=60)
     output = tmp_path / "top1.json"
-    # Folders come in alphabetical order, DataComp's class names in theirs: refused, not mixed up.
+    # Folders are in alphabetical order, DataComp's class names are not: rejected instead of confused.
     arguments = ["--train", str(tmp_path / "train"), "--test"]
     with pytest.raises(ValueError, match="another order"):
         run(checkpoint, "top1", *arguments, str(datacomp))
@@ -176,4 +176,4 @@ def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
     run(checkpoint, "top1", *arguments, str(datacomp), "--costs", "0.01", "--output", str(output))
     report = json.loads(output.read_text())
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
-    assert report["acc1"] > 0.3  # random features of digits are no good ones; chance is 0.1
+    assert report["acc1"] > 0.3  # random features of digits are poor; chance is 0.1

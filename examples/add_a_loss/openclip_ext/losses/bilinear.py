@@ -1,4 +1,4 @@
-"""A logistic loss on a learned bilinear form of the two embeddings, each process for itself."""
+"""A logistic loss on a learned bilinear form of the two embeddings, within each process."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ class BilinearHead(nn.Module):
 
 
 class BilinearLoss(ContrastiveLoss):
-    """``mean_ij softplus(∓ c·text_j·A·image_i)``, minus for pairs, plus for all others.
+    """``mean_ij softplus(∓ c·text_j·A·image_i)``, with minus for pairs and plus otherwise.
 
     Args:
-        embed_dim: width of the embeddings.
-        seed: of the head's start values.
+        embed_dim: embedding dimension.
+        seed: seed of the head's initial values.
     """
 
     def __init__(self, *, embed_dim: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class BilinearLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> BilinearHead:
-        """The bilinear form, trained with the model."""
+        """Return the bilinear form, which is trained with the model."""
         return self.head
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class BilinearLoss(ContrastiveLoss):
         return {"contrastive_loss": functional.softplus(-signs * logits).mean()}
 
     def metrics(self) -> dict[str, float]:
-        """``infonce``, ``chance`` and the temperature, as every loss reports them."""
+        """Return ``infonce``, ``chance`` and the temperature, as every loss does."""
         return {} if self._last is None else minibatch_metrics(self._last)
 
 

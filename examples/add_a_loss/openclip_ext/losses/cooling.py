@@ -13,7 +13,7 @@ class CoolingTemperature(TemperatureScheme):
 
     Args:
         temperature_min, temperature_max: bounds.
-        epochs: epochs of the run.
+        epochs: number of epochs of the run.
     """
 
     depends_on_epoch = True
@@ -25,7 +25,7 @@ class CoolingTemperature(TemperatureScheme):
         self.epochs = epochs
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """The same for all anchors."""
+        """Return the epoch's temperature for all anchors, ``(2, B)``."""
         low, high = self.bounds
         tau = high - (high - low) * min(batch.epoch / self.epochs, 1.0)
         return torch.full_like(batch.positive, tau).expand(2, batch.size)

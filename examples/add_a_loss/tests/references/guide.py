@@ -1,4 +1,4 @@
-"""Naive versions of the losses of docs/add-your-own-loss.md."""
+"""Naive versions of the losses in docs/add-your-own-loss.md."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.references.contrastive import (
 
 
 class SharedAverage:
-    """One average a side."""
+    """One moving average per side."""
 
     def __init__(self, eps: float, gamma: float) -> None:
         self.eps, self.gamma = eps, gamma
@@ -33,7 +33,7 @@ class SharedAverage:
 
 
 class Cooling:
-    """FastCLIP at the temperature of the epoch."""
+    """FastCLIP with a temperature per epoch."""
 
     def __init__(self, average: MovingAverage, low: float, high: float, epochs: int) -> None:
         self.loss, self.low, self.high, self.epochs = FastClip(average, "constant"), low, high, epochs
@@ -44,7 +44,7 @@ class Cooling:
 
 
 class Decoupled:
-    """Autograd through the definition."""
+    """Decoupled contrastive loss, with autograd through its definition."""
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         images, texts, scale = leaves(images, texts, logit_scale)
