@@ -52,7 +52,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence OpenCLIP's messages about a model without weights."""
+    """Silence all log messages up to WARNING, such as OpenCLIP's about a model without weights."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -44,7 +44,7 @@ class ComparePilot:
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Train and score a run; ``seen`` receives the samples of each step, and at some points the row so far.
+        """Train and score a run; ``seen`` receives the number of samples of each step, and sometimes the row so far.
 
         A row's ``points`` are the reciprocal ranks of the validation half by number of samples, which can stop a setting.
         """

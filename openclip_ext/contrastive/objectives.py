@@ -2,7 +2,7 @@
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
 ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
-the temperature. The gradient defines an objective; its value is for the logs. Equation numbers in [brackets] are from the
+the temperature. The gradient defines an objective. The value is only logged. Equation numbers in [brackets] are from the
 papers.
 """
 

@@ -30,7 +30,7 @@ SOURCE_FOLDER = "source"
 HUB_FOLDER = ".cache"
 _ATTEMPTS = 3
 _DOCUMENTS = ["README*", "LICENSE*"]
-# Results of `check_set`. UNPROVEN: complete and of the right size, but without checksums, from another tool.
+# Results of `check_set`. UNPROVEN: complete and of the right size, but fetched by another tool, without checksums.
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 
 

@@ -179,7 +179,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
     parser.add_argument("--model", required=True, help=shared.MODEL_HELP)
-    # Messages about models call it --checkpoint, as in the evaluations.
+    # Messages about models say --checkpoint, as in the evaluations.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")

@@ -263,7 +263,7 @@ PACKAGE_OPTIONS = (
         "kappa",
         float,
         10.0,
-        "logarithm of the averages' step size: the weight of the new estimate is sigmoid(log u + kappa)",
+        "log of the step size of the moving average u: the new estimate has the weight sigmoid(log u + kappa)",
         symbol="κ",
     ),
     Option(
@@ -325,5 +325,5 @@ def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
 
 
 def rho_of(hard_share: float) -> float:
-    """Return ρ of :data:`HARD_SHARE`."""
+    """Return ρ for a hard share."""
     return -math.log(hard_share)

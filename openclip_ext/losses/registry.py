@@ -208,7 +208,7 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     """Return the options of a loss with their defaults; raise OptionError as :func:`create_loss`.
 
-    Only options that choose its parts have an effect: ``normalizer``, ``temperature_scheme``, ``views``.
+    Of ``options``, only those that choose parts matter: ``normalizer``, ``temperature_scheme``, ``views``.
     """
     return _compose(name, options).defaults()
 

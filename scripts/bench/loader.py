@@ -2,12 +2,12 @@
 
     python scripts/bench/loader.py [--output results.json]
 
-OpenCLIP 3.3's loader needs webdataset 0.2.86 or older. The script installs 0.2.86 into a temporary folder (``pip install
---target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform, tokenizer, batch size
-and workers. Ours runs with both image backends and yields uint8, which the training normalizes on its device. ``reference``
-is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each measurement is a new
-process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is the median over the
-rounds.
+OpenCLIP 3.3's loader needs webdataset below 0.2.96; here it has 0.2.86. The script installs 0.2.86 into a temporary folder
+(``pip install --target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform,
+tokenizer, batch size and workers. Ours runs with both image backends and yields uint8, which the training normalizes on its
+device. ``reference`` is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each
+measurement is a new process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is
+the median over the rounds.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
     [
         (["--batch-size", "100"], "ERROR    too few samples: the epoch has 84"),
         (["--image-key", "tiff"], "ERROR    "),
-        (["--gpu-memory", "0.01"], "warning  memory: 1 ranks: a GPU needs"),
+        (["--gpu-memory", "0.01"], "warning  memory: 1 rank: a GPU needs"),
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: saved at the ends of epochs only"),
         (

@@ -188,7 +188,7 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     _, row = csv_rows(tmp_path)
     assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
 
-    # If a repeated run lacks a task, the task has no number, instead of the mean of two runs.
+    # If one repeat lacks a task, the task has no number, not the mean of the others.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
     assert run.final.score("mnist") is None and run.final.score(AVERAGE) is None

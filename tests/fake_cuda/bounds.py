@@ -20,7 +20,7 @@ WAYS = [("fastclip", "solved"), ("fastclip", "chunks"), ("amorlip", "chunks"), (
 
 
 def options(name: str) -> dict[str, Any]:
-    """Return the options of a measured loss."""
+    """Return the options for a measurement."""
     defaults = options_used_by(name)
     plain = {option: value for option, value in defaults.items() if option in ("normalizer_updates", "prototypes")}
     return plain | {option: value for option, value in _EVERY.items() if option in defaults}

@@ -6,7 +6,7 @@ A page declares in a comment whose options it documents. The table between this 
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
-The options that many losses have are explained once, on the index, between ``<!-- shared options -->`` and the same end.
+Options of many losses are explained once, in README.md, between ``<!-- shared options -->`` and the same end comment.
 
 ``python -m tests.losses.option_tables`` updates all of them; ``test_docs.py`` fails for outdated ones.
 """

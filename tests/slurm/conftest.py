@@ -55,7 +55,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _tracking() -> str:
-    """Return control groups of version 1 if this user may create them; version 2 needs systemd."""
+    """Return SLURM's process tracker: control groups of version 1 if this user may create one. Version 2 needs systemd."""
     freezer = Path("/sys/fs/cgroup/freezer")
     return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
 

@@ -67,7 +67,7 @@ def test_latest_is_the_newest_one(tmp_path):
 
 @pytest.mark.parametrize("crash_after", range(8))
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
-    """The save overwrites a name (as for epoch_latest), and the process dies at each file operation."""
+    """The save replaces epoch_latest. The process dies at another file operation in each case."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
     operations = iter(range(100))
 

@@ -96,7 +96,7 @@ def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
 
 
 def test_the_guard_changes_nothing_in_good_steps():
-    """Decisions on the device and on the host round equally."""
+    """A decision on the device gives the same bits as one on the host."""
     runs = [TinyTraining("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]
     for item in runs:
         for number in range(3):

@@ -190,8 +190,8 @@ class TrainLoader:
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
-        If bad samples leave a worker too few for its last batch, the samples that are left on all ranks get a new layout, as
-        long as they fill a step.
+        If a worker has too few usable samples for its last batch, the remaining samples of all ranks get a new layout, as long
+        as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.

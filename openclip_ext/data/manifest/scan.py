@@ -219,7 +219,7 @@ def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> in
 def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
     if url is None:
         return {}
-    # A command cannot report that a file does not exist, so its failure is not retried.
+    # A failed command may mean a missing file, so it is not retried.
     storage = Storage(patience=0) if url.startswith(PIPE) else storage
     try:
         content = json.loads(storage.read(url))

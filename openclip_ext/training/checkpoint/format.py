@@ -178,7 +178,7 @@ def checksum(path: Path) -> str:
 def random_state() -> dict[str, Any]:
     """Return the state of all random generators of the training, as tensors and plain types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
-    assert isinstance(keys, np.ndarray), "only the form without legacy=False is a tuple"
+    assert isinstance(keys, np.ndarray), "get_state is a dict only with legacy=False"
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,

@@ -20,7 +20,7 @@ from openclip_ext.training.config import ReportingConfig
 
 # Consecutive logged steps at chance that count as collapse or failure to learn.
 _CHANCE_REPORTS = 5
-# Random embeddings are well above chance; equal embeddings are at it.
+# Random embeddings have a larger InfoNCE; equal embeddings are at chance.
 _CHANCE_SHARE = 0.999
 
 
