@@ -209,9 +209,10 @@ def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T
     """Create a configuration from the values of all flags by Python name; ``others`` replaces or adds fields."""
     fields = (field for field in flag_fields(config) if field.name not in others)
     values = {field.name: flags[python_name(field)] for field in fields}
-    # argparse returns lists, which a frozen configuration must not contain.
-    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return config(**frozen, **others)
+    for field in flag_fields(config):
+        if isinstance(field.default, tuple) and field.name in values:
+            values[field.name] = tuple(values[field.name])  # argparse returns a list
+    return config(**values, **others)
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:
