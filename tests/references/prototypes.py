@@ -97,7 +97,7 @@ def unified_step(
 ) -> StepResult:
     """Return value and gradients of NeuCLIP (12), averaged over both sides.
 
-    ``alpha_of(images, texts, tau)`` returns log-normalizers with a graph; τ has a graph with ``alpha_tau_gradient``.
+    ``alpha_of(images, texts, tau)`` returns differentiable log-normalizers, in τ only with ``alpha_tau_gradient``.
     """
     images, texts, scale = leaves(images, texts, logit_scale)
     tau, batch = 1 / scale, len(images)
