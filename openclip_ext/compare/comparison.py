@@ -98,7 +98,9 @@ class Comparison:
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         jobs = config.folder / "jobs"
-        self.workers = make_pool(config.executor, config.processes, __name__, jobs, config.slurm, self.stop)
+        # No job outlives the comparison, unless --slurm has another time.
+        parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
+        self.workers = make_pool(config.executor, config.processes, __name__, jobs, parameters, self.stop)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         # The most samples of a run: the full batches of ``--epochs`` epochs.

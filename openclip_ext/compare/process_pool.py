@@ -50,14 +50,29 @@ class TaskPool(ABC):
         self._running: dict[str, Any] = {}
 
     @abstractmethod
-    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Wait briefly for tasks to end; return name, result and failure of the tasks that have ended."""
-
-    @abstractmethod
     def _start(self, name: str, task: Task) -> None: ...
 
     @abstractmethod
     def _kill(self, entry: Any) -> None: ...
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait briefly for tasks to end."""
+
+    @abstractmethod
+    def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
+        """Read a task's messages; return its result and failure if it has ended or should stop."""
+
+    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
+        """Wait briefly for tasks to end; return name, result and failure of the tasks that have ended."""
+        self._wait()
+        found = []
+        for name, entry in list(self._running.items()):
+            if (ended := self._read(name, entry)) is not None:
+                self._kill(entry)
+                del self._running[name]
+                found.append((name, *ended))
+        return found
 
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
@@ -108,16 +123,8 @@ class ProcessPool(TaskPool):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
 
-    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
+    def _wait(self) -> None:
         wait([entry.connection for entry in self._running.values()], _POLL_SECONDS)
-        found = []
-        for name, entry in list(self._running.items()):
-            ended = self._read(name, entry)
-            if ended is not None:
-                self._kill(entry)
-                del self._running[name]
-                found.append((name, *ended))
-        return found
 
     def _start(self, name: str, task: Task) -> None:
         taken = {entry.slot for entry in self._running.values()}
@@ -133,7 +140,6 @@ class ProcessPool(TaskPool):
         entry.process.join()
 
     def _read(self, name: str, entry: _Running) -> tuple[dict[str, Any] | None, str] | None:
-        """Read a task's messages; return its result and failure if it has ended or should stop."""
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()

@@ -61,16 +61,9 @@ class SlurmPool(TaskPool):
         self._left_queue: dict[str, float] = {}
         self._samples: dict[str, int] = {}
 
-    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
+    def _wait(self) -> None:
         time.sleep(_POLL_SECONDS)
         self._read_queue()
-        found = []
-        for name, entry in list(self._running.items()):
-            if (ended := self._read(name, entry)) is not None:
-                self._kill(entry)
-                del self._running[name]
-                found.append((name, *ended))
-        return found
 
     def _start(self, name: str, task: Task) -> None:
         progress = self._folder / f"{name}.json"
@@ -78,7 +71,8 @@ class SlurmPool(TaskPool):
         self._running[name] = _Job(self._executor.submit(_work, task, progress), progress)
 
     def _kill(self, entry: _Job) -> None:
-        entry.job.cancel(check=False)
+        if not entry.job.paths.result_pickle.exists():  # scancel complains about a job that has ended
+            entry.job.cancel(check=False)
 
     def _read(self, name: str, entry: _Job) -> tuple[dict[str, Any] | None, str] | None:
         if entry.progress.exists():
@@ -88,7 +82,8 @@ class SlurmPool(TaskPool):
             if result is not None and (stopped := self._judge(name, result)):
                 return stopped, ""
         if entry.job.paths.result_pickle.exists():
-            return entry.job.result()
+            error = entry.job.exception()  # submitit's own, such as a module that the node lacks
+            return entry.job.result() if error is None else (None, str(error))
         left = self._left_queue.get(entry.job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
             return None, f"{KILLED} by SLURM or before it began; its log: {entry.job.paths.stderr}"

@@ -129,8 +129,8 @@ class TrainStep:
         terms = self._terms_after_backward(inputs, batches)
         gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
         first = 0
-        for batch, (cpu, cuda) in zip(batches, generators, strict=True):
-            is_last = batch is batches[-1]
+        for number, (batch, (cpu, cuda)) in enumerate(zip(batches, generators, strict=True), 1):
+            is_last = number == len(batches)
             rows = slice(first, first + len(batch["text"]))
             torch.set_rng_state(cpu)
             if cuda is not None:

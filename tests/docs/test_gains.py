@@ -1,5 +1,6 @@
-"""README's table and figure follow from the published rows."""
+"""README's table and figure follow from the published rows, and its listing prints what it says."""
 
+import re
 from pathlib import Path
 
 from openclip_ext.compare.runs import read_results
@@ -17,3 +18,9 @@ def test_readme_has_the_gains_of_the_published_rows(tmp_path):
     figure = tmp_path / "gains.png"
     gains.draw([gains.gain(pairing, rows) for pairing in (*gains.BATCHES, *gains.OTHERS)], figure)
     assert figure.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_readmes_listing_prints_what_its_comment_says(capsys):
+    listing = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    exec(listing, {})
+    assert capsys.readouterr().out.strip() == re.search(r"# (\{.*\})", listing).group(1)

@@ -1,15 +1,14 @@
 """A new objective must declare its estimand, and incompatible parts are rejected with the reason."""
 
 import itertools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
-from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
@@ -17,26 +16,16 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.registry import create_loss, options_used_by
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
-
-class DecoupledContrastive(Unscaled):
-    """``−s_ii/τ + log Σ_{j≠i} exp(s_ij/τ)``: InfoNCE without the positive pair in the denominator."""
-
-    estimand = Estimand(
-        "log(N·g), the sum over the negatives",
-        from_batch=lambda batch_at_tau: batch_at_tau.log_gap_sums,
-        log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
-    )
-
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return alpha
+ROOT = Path(__file__).parents[2]
+# The example of docs/add-your-own-loss.md.
+DECOUPLED: Method = runpy.run_path(str(ROOT / "examples/add_a_loss/openclip_ext/losses/decoupled.py"))["METHOD"]
 
 
 @pytest.fixture
 def decoupled(monkeypatch: pytest.MonkeyPatch) -> str:
     """A new loss, registered for one test."""
-    method = Method("decoupled", normalizer="minibatch", temperature_scheme="global", objective=DecoupledContrastive)
-    monkeypatch.setitem(registry.METHODS, method.name, method)
-    return method.name
+    monkeypatch.setitem(registry.METHODS, DECOUPLED.name, DECOUPLED)
+    return DECOUPLED.name
 
 
 def test_rho_is_no_option_of_an_objective_without_a_regularizer(decoupled: str) -> None:
@@ -57,7 +46,7 @@ def test_a_normalizer_of_another_quantity_is_refused(decoupled: str, normalizer:
 def test_parts_put_together_by_hand_are_checked_too() -> None:
     normalizer = create_loss("fastclip", num_samples=SAMPLES).normalizer
     with pytest.raises(ValueError, match=r"ConstantTemperature: .*needs an estimate of log\(N·g\)"):
-        GlobalContrastiveLoss(DecoupledContrastive(), normalizer, ConstantTemperature(temperature=None), None, None)
+        GlobalContrastiveLoss(DECOUPLED.objective(), normalizer, ConstantTemperature(temperature=None), None, None)
 
 
 def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature() -> None:

@@ -27,6 +27,11 @@ class Task:
     def __init__(self, what: str, mark: Path) -> None:
         self.what, self.mark = what, mark
 
+    def __setstate__(self, state: dict) -> None:
+        if state["what"] == "cannot be loaded" and "SLURM_JOB_ID" in os.environ:
+            raise ImportError("this node lacks a module")
+        self.__dict__.update(state)
+
     def __call__(self, device: torch.device, seen) -> dict:
         seen(3)
         seen({"what": self.what})
@@ -39,12 +44,12 @@ class Task:
 
 
 def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
-    """One task succeeds, one fails, one is killed externally, and the judge stops one; none blocks another."""
+    """One task succeeds, one fails, one cannot be loaded, one is killed externally, and the judge stops one."""
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("openclip_ext.compare.slurm_pool._GRACE_SECONDS", 2.0)
     monkeypatch.setattr("openclip_ext.compare.slurm_pool._QUEUE_SECONDS", 1.0)
-    whats = ("works", "fails", "is killed", "is stopped")
+    whats = ("works", "fails", "cannot be loaded", "is killed", "is stopped")
     marks = {what: tmp_path / what for what in whats}
     ended = {}
 
@@ -58,7 +63,7 @@ def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    pool = SlurmPool(4, tmp_path / "jobs", ONE_CORE, judge)
+    pool = SlurmPool(5, tmp_path / "jobs", ONE_CORE, judge)
 
     def pending():
         return {what: Task(what, marks[what]) for what in whats if what not in ended}
@@ -71,6 +76,8 @@ def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
     assert ended["works"] == ({"what": "works", "device": "cpu"}, "")
     assert ended["fails"] == (None, "too bad")
     assert ended["is stopped"] == ({"stopped": True}, "")
+    result, failure = ended["cannot be loaded"]
+    assert result is None and "this node lacks a module" in failure
     result, failure = ended["is killed"]
     assert result is None and failure.startswith("killed by SLURM")
     assert pool.samples == 4 * 3
