@@ -213,7 +213,12 @@ class KnownTexts:
 
     The model changes in place if its text tower is causal and fully trained, see :func:`shrink`. Without known texts, the
     model stays unchanged and the tokenizer is used.
+
+    Attributes:
+        vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all.
     """
+
+    vocabulary: Tensor | None = None
 
     def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
         self._tokenizer = tokenizer
@@ -226,8 +231,8 @@ class KnownTexts:
         if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
             # A text ends at its last token that is not 0; 0 is also the token "!".
             length = int(tokens.rows.nonzero()[1].max(initial=0)) + 1
-            vocabulary, self._rows = self._rows[:, :length].unique(return_inverse=True)
-            shrink(tower[1], vocabulary, length)
+            self.vocabulary, self._rows = self._rows[:, :length].unique(return_inverse=True)
+            shrink(tower[1], self.vocabulary, length)
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """Return the tokens ``(N, L)``."""

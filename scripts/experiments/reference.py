@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import open_clip
 import torch
+from torch import Tensor
 
 from openclip_ext.cli import command_line
 from openclip_ext.compare.decoded_data import Cache, Tokens
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.model import build_model
 from scripts.experiments.grid import GridRun, config_of, contests, load_data, score
 
 
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> None:
             print(f"step {step} of {training.steps}", flush=True)
     images, captions = training.embed(of.train, of.train.captions())
     args.output.mkdir(parents=True, exist_ok=True)
-    torch.save(training.model.state_dict(), args.output / "model.pt")
+    torch.save(whole_state(training), args.output / "model.pt")
     for name, values in ((IMAGES, images), (TEXTS, captions)):
         np.save(args.output / name, values.numpy().astype(np.float16))
     about = {
@@ -58,6 +60,19 @@ def main(argv: list[str]) -> None:
     }
     (args.output / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
     print(json.dumps(about))
+
+
+def whole_state(training: GridRun) -> dict[str, Tensor]:
+    """Return the model's weights, with the initial ones of tokens and positions that do not occur in the run's texts."""
+    state = build_model(training.config.model, training.device, training.run.seed).model.state_dict()
+    for name, value in training.model.state_dict().items():
+        if state[name].shape == value.shape:
+            state[name] = value
+        elif name.endswith("token_embedding.weight"):
+            state[name][training.texts.vocabulary] = value
+        else:
+            state[name][: len(value)] = value
+    return state
 
 
 if __name__ == "__main__":
