@@ -21,14 +21,14 @@ class NonfiniteLog(nn.Module):
         # The last entry receives what is finite or does not fit, so that no shape depends on data.
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._recent: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self._recent: list[tuple[int | Tensor, Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def add(self, call: int, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
+    def add(self, call: int | Tensor, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
         """Log the non-finite samples of a call.
 
         Args:
-            call: number of the call.
+            call: number of the call; a 0-d tensor in a compiled graph.
             index: ``(B_local,)`` index of the samples. None means their positions.
             finite: ``(B_local,)`` bool.
             scale_ok: 0-d bool; False is logged as a call without indices.
@@ -43,7 +43,7 @@ class NonfiniteLog(nn.Module):
             names = index.to(finite.device, torch.int64, non_blocking=True, copy=True)
         if len(self._recent) == _MOST_RECENT:
             self._store_recent()
-        self._recent.append((call, names, finite, scale_ok))
+        self._recent.append((call.long() if isinstance(call, Tensor) else call, names, finite, scale_ok))
         if is_compiling:  # a list that grows would be compiled again
             self._store_recent()
 
@@ -60,7 +60,9 @@ class NonfiniteLog(nn.Module):
         logit_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
         names = torch.cat([part for _, names, _, _ in calls for part in (names.to(device), logit_scale)])
         fine = torch.cat([part.to(device) for _, _, finite, ok in calls for part in (finite, ok[None])])
-        numbers = torch.cat([torch.full((len(names) + 1,), call, device=device) for call, names, _, _ in calls])
+        numbers = torch.cat(
+            [torch.zeros(len(names) + 1, dtype=torch.int64, device=device).add_(call) for call, names, _, _ in calls]
+        )
         position = (~fine).cumsum(0)
         slots = (self.filled - 1 + position).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
         self.entries[slots] = torch.stack([numbers, names], dim=1)
