@@ -22,6 +22,7 @@ class NonfiniteLog(nn.Module):
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
         self._recent: list[tuple[int | Tensor, Tensor, Tensor, Tensor]] = []
+        self._is_compiled = False
 
     @torch.no_grad()
     def add(self, call: int | Tensor, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
@@ -46,10 +47,15 @@ class NonfiniteLog(nn.Module):
         self._recent.append((call.long() if isinstance(call, Tensor) else call, names, finite, scale_ok))
         if is_compiling:  # a list that grows would be compiled again
             self._store_recent()
+            self._is_compiled = True
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
         """Remove the entries of the last logged call, if it has this number, except where ``skip_if`` (0-d bool) is True."""
-        if self._recent and self._recent[-1][0] == call:
+        if self._is_compiled:
+            is_used = torch.arange(_CAPACITY, device=self.entries.device) < self.filled
+            number = (is_used & (self.entries[:-1, 0] == call)).sum()
+            self.filled -= number if skip_if is None else number * ~skip_if
+        elif self._recent and self._recent[-1][0] == call:
             _, names, finite, scale_ok = self._recent.pop()
             if skip_if is not None:
                 self._recent.append((call, names, finite | ~skip_if, scale_ok | ~skip_if))
