@@ -57,9 +57,9 @@ def unconnected_processes() -> int:
 def check_equal_sizes(batch: Tensor) -> None:
     """Raise ValueError on all ranks if their batches on the CPU have different sizes, because gloo would abort the processes.
 
-    Batches on a GPU are not checked, because the communication takes as long as some steps.
+    Batches on a GPU are not checked, because the communication takes as long as some steps. Compiled losses do not check.
     """
-    if world_size() > 1 and batch.is_cpu:
+    if world_size() > 1 and batch.is_cpu and not torch.compiler.is_compiling():
         sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
         if len(set(sizes)) > 1:
             raise ValueError(

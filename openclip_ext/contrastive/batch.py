@@ -41,8 +41,8 @@ class LocalBatch:
         index: ``(B_local,)`` int64. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: dtype of the computation.
-        epoch: epoch of the run, from 0.
-        call: number of earlier calls in training mode.
+        epoch: epoch of the run, from 0; in a compiled graph a 0-d tensor, see :class:`HostNumber`.
+        call: number of earlier calls in training mode; in a compiled graph a 0-d tensor.
         learning: whether this call is in training mode.
         views: 2 if the samples are two views each of half as many images. ``image`` then contains the first views of all
             images followed by the second ones, ``text`` the second views followed by the first ones. A sample's own embedding
@@ -59,8 +59,8 @@ class LocalBatch:
     index: Tensor | None
     finite: Tensor
     dtype: torch.dtype
-    epoch: int = 0
-    call: int = 0
+    epoch: int | Tensor = 0
+    call: int | Tensor = 0
     learning: bool = False
     views: int = 1
     labels: Tensor | None = None
@@ -126,8 +126,8 @@ class GatheredBatch:
     first: int
     local_size: int
     world_size: int
-    epoch: int
-    call: int
+    epoch: int | Tensor
+    call: int | Tensor
     learning: bool
     views: int
     labels: Tensor | None = None

@@ -57,7 +57,7 @@ def _is_tensor(value: object, dtype: torch.dtype, *shape: int) -> TypeGuard[Tens
     return isinstance(value, Tensor) and value.dtype == dtype and value.shape == shape
 
 
-def _mask_to_labels(mask: Tensor, call: int) -> Tensor:
+def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
     """Return the position of each sample's first positive, which may be the sample itself: ``(B,)``."""
     if distributed.world_size() > 1:
         raise ValueError(
@@ -65,7 +65,7 @@ def _mask_to_labels(mask: Tensor, call: int) -> Tensor:
             "tensor of shape (batch,)"
         )
     labels = mask.byte().argmax(dim=1)
-    is_checked = can_read_values(mask) and (mask.is_cpu or call < CHECKED_CALLS)
+    is_checked = can_read_values(mask) and bool(mask.is_cpu or call < CHECKED_CALLS)
     equal = labels[:, None] == labels
     if is_checked and not mask.equal(equal):
         i, j = (mask != equal).nonzero()[0].tolist()

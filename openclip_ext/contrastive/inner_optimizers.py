@@ -4,14 +4,17 @@
 cannot skip a step without a host-device sync. This one has the same formulas with tensors as state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.adam import adam
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
+
+Objective = Callable[[Callable[..., Tensor]], Tensor]
 
 
 class InnerAdam(nn.Module):
@@ -32,31 +35,32 @@ class InnerAdam(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def step(self, network: nn.Module, objectives: Sequence[Callable[[], Tensor]], lr: float, ok: Tensor) -> None:
+    def step(self, network: nn.Module, objectives: Sequence[Objective], lr: float | Tensor, ok: Tensor) -> None:
         """Make one step of the network on the sum of the objectives, with the graph of one objective in memory at a time.
 
-        An objective computes a 0-d term of the loss from the network's parameters. If ``ok`` (0-d bool) is False, nothing
-        changes.
+        An objective computes a 0-d term of the loss with the network that it is called with. If ``ok`` (0-d bool) is False,
+        nothing changes.
         """
         parameters: list[Tensor] = list(network.parameters())
-        with torch.enable_grad():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            gradients = torch.autograd.grad(objectives[0](), parameters)
-            for objective in objectives[1:]:
-                for total, part in zip(gradients, torch.autograd.grad(objective(), parameters), strict=True):
-                    total.add_(part)
-            for parameter in parameters:
-                parameter.requires_grad_(False)
+        find_gradients = _gradients_in_a_graph if torch.compiler.is_compiling() else _gradients
+        gradients = find_gradients(network, objectives[0])
+        for objective in objectives[1:]:
+            for total, part in zip(gradients, find_gradients(network, objective), strict=True):
+                total.add_(part)
         self.apply_gradients(parameters, [gradient.contiguous() for gradient in gradients], lr, ok)
 
     @torch.no_grad()
-    def apply_gradients(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, ok: Tensor) -> None:
-        """Make one step on given gradients with one kernel, which changes nothing if ``ok`` is False."""
+    def apply_gradients(
+        self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor, ok: Tensor
+    ) -> None:
+        """Make one step on given gradients, with one kernel in eager mode; it changes nothing if ``ok`` is False."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")
         )
+        if torch.compiler.is_compiling():
+            self._apply_in_a_graph(zip(parameters, gradients, means, squares, strict=True), lr, ok)
+            return
         steps = list(self.steps.to(torch.float32).repeat(len(parameters)))
         adam(
             parameters,
@@ -76,3 +80,36 @@ class InnerAdam(nn.Module):
             maximize=False,
         )
         self.steps.copy_(steps[0])
+
+    def _apply_in_a_graph(self, tensors: Iterable[tuple[Tensor, ...]], lr: float | Tensor, ok: Tensor) -> None:
+        """Do what PyTorch's fused kernel does, which Dynamo cannot trace."""
+        self.steps.add_(ok)
+        beta1, beta2 = ADAM_BETAS
+        rate = lr / (1 - beta1**self.steps)
+        for parameter, gradient, mean, square in tensors:
+            new_mean = mean.lerp(gradient, 1 - beta1)
+            new_square = square.lerp(gradient.square(), 1 - beta2)
+            size = (new_square / (1 - beta2**self.steps)).sqrt() + ADAM_EPS
+            for old, new in ((mean, new_mean), (square, new_square), (parameter, parameter - rate * new_mean / size)):
+                old.copy_(torch.where(ok, new, old))
+
+
+@torch.enable_grad()
+def _gradients(network: nn.Module, objective: Objective) -> tuple[Tensor, ...]:
+    parameters = list(network.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    gradients = torch.autograd.grad(objective(network), parameters)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    return gradients
+
+
+def _gradients_in_a_graph(network: nn.Module, objective: Objective) -> tuple[Tensor, ...]:
+    """Do what :func:`_gradients` does, with what Dynamo can trace; it takes longer in eager mode."""
+    names, parameters = zip(*network.named_parameters(), strict=True)
+
+    def value(*values: Tensor) -> Tensor:
+        return objective(lambda *inputs: functional_call(network, dict(zip(names, values, strict=True)), inputs))
+
+    return torch.func.grad(value, argnums=tuple(range(len(parameters))))(*parameters)

@@ -37,8 +37,10 @@ def log_add(log_x: Tensor, constant: float) -> Tensor:
     return torch.logaddexp(log_x, log_x.new_full((), math.log(constant)))
 
 
-def log_mix(log_x: Tensor, log_y: Tensor, share: float) -> Tensor:
+def log_mix(log_x: Tensor, log_y: Tensor, share: float | Tensor) -> Tensor:
     """Return ``log((1 − share)·x + share·y)`` for a share in [0, 1]."""
+    if isinstance(share, Tensor):
+        return torch.logaddexp(log_x + torch.log1p(-share), log_y + share.log())
     if share == 0.0:
         return log_x
     if share == 1.0:
@@ -61,7 +63,9 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
     return largest.squeeze(dim)
 
 
-def cosine_decay(start: float, end: float, epoch: int, epochs: int) -> float:
+def cosine_decay(start: float, end: float, epoch: int | Tensor, epochs: int) -> float | Tensor:
     """Return a half cosine from ``start`` at epoch 0 to ``end`` at epoch ``epochs`` and later."""
+    if isinstance(epoch, Tensor):
+        return end + 0.5 * (start - end) * (1 + (math.pi * (epoch / epochs).clamp(0, 1)).cos())
     progress = min(max(epoch, 0) / epochs, 1.0)
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))

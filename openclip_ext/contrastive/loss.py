@@ -14,6 +14,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
+from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
@@ -87,11 +88,29 @@ class ContrastiveLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.epoch = 0
-        self.calls = 0
+        self._epoch = HostNumber()
+        self._calls = HostNumber()
         self.nonfinite = NonfiniteLog()
         self._checks = LoopChecks()
         self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+        return int(self._epoch.get())
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch.set(value)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in training mode."""
+        return int(self._calls.get())
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        self._calls.set(value)
 
     def forward(
         self,
@@ -158,8 +177,8 @@ class ContrastiveLoss(nn.Module):
             size = len(image_features)  # a batch of two views has twice as many samples
             names = index if batch.index is None else batch.index[:size]
             is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
-            self.nonfinite.add(self.calls, names if is_index else None, batch.finite[:size], batch.scale_ok)
-        self.calls += self.training and not recomputes
+            self.nonfinite.add(batch.call, names if is_index else None, batch.finite[:size], batch.scale_ok)
+        self._calls.add(self.training and not recomputes)
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -301,8 +320,8 @@ class ContrastiveLoss(nn.Module):
             index,
             finite=finite_samples(image_features, text_features),
             dtype=self._follow(image_features),
-            epoch=self.epoch,
-            call=self.calls,
+            epoch=self._epoch.get(),
+            call=self._calls.get(),
             learning=learning,
             views=self.views,
             in_range=None if index is None else is_in_range(index, self.num_samples),

@@ -21,14 +21,15 @@ class NonfiniteLog(nn.Module):
         # The last entry receives what is finite or does not fit, so that no shape depends on data.
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._recent: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self._recent: list[tuple[int | Tensor, Tensor, Tensor, Tensor]] = []
+        self._is_compiled = False
 
     @torch.no_grad()
-    def add(self, call: int, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
+    def add(self, call: int | Tensor, index: Tensor | None, finite: Tensor, scale_ok: Tensor) -> None:
         """Log the non-finite samples of a call.
 
         Args:
-            call: number of the call.
+            call: number of the call; a 0-d tensor in a compiled graph.
             index: ``(B_local,)`` index of the samples. None means their positions.
             finite: ``(B_local,)`` bool.
             scale_ok: 0-d bool; False is logged as a call without indices.
@@ -43,13 +44,18 @@ class NonfiniteLog(nn.Module):
             names = index.to(finite.device, torch.int64, non_blocking=True, copy=True)
         if len(self._recent) == _MOST_RECENT:
             self._store_recent()
-        self._recent.append((call, names, finite, scale_ok))
+        self._recent.append((call.long() if isinstance(call, Tensor) else call, names, finite, scale_ok))
         if is_compiling:  # a list that grows would be compiled again
             self._store_recent()
+            self._is_compiled = True
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
         """Remove the entries of the last logged call, if it has this number, except where ``skip_if`` (0-d bool) is True."""
-        if self._recent and self._recent[-1][0] == call:
+        if self._is_compiled:
+            is_used = torch.arange(_CAPACITY, device=self.entries.device) < self.filled
+            number = (is_used & (self.entries[:-1, 0] == call)).sum()
+            self.filled -= number if skip_if is None else number * ~skip_if
+        elif self._recent and self._recent[-1][0] == call:
             _, names, finite, scale_ok = self._recent.pop()
             if skip_if is not None:
                 self._recent.append((call, names, finite | ~skip_if, scale_ok | ~skip_if))
@@ -60,7 +66,9 @@ class NonfiniteLog(nn.Module):
         logit_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
         names = torch.cat([part for _, names, _, _ in calls for part in (names.to(device), logit_scale)])
         fine = torch.cat([part.to(device) for _, _, finite, ok in calls for part in (finite, ok[None])])
-        numbers = torch.cat([torch.full((len(names) + 1,), call, device=device) for call, names, _, _ in calls])
+        numbers = torch.cat(
+            [torch.zeros(len(names) + 1, dtype=torch.int64, device=device).add_(call) for call, names, _, _ in calls]
+        )
         position = (~fine).cumsum(0)
         slots = (self.filled - 1 + position).clamp_(max=_CAPACITY).masked_fill_(fine, _CAPACITY)
         self.entries[slots] = torch.stack([numbers, names], dim=1)

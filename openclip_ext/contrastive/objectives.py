@@ -97,7 +97,7 @@ class Objective(ABC):
             gap: ``Σ_j w_ij (s_ij − s_ii)``, ``(2, B_local)``.
         """
 
-    def regularizer(self, rho: float) -> float:
+    def regularizer(self, rho: float | Tensor) -> float | Tensor:
         """Return the factor of ``mean τ`` in the regularizer."""
         return 0.0
 
@@ -121,7 +121,7 @@ class FastCLIPObjective(Objective):
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return alpha + 1 - gap / tau
 
-    def regularizer(self, rho: float) -> float:
+    def regularizer(self, rho: float | Tensor) -> float | Tensor:
         return rho - 1
 
 

@@ -89,7 +89,7 @@ class SolvedTemperature(TemperatureScheme):
         """Return one temperature for all anchors; with ``solve_per_sample`` each anchor's own, once it can be solved for."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
-        if not self.solve_per_sample or batch.call < _WARMUP_STEPS:
+        if not (self.solve_per_sample and _may_be_ready(batch)):
             return tau
         own = batch.gather_local(self._solve_each(batch))
         return torch.where(self._is_ready() & batch.valid, own, tau)
@@ -99,8 +99,7 @@ class SolvedTemperature(TemperatureScheme):
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = batch_at_tau.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
-        # Checked without a sync, because there are at most as many steps as calls.
-        if batch.call >= _WARMUP_STEPS:
+        if _may_be_ready(batch):
             log_tau = self._move(log_tau, batch)
         self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
         self.steps += batch.ok
@@ -148,6 +147,11 @@ class SolvedTemperature(TemperatureScheme):
         """Return ρ, and the divergence of the last step if it was solved for. Synchronizes with the device."""
         divergence = self.divergence.item()
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
+
+
+def _may_be_ready(batch: GatheredBatch) -> bool:
+    """Return False while there cannot have been enough steps: without a sync, because there are at most as many as calls."""
+    return isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS
 
 
 def _parts(device: torch.device) -> int:

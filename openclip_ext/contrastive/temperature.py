@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
 # GlobalTemperature's slow_when_small: learning-rate factor at or below this temperature.
@@ -53,7 +54,7 @@ class TemperatureScheme(nn.Module):
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Compute the next step's temperatures from the embeddings of a training step (of all processes)."""
 
-    def rho(self, epoch: int) -> float | None:
+    def rho(self, epoch: int | Tensor) -> float | Tensor | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
 
@@ -63,7 +64,7 @@ class TemperatureScheme(nn.Module):
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return metrics for the logs."""
         rho = self.rho(epoch)
-        return {} if rho is None else {"rho": rho}
+        return {} if rho is None else {"rho": float(rho)}
 
 
 def global_temperatures(batch: GatheredBatch) -> Tensor:
@@ -159,8 +160,8 @@ class GlobalTemperature(UnregularizedTemperature):
         self.depends_on_epoch = self.rho_end != rho
         self.slow_when_small = slow_when_small
 
-    def rho(self, epoch: int) -> float:
-        return self.rho_end if epoch >= self.switch_epoch else self.first_rho
+    def rho(self, epoch: int | Tensor) -> float | Tensor:
+        return choose(epoch >= self.switch_epoch, self.rho_end, self.first_rho)
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
@@ -199,7 +200,7 @@ class TwoGlobalTemperatures(TemperatureScheme):
         self.log_tau = nn.Parameter(torch.full((2,), math.log(start)))
         self.adam = InnerAdam(self)
 
-    def rho(self, epoch: int) -> float:
+    def rho(self, epoch: int | Tensor) -> float:
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:

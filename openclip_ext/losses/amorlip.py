@@ -20,6 +20,7 @@ Example:
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, NeuCLIPObjective, Objective
@@ -122,16 +124,16 @@ class MlpNormalizer(Normalizer):
         self.target = TwoSidedMlp(embed_dim, width_factor).requires_grad_(False)
         self.previous = TwoSidedMlp(embed_dim, width_factor).requires_grad_(False)
         self.adam = InnerAdam(self.online)
-        self.epoch_step = 0
+        self._epoch_step = HostNumber()
         self._warned = False
         self._initialize(0)
         _copy(self.target, self.previous)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.epoch_step)
+        return torch.tensor(self._epoch_step.get())
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.epoch_step = int(state)
+        self._epoch_step.set(int(state))
 
     def start_epoch(self, epoch: int) -> None:
         """Copy the target network to the previous one; with ``reinitialize`` restart the online and the target network."""
@@ -139,9 +141,9 @@ class MlpNormalizer(Normalizer):
         _copy(self.target, self.previous)
         if self.reinitialize:
             self._initialize(epoch)
-        self.epoch_step = 0
+        self._epoch_step.set(0)
 
-    def beta(self, epoch: int) -> float:
+    def beta(self, epoch: int | Tensor) -> float | Tensor:
         """Return ``β_t``, the weight of the previous epoch's target network."""
         return self.previous_weight - log_math.cosine_decay(self.previous_weight, 0.0, epoch, self.epochs)
 
@@ -151,21 +153,29 @@ class MlpNormalizer(Normalizer):
         _copy(self.online, self.target)
 
     def _warn_of_short_epochs(self) -> None:
-        if self.reinitialize and not self._warned and 0 < self.epoch_step < _STEPS_UNTIL_ACCURATE:
+        steps = int(self._epoch_step.get())
+        if self.reinitialize and not self._warned and 0 < steps < _STEPS_UNTIL_ACCURATE:
             self._warned = True
             warnings.warn(
-                f"the last epoch had {self.epoch_step} steps, but the normalizer network restarts every epoch and needs about "
+                f"the last epoch had {steps} steps, but the normalizer network restarts every epoch and needs about "
                 f"{_STEPS_UNTIL_ACCURATE} steps to become accurate. Consider reinitialize=False (--no-reinitialize)",
                 stacklevel=4,
             )
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Fit if due, on the global batch; average the target network if due; predict."""
-        if self.epoch_step % self.fit_every == 0:
-            self._fit(batch_at_tau.of_all_processes())
-        if self.epoch_step % self.target_every == 0:
-            self._average_target(batch_at_tau.batch.scale_ok)
-        self.epoch_step += 1
+        step, batch = self._epoch_step.get(), batch_at_tau.batch
+        fits, averages = step % self.fit_every == 0, step % self.target_every == 0
+        # A compiled graph, in which both are tensors, has no branches: it computes each fit, and uses those that are due.
+        if not isinstance(fits, bool):
+            self._fit(batch_at_tau.of_all_processes(), batch.ok & fits)
+            self._average_target(batch.scale_ok & averages)
+        else:
+            if fits:
+                self._fit(batch_at_tau.of_all_processes(), batch.ok)
+            if averages:
+                self._average_target(batch.scale_ok)
+        self._epoch_step.add(1)
         return self.predict(batch_at_tau)
 
     @torch.no_grad()
@@ -177,13 +187,13 @@ class MlpNormalizer(Normalizer):
         return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
     @torch.no_grad()
-    def _fit(self, batch_at_tau: BatchAtTemperature) -> None:
+    def _fit(self, batch_at_tau: BatchAtTemperature, ok: Tensor) -> None:
         batch = batch_at_tau.batch
         log_batch = self._log_batch_partition(batch_at_tau)
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
-        def objective(anchors: slice) -> Tensor:
-            log_lambda = self.online(batch.features[:, anchors])
+        def objective(anchors: slice, online: Callable[[Tensor], Tensor]) -> Tensor:
+            log_lambda = online(batch.features[:, anchors])
             others = (values[:, anchors] for values in (log_target, log_batch, batch_at_tau.tau))
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
@@ -191,7 +201,7 @@ class MlpNormalizer(Normalizer):
         width = _GRAPH_TENSORS * batch.features.shape[2]
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
         for _ in range(self.updates):
-            self.adam.step(self.online, parts, self.lr, batch.ok)
+            self.adam.step(self.online, parts, self.lr, ok)
 
     @torch.no_grad()
     def _average_target(self, ok: Tensor) -> None:
@@ -259,7 +269,7 @@ class Partition(Objective):
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
         return (positive * (1 - weight_ratio) - gap) / tau
 
-    def regularizer(self, rho: float) -> float:
+    def regularizer(self, rho: float | Tensor) -> float | Tensor:
         return 0.5 * rho
 
 

@@ -79,7 +79,7 @@ class MovingAverageNormalizer(SampleAverages):
         self.depends_on_epoch = gamma_schedule == "cosine"
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
-    def gamma(self, epoch: int) -> float:
+    def gamma(self, epoch: int | Tensor) -> float | Tensor:
         """Return γ of an epoch ([opt4ml], 'Scheduler of γ')."""
         if not self.depends_on_epoch:
             return self.final_gamma
@@ -91,7 +91,7 @@ class MovingAverageNormalizer(SampleAverages):
         )
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        return {"gamma": self.gamma(epoch)}
+        return {"gamma": float(self.gamma(epoch))}
 
 
 class Ratio(Unscaled):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, check_own_temperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
@@ -67,7 +68,7 @@ class PerSampleTemperature(TemperatureScheme):
         # Rows: temperatures, first and second moments, two sides each.
         self.table = ShardedTable(6, num_samples)
 
-    def rho(self, epoch: int) -> float:
+    def rho(self, epoch: int | Tensor) -> float:
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
@@ -80,7 +81,9 @@ class PerSampleTemperature(TemperatureScheme):
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
-        beta1, beta2 = _BETAS if batch.epoch > 0 else (0.0, 0.0)
+        beta1, beta2 = (choose(batch.epoch > 0, beta, 0.0) for beta in _BETAS)
+        if isinstance(beta1, Tensor):  # lerp needs a weight of its own dtype and device
+            beta1, beta2 = beta1.to(mean), torch.as_tensor(beta2).to(mean)
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)
         corrected = mean / (1 - beta1 ** (batch.epoch + 1))

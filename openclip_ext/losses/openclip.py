@@ -78,8 +78,11 @@ class OpenClipLoss(ContrastiveLoss):
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
         weight = self.coca.clip_loss_weight if "caption_loss" in terms else 1.0
-        # CoCa without its contrastive part computes no InfoNCE.
-        self._infonce = terms["contrastive_loss"].detach() / weight if weight else torch.tensor(math.nan)
+        self._infonce = terms["contrastive_loss"].detach()
+        # Division by 1 would make inductor of PyTorch 2.14 return the loss without its graph.
+        if weight != 1:
+            # CoCa without its contrastive part computes no InfoNCE.
+            self._infonce = self._infonce / weight if weight else torch.tensor(math.nan)
         return terms
 
     def _openclips(self, features: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ Example:
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -95,37 +96,55 @@ class PredictedTemperature(TemperatureScheme):
         self.network = TemperatureNetwork(embed_dim, generator("cpu", seed, "temperature network"))
         self.adam = InnerAdam(self.network)
 
-    def rho(self, epoch: int) -> float:
+    def rho(self, epoch: int | Tensor) -> float:
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         """Predict temperatures from the anchors' embeddings, in training with dropout."""
-        return self._bounded(batch.features, self._dropout_factors(batch))
+        return self._bounded(self.network(batch.features, self.weight, self._dropout_factors(batch)))
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         batch = batch_at_tau.batch
         dropout = self._dropout_factors(batch)
 
-        def objective(anchors: slice) -> Tensor:
+        def objective(anchors: slice, network: Callable[..., Tensor]) -> Tensor:
             factors = None if dropout is None else dropout[:, anchors]
-            values = self._bounded(batch.features[:, anchors], factors) * gradient[:, anchors]
+            tau = self._bounded(network(batch.features[:, anchors], self.weight, factors))
+            values = tau * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
 
         width = _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
-    def _bounded(self, features: Tensor, dropout: Tensor | None) -> Tensor:
-        return self.network(features, self.weight, dropout).clamp(*self.bounds)
+    def _bounded(self, temperatures: Tensor) -> Tensor:
+        return temperatures.clamp(*self.bounds)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
         """Return the dropout factors of this call, equal on every process and in the update."""
         if not batch.learning:
             return None
-        device = batch.features.device
-        random = generator(device, self.seed, "dropout", batch.call)
-        kept = torch.rand(batch.features.shape, generator=random, device=device) >= _DROPOUT
+        if isinstance(batch.call, Tensor):
+            kept = _kept_in_a_graph(batch.features, batch.call, self.seed)
+        else:
+            kept = _kept(batch.features, batch.call, self.seed)
         return kept.to(batch.features.dtype).div_(1 - _DROPOUT)
+
+
+def _kept(features: Tensor, call: int, seed: int) -> Tensor:
+    """Return which features dropout keeps in this call, shaped like ``features``."""
+    random = generator(features.device, seed, "dropout", call)
+    return torch.rand(features.shape, generator=random, device=features.device) >= _DROPOUT
+
+
+@torch.library.custom_op("openclip_ext::kept_by_dropout", mutates_args=())
+def _kept_in_a_graph(features: Tensor, call: Tensor, seed: int) -> Tensor:
+    return _kept(features, int(call), seed)
+
+
+@_kept_in_a_graph.register_fake
+def _(features: Tensor, call: Tensor, seed: int) -> Tensor:
+    return torch.empty_like(features, dtype=torch.bool)
 
 
 METHOD = Method(

@@ -151,6 +151,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
+    if config.parallel.compile_loss:
+        loss.compile()
     step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
     if start.checkpoint is not None:
         saved = (start.checkpoint.shared or {}).get("parts", {})

@@ -8,6 +8,7 @@ only memory, which is infinite for losses that do not fit.
 """
 
 import argparse
+import copy
 import math
 from functools import partial
 
@@ -28,6 +29,9 @@ def make_candidates(batch_size: int, args: argparse.Namespace) -> dict[str, harn
     for name in args.losses:
         loss = harness.create_loss(name, args, args.embed_dim, batch_size, args.device)
         candidates[name] = partial(call, partial(loss, *inputs, index=index), inputs)
+        if args.compile:
+            compiled = torch.compile(copy.deepcopy(loss), fullgraph=True)
+            candidates[f"{name}, compiled"] = partial(call, partial(compiled, *inputs, index=index), inputs)
     return candidates
 
 
@@ -55,6 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--embed-dim", type=int, default=512)
+    parser.add_argument("--compile", action="store_true", help="also measure each loss with torch.compile")
     harness.add_losses(parser, prototypes=4096)
 
 

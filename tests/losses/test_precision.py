@@ -1,14 +1,14 @@
 """Small temperatures, half precision, autocast, and the dtype of the state."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
-from openclip_ext.losses.registry import create_loss
 from tests.devices import all_on_a_gpu, refusing_to_wait
-from tests.losses.cases import CASES, SAMPLES, WIDTH, create_any, kinds, make_steps, run_step
+from tests.losses.cases import CASES, create_any, kinds, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
 # With an untrained network at τ = 0.01, AmorLIP's true weights exceed float32 and saturate (see the test below).
@@ -120,14 +120,43 @@ def test_gpu_has_the_same_results_without_a_sync(
             torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=1e-9)
 
 
-# One of each kind, since compiling takes seconds. AmorLIP makes many graphs: PyTorch keeps its fused Adam out of them.
-@pytest.mark.parametrize("name", ["openclip", "simclr", "isogclr", "neuclip", "queueclip", "scent", "cliplite"])
-def test_a_training_call_compiles_to_one_graph(name: str) -> None:
+# One of each kind, since compiling takes seconds.
+@pytest.mark.parametrize(
+    "name",
+    ["openclip", "simclr", "fastclip", "isogclr", "tempnet", "neuclip", "amorlip", "queueclip", "scent", "cliplite"],
+)
+def test_training_compiles_to_one_graph_for_all_steps(name: str) -> None:
     torch._dynamo.reset()
-    step = make_steps(1)[0]
-    plain, compiled = (create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES).double() for _ in range(2))
-    # As in training: dynamo of PyTorch 2.14 fails on an autograd.Function without an input that needs a gradient.
-    trained = step.images, step.texts, torch.tensor(step.logit_scale)
-    inputs = *(value.clone().requires_grad_() for value in trained), torch.tensor(-10.0), torch.tensor(step.index)
-    value = torch.compile(compiled, backend="eager", fullgraph=True)(*inputs)
-    torch.testing.assert_close(value, plain(*inputs), rtol=1e-9, atol=1e-9)
+    plain = create_any(name).double()
+    wrapped = copy.deepcopy(plain)
+    compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for step in make_steps(12):
+        # As in training: Dynamo fails on an autograd.Function without an input that needs a gradient.
+        trained = step.images, step.texts, torch.tensor(step.logit_scale)
+        results = []
+        for loss, call in ((plain, plain), (wrapped, compiled)):
+            loss.start_epoch(step.epoch)
+            inputs = [value.clone().requires_grad_() for value in trained]
+            value = call(*inputs, torch.tensor(-10.0), torch.tensor(step.index))
+            results.append([value, *torch.autograd.grad(value, inputs, allow_unused=True)])
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert (wrapped.calls, wrapped.epoch) == (plain.calls, plain.epoch)
+    torch.testing.assert_close(wrapped.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_compiled_loss_reports_bad_samples_except_of_skipped_steps(skipped: bool) -> None:
+    torch._dynamo.reset()
+    loss = create_any("fastclip").double()
+    loss.compile(backend="eager", fullgraph=True)
+    for number, step in enumerate(make_steps(3, duplicates=False)):
+        images = step.images.clone()
+        images[number] = torch.nan
+        scale = torch.tensor(10.0, requires_grad=True)
+        loss(images.requires_grad_(), step.texts, scale, index=torch.tensor(step.index))
+        # As the trainer's guard does after each step.
+        loss.nonfinite.forget(number, skip_if=torch.tensor(not (skipped and number == 1)))
+    expected = [(number, [step.index[number]]) for number, step in enumerate(make_steps(3, duplicates=False))]
+    assert loss.pop_nonfinite() == [entry for entry in expected if not (skipped and entry[0] == 1)]

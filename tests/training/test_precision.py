@@ -139,6 +139,19 @@ def test_inductor_gives_the_same():
     assert_agrees(one_step("neuclip", way, model), one_step("neuclip", way), 1e-9)
 
 
+@pytest.mark.inductor
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_run_with_a_compiled_loss_equals_one_without(shards, tmp_path):
+    runs = {"eager": [], "compiled": ["--compile-loss"]}
+    for name, more in runs.items():
+        command = small_command(shards, tmp_path, name, "queueclip", *more, "--batch-size", "8", "--epochs", "2")
+        assert run(command) == 0
+    eager, compiled = (metrics_of(tmp_path / name) for name in runs)
+    assert [line["step"] for line in compiled] == [line["step"] for line in eager]
+    for line, expected in zip(compiled, eager, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
