@@ -52,8 +52,8 @@ class Training:
         """Create the training's loss with state for a few samples."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
-        whole = self.loss == "openclip" and self.reference_dim is None
-        more = _OPENCLIP_OPTIONS if whole else registry.training_defaults(self.loss, options)
+        uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()
+        more = _OPENCLIP_OPTIONS if uses_openclips else registry.training_defaults(self.loss, options)
         sizes = {"embed_dim": embed_dim, "num_samples": samples, "reference_dim": self.reference_dim}
         return registry.create_loss(self.loss, **sizes, **(more | options))
 

@@ -1,5 +1,6 @@
 """The plan is correct: its sizes against real states, its communication against that of two ranks."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -187,6 +188,26 @@ def test_what_does_not_fit_is_said(capsys):
     assert "WARNING: 64 ranks: a GPU needs" in text and "does not fit" in text
     assert "0.466 GiB a GPU (29.802 GiB in all, 32 bytes each)" in text
     assert float(rows(text)[1][4]) == pytest.approx(32e9 / 2**30, abs=0.01)
+
+
+def test_openclips_loss_composed_of_parts_needs_less_memory(capsys):
+    needed = []
+    for more in ([], ["--normalizer", "minibatch"]):
+        command = [
+            "--samples",
+            "1e6",
+            "--global-batch",
+            "16384",
+            "--world-size",
+            "1",
+            "--model",
+            MODEL,
+            "--loss",
+            "openclip",
+        ]
+        plan.main([*command, *more])
+        needed.append(float(re.search(r"loss, temporary memory +([\d.]+) GiB", capsys.readouterr().out)[1]))
+    assert needed[1] < needed[0] / 3
 
 
 def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
