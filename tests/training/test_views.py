@@ -67,7 +67,7 @@ def test_an_ordinary_checkpoint(finished):
     start = open_clip.create_model("demo-vit").state_dict()
     for name, value in model.state_dict().items():
         if name == "logit_scale":
-            assert value == pytest.approx(np.log(10), rel=1e-6)  # the constant temperature 0.1 is stored as log(1 / 0.1)
+            assert value == pytest.approx(np.log(10), rel=1e-6)  # log(1 / 0.1): the temperature stays 0.1
         else:
             assert torch.equal(value, start[name]) == (not name.startswith("visual.")), name
     trained, projector = content[HEADS_KEY]["state_dict"], create_loss("simclr", embed_dim=64, seed=3).projector

@@ -131,7 +131,7 @@ def test_the_schedule_keeps_the_scales():
         plain = next(group["lr"] for group in encoders if group[SCALE] == 1)
         assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
         assert optimizer.param_groups[-1]["lr"] == 3e-4
-    assert len({group[SCALE] for group in encoders}) == 5  # one of the image tower, four of the text tower with two layers
+    assert len({group[SCALE] for group in encoders}) == 5  # image tower: 1; two-layer text tower: 4
 
 
 def test_a_short_run_takes_a_larger_rate():
@@ -188,7 +188,7 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert not is_best({"top1": math.nan}, "top1", tmp_path, 3)
     assert is_best({"val_loss": 1.9}, "val_loss", tmp_path, 3)
     assert not is_best({"val_loss": 2.1}, "val_loss", tmp_path, 3)
-    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # the line of epoch 1 is this model's own result, so it does not count
+    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # epoch 1 is this model itself
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
     assert "no such metric in this evaluation, found: top5" in caplog.text
