@@ -1,6 +1,6 @@
-"""``docs/add-your-own-loss.md`` works: a copy of the tree with its losses fails the suite until their tests are added.
+"""``docs/add-your-own-loss.md`` is correct: with its losses, a copy of the repository fails until their tests are added.
 
-The files are in the guide and in ``examples/add_a_loss``.
+The code of the losses and of the tests comes from the guide and from ``examples/add_a_loss``.
 """
 
 import json
