@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, metavar="CASES", help="cases of each soak test (default: a few)")
-    parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="of the cases of soak tests")
+    parser.addoption("--soak", type=int, metavar="CASES", help="number of cases of each soak test (default: a few)")
+    parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="seed of all soak cases (default: 0)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -155,7 +155,7 @@ def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     ("found", "words"),
     [
         (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # limited to --epochs
-        (result("neuclip", -0.01, 0.015, 4.0), []),  # the gain is too small to search for
+        (result("neuclip", -0.01, 0.015, 4.0), []),  # no gain, so no advice on the length
         # The gain grows by half a point per doubling of the epochs. Three more doublings make it significant.
         (
             result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),

@@ -164,7 +164,7 @@ def missing(numbers: list[int]) -> int:
 
 
 def stop(*_: Any) -> None:
-    raise AssertionError(f"longer than {PATIENCE_SECONDS} s")
+    raise AssertionError(f"no result after {PATIENCE_SECONDS} s")
 
 
 def train(folder: Path) -> tuple[int, int, bool]:

@@ -251,7 +251,7 @@ class SampleTemperatures:
         self.moments: dict[int, tuple[float, float]] = {}
 
     def of(self, index: list[int]) -> list[float]:
-        """Return the samples' temperatures."""
+        """Return the temperature of each sample in ``index``."""
         return [self.tau.get(sample, self.start) for sample in index]
 
     def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:

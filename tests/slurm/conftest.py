@@ -108,7 +108,7 @@ class Cluster:
         """Wait until the run in ``folder`` has logged step number ``step``; fail with the output of the job."""
         wait_until(
             lambda: any(line["step"] >= step for line in metrics_of(folder)),
-            lambda: f"{folder} never came to step {step}: {self.job(number)}\n{self.output('*')}",
+            lambda: f"{folder} did not reach step {step}: {self.job(number)}\n{self.output('*')}",
         )
 
     def wait(self, number: str, *states: str) -> dict[str, str]:

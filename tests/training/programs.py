@@ -140,7 +140,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
     """Wait until the condition is true; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
+        assert time.monotonic() < deadline, f"the condition is still false after {seconds} s"
         time.sleep(0.005)
 
 

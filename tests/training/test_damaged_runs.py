@@ -187,10 +187,10 @@ def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes]
     passed_over = re.findall(r"Checkpoint skipped: .*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
     if not passed_over:
         resumed = re.search(r"Resuming from .*/(epoch_\w+)\.pt", text)
-        assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no word on {NEWEST}"
+        assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no report on {NEWEST}"
     unreadable = re.compile(rf"checkpoints/({'|'.join(passed_over) or '-'})\.(pt|state)(/|$)")
     gone = [file for file, content in before.items() if unreadable.match(file) and content not in after.values()]
-    assert gone == [], f"{passed_over} could not be read, and were overwritten"
+    assert gone == [], f"{passed_over} were skipped, and then overwritten"
 
 
 def is_said(log: str, text: str, run_folder: Path, whole: Path) -> bool:

@@ -40,7 +40,7 @@ WAYS = {
 }
 
 
-# The loss, the gradient of all parameters as one vector, and the loss module.
+# A dict with the loss and the gradient of all parameters (as one vector), and the loss module.
 Result = tuple[dict[str, Tensor], ContrastiveLoss]
 
 
