@@ -135,7 +135,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
-    """Two models with equal tensor shapes may differ in the activation. Loading succeeds, so a warning must report it."""
+    """Two models with equal tensor shapes may differ in the activation. Both load, so a warning must report the difference."""
     config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
     (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
     (run_folder / "params.txt").write_text("model: tiny-quick\n")

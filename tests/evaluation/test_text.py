@@ -45,7 +45,7 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
     [
         (False, {}, [8, 8, 16]),
         (True, {}, [8, 8, 16]),
-        (True, {"no_causal_mask": True}, [24, 24, 24]),  # depends on padding, so it is kept
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # this tower needs the padding
     ],
 )
 def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):

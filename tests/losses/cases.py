@@ -1,4 +1,4 @@
-"""Cases of all losses and their options, each with its naive reference, for tests in one process, in two, and of resumes."""
+"""Cases of all losses and their options, with naive references. Tests use them in one process, in two, and in resumed runs."""
 
 import math
 from collections.abc import Callable, Iterable

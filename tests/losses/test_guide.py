@@ -1,4 +1,4 @@
-"""``docs/add-your-own-loss.md`` is correct: with its losses, a copy of the repository fails until their tests are added.
+"""Follow ``docs/add-your-own-loss.md`` in a copy of the repository: a test fails until each new loss has its own tests.
 
 The code of the losses and of the tests comes from the guide and from ``examples/add_a_loss``.
 """

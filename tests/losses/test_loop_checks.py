@@ -152,7 +152,7 @@ def test_values_are_read_in_the_first_calls_only(monkeypatch: pytest.MonkeyPatch
     for _ in range(CHECKED_CALLS):
         loss(*features, torch.tensor(14.0))
     for name in ("item", "tolist"):
-        monkeypatch.setattr(Tensor, name, None)  # then reading a value would fail
+        monkeypatch.setattr(Tensor, name, None)  # from now on, reading a value fails
     loss(*features, torch.tensor(2.66))
 
 

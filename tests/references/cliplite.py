@@ -7,7 +7,7 @@ from openclip_ext.losses.cliplite import Projection
 
 
 class NaiveProjection(nn.Module):
-    """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``, with the parameters of the package's projection."""
+    """The projection ``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``, with parameters copied from ``ours``."""
 
     def __init__(self, ours: Projection) -> None:
         super().__init__()

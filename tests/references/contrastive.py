@@ -96,7 +96,7 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
 def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients in images and texts: ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i [NeuCLIP 4]; τ_i is optional."""
+    """Return the gradients in images and texts: ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i [NeuCLIP 4]; τ_i may be left out."""
     images, texts = leaves(images, texts)
     total = torch.zeros((), dtype=torch.float64)
     for side in (0, 1):

@@ -189,7 +189,7 @@ class AmorLip:
 
 
 class NeuClipMlp:
-    """An ablation of NeuCLIP: (12) with α = log λ(e) − c·s_ii, where a network log λ is fitted to log(ε+g) + c·s_ii."""
+    """NeuCLIP's equation (12) with α = log λ(e) − c·s_ii, where a network log λ is fitted to log(ε+g) + c·s_ii."""
 
     def __init__(self, amortized: AmortizedPartition, eps: float, rho: float) -> None:
         self.amortized, self.eps, self.rho = amortized, eps, rho

@@ -1,4 +1,4 @@
-"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs continue and end bitwise equal to one run."""
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs end bitwise equal to an uninterrupted run."""
 
 from typing import NamedTuple
 

@@ -33,7 +33,7 @@ def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path:
     # A spawned process gets its own fork server; a fork would share the server that another test started.
     trainer = multiprocessing.get_context("spawn").Process(target=train_with_a_fork_server, args=(data, sender))
     trainer.start()
-    sender.close()  # then receiver.recv() raises EOFError if the trainer exits
+    sender.close()  # otherwise recv() would wait forever if the trainer fails
     workers = receiver.recv()
     assert all(map(is_alive, workers))
     trainer.kill()
