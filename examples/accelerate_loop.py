@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    # This sampler shuffles by epoch: a resumed run has the order of an uninterrupted run, also with several processes.
+    # The order of this sampler depends only on seed and epoch, so a resumed run has the order of an uninterrupted run.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0))
     train, test = with_index(Shapes("train", args.samples)), Shapes("test", 500)
     model, *_ = create_model()

@@ -1,4 +1,4 @@
-"""Training data of the examples: images of the demo set with captions, in memory."""
+"""The examples' data and model: captioned images of the demo data set, in memory, and the demo model."""
 
 import io
 
@@ -18,7 +18,7 @@ BATCH = 64
 
 
 class Shapes(Dataset):
-    """Samples ``{"image": (3, 32, 32), "text": (20,)}`` of the demo set."""
+    """A data set of samples ``{"image": (3, 32, 32), "text": (20,)}`` from the demo data set; ``text`` contains tokens."""
 
     def __init__(self, split: str, num_samples: int) -> None:
         *_, preprocess = create_model()
@@ -35,14 +35,14 @@ class Shapes(Dataset):
 
 
 def create_model() -> tuple:
-    """Return the demo model and its transforms, with the same random weights in each call."""
+    """Return the demo model and its image transforms; every call returns the same random weights."""
     add_model_configs()
     torch.manual_seed(0)
     return open_clip.create_model_and_transforms(MODEL, output_dict=True)
 
 
 def print_recall(images: Tensor, texts: Tensor) -> None:
-    """Print the recall of pairs of unit features ``(n, d)``."""
+    """Print the recall at 1 among n pairs of unit-norm features ``(n, d)``."""
     metrics = retrieval_metrics(images, texts)
     print(
         f"R@1 among {len(images)} unseen pairs: image to text {metrics['image_to_text_R@1']:.3f}, "

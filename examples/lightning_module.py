@@ -26,7 +26,7 @@ class DemoModule(ContrastiveModule):
         return openclip_ext.create_loss("neuclip", embed_dim=64, num_samples=len(self.train_set), prototypes=1024)
 
     def train_dataloader(self) -> DataLoader:
-        # Lightning sets the epoch of a DistributedSampler, so a resumed run has the order of an uninterrupted run.
+        # Lightning passes the epoch to a DistributedSampler, so a resumed run has the order of an uninterrupted run.
         processes, rank = self.trainer.world_size, self.trainer.global_rank
         sampler = DistributedSampler(self.train_set, processes, rank, drop_last=True)
         return DataLoader(self.train_set, BATCH, sampler=sampler, drop_last=True)

@@ -1,9 +1,9 @@
-"""Match summaries to texts: train a sentence encoder from scratch on docstrings of installed packages.
+"""Train a sentence encoder from scratch to match summaries to texts, with docstrings of installed packages.
 
 python examples/sentence_transformers_docstrings.py --loss fastclip
 
-A pair is the first paragraph of a docstring and the remaining text. The packages are dependencies of openclip_ext.
-``--loss mnrl`` and ``--loss cached-mnrl`` train losses of sentence-transformers on the same number of pairs.
+A pair is the first paragraph of a docstring (the summary) and the remaining text. The packages are numpy, pandas, networkx
+and Pillow. ``--loss mnrl`` and ``--loss cached-mnrl`` train with losses of sentence-transformers on equally many pairs.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from openclip_ext.training.validation import retrieval_metrics
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
 VOCABULARY, MAX_WORDS = 8000, 128
-SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # percent, by a hash of the summary
+SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # a hash of the summary, modulo 100
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:
-    """Yield the summary and the remaining text of each docstring of a package, without importing it."""
+    """Yield the summary and the remaining text of each docstring in a package. The package is not imported."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
     for path in sorted(Path(spec.origin).parent.rglob("*.py")):
@@ -50,7 +50,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
 
 
 def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return the pairs of each split, without duplicate texts."""
+    """Return the pairs of each split, without duplicate texts; read them from ``cache`` if it exists."""
     if not cache.is_file():
         found: dict[str, str] = {}
         texts: set[str] = set()
@@ -69,7 +69,7 @@ def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def create_model(texts: list[str]) -> SentenceTransformer:
-    """Return an encoder: the mean of learned embeddings of the most frequent words in the texts."""
+    """Return an encoder that averages learned embeddings of words. It knows the most frequent words of ``texts``."""
     counts = Counter(word.strip(string.punctuation) for text in texts for word in text.lower().split())
     words = [word for word, _ in counts.most_common(VOCABULARY)]
     tokenizer = WhitespaceTokenizer(words, do_lower_case=True)
@@ -79,7 +79,7 @@ def create_model(texts: list[str]) -> SentenceTransformer:
 
 
 def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs: int, batch: int) -> nn.Module:
-    """Return a loss of sentence-transformers or of openclip_ext, with its defaults."""
+    """Return a loss of sentence-transformers (mnrl, cached-mnrl) or of openclip_ext, with default options."""
     if name == "mnrl":
         return losses.MultipleNegativesRankingLoss(model)
     if name == "cached-mnrl":
@@ -91,7 +91,7 @@ def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs:
 
 
 def evaluate(model: SentenceTransformer, of_split: list[tuple[str, str]]) -> dict[str, float]:
-    """Return the recall among all pairs of a split."""
+    """Return the recall among all pairs of a split, and the number of pairs."""
     features = [
         model.encode(list(texts), convert_to_tensor=True, normalize_embeddings=True)
         for texts in zip(*of_split, strict=True)

@@ -1,4 +1,4 @@
-"""Mark the second tier (tests/all.txt), generate soak cases, and define shared fixtures."""
+"""Mark the tests of the second tier (listed in tests/all.txt), generate soak cases, and define shared fixtures."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from tests.soak import SoakCase
 
 
 def second_tier() -> list[str]:
-    """Return the lines of the list: folders, files, functions and cases."""
+    """Return the lines of tests/all.txt: each is a folder, a file, a test function or a test case."""
     lines = Path(__file__).with_name("all.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 
 def _names(item: pytest.Item) -> list[str]:
-    """Return all names of a test that a line of the list may contain."""
+    """Return all names by which a line of tests/all.txt may refer to a test."""
     file, test = item.nodeid.split("::", 1)
     folders = [f"{folder}/" for folder in Path(file).parents]
     return [item.nodeid, f"{file}::{test.partition('[')[0]}", file, *folders]
@@ -25,15 +25,15 @@ def _leaves_it_out(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import excluded files of the second tier, because they may need missing packages."""
+    """If the second tier is excluded, do not import its files, because they may need packages that are not installed."""
     name = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
     return True if _leaves_it_out(config) and {name, f"{name}/"} & {*second_tier()} else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m exclude tests
+@pytest.hookimpl(tryfirst=True)  # run before -k and -m exclude tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every test that matches a line of the list; in the full suite, each line must match a test."""
-    lines = dict.fromkeys(second_tier())  # an ordered set
+    """Mark every test that a line of tests/all.txt refers to. In the full suite, each line must refer to a test."""
+    lines = dict.fromkeys(second_tier())  # used as an ordered set
     found = set()
     for item in items:
         named = lines.keys() & {*_names(item)}
@@ -43,16 +43,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not _leaves_it_out(config)
     if is_whole_suite and lines.keys() > found:
         names = ", ".join(sorted(lines.keys() - found))
-        raise pytest.UsageError(f"tests/all.txt names what is no test (any more): {names}")
+        raise pytest.UsageError(f"tests/all.txt: no such tests, remove the lines: {names}")
     if hasattr(config, "workerinput"):
-        # pytest-xdist distributes whole files in this order: a slow file must not be the last.
+        # pytest-xdist distributes files in this order. A slow file must not come last, because its worker would run alone.
         places = {line.partition("::")[0]: place for place, line in enumerate(lines)}
         items.sort(key=lambda item: min((places[name] for name in _names(item) if name in places), default=len(places)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, metavar="CASES", help="cases of each soak test (default: a few)")
-    parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="of the cases of soak tests")
+    parser.addoption("--soak", type=int, metavar="CASES", help="number of cases of each soak test (default: a few)")
+    parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="seed of all soak cases (default: 0)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return ``--train-data`` of a small demo set, made once per file."""
+    """Return the ``--train-data`` of a small demo data set, which is made once per test file."""
     from tests.training.runs import make_shards
 
     return make_shards(tmp_path_factory.mktemp("shards"))

@@ -1,4 +1,4 @@
-"""The console program runs the modules of the package as ``python -m`` does."""
+"""The program ``openclip-ext`` runs the package's modules like ``python -m``."""
 
 import importlib
 import shlex
@@ -14,7 +14,7 @@ _PROGRAM = "from openclip_ext.cli.program import main; main()"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
-    """Run a program in a separate process."""
+    """Run Python with these arguments in a new process."""
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 

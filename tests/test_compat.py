@@ -1,4 +1,4 @@
-"""Access to OpenCLIP's internals."""
+"""The functions of ``compat.py``, which access OpenCLIP's internals."""
 
 import argparse
 
@@ -23,7 +23,7 @@ def test_embedding_width_of_all_kinds_of_configurations():
     assert compat.embedding_dim("ViT-B-32") == 512
     for name in ("demo-vit", "demo-resnet"):
         model = open_clip.create_model(name)
-        assert compat.embedding_dim("hf-hub:somebody/model", model) == 64  # without a request to the hub
+        assert compat.embedding_dim("hf-hub:somebody/model", model) == 64  # no request to the hub
     custom = open_clip.create_model("demo-vit", force_custom_text=True)
     assert compat.embedding_dim("hf-hub:somebody/model", custom) == 64
     with pytest.raises(ValueError, match="unknown embedding dimension"):
@@ -43,7 +43,7 @@ def test_clip_lites_image_towers_end_with_their_pooled_features(name, width):
 
 @pytest.mark.parametrize(("given", "current"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
 def test_a_gpu_is_current_and_has_a_number(given, current, monkeypatch):
-    """``torch.cuda.set_device`` requires a device with a number; OpenCLIP returns one without in a single process."""
+    """``torch.cuda.set_device`` requires a device number. In a single process, OpenCLIP returns a device without it."""
     chosen = []
     monkeypatch.setattr(open_clip_train.distributed, "init_distributed_device", lambda args: torch.device(args.device))
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append)

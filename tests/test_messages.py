@@ -1,4 +1,4 @@
-"""Messages and files contain no secrets, files obey the umask, and messages contain no control sequences."""
+"""Messages contain no secrets and no terminal control sequences. Written files have the permissions of the umask."""
 
 import logging
 import os
@@ -39,10 +39,10 @@ def test_a_terminal_gets_nothing_to_obey(caplog: pytest.LogCaptureFixture, capsy
     assert capsys.readouterr().out == shown + "\n"
     record = logging.LogRecord("root", logging.INFO, messages.__file__, 1, "%s", (hostile,), None)
     logging.root.handle(record)
-    theirs = "\x1b[1mbold"  # no lone surrogate, because pytest sends log records to another process
+    theirs = "\x1b[1mbold"  # no lone surrogate: pytest-xdist must be able to send the record
     others = logging.LogRecord("root", logging.INFO, "/elsewhere.py", 1, theirs, None, None)
     logging.root.handle(others)
-    assert record.getMessage() == shown and others.getMessage() == theirs, "other programs' messages stay"
+    assert record.getMessage() == shown and others.getMessage() == theirs, "other records must not change"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

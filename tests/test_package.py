@@ -1,4 +1,4 @@
-"""The package: imports stay fast, and the rules of the architecture hold."""
+"""The package: imports are fast, and modules import only what the architecture allows."""
 
 import ast
 import re
@@ -13,15 +13,15 @@ import openclip_ext
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(openclip_ext.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# Each folder (or file) imports only from itself and from the folders before it.
+# The layers of the package. A folder (or file) may import only from itself and from earlier layers.
 LAYERS = ("files", "cli", "distributed", "compat", "pages", "model_configs", "state", "contrastive", "losses", "data")
 LAYERS += ("evaluation", "training", "diagnostics", "compare", "export", "integrations")
-# Files in losses/ that define no method.
+# Files in losses/ that define no loss.
 NO_METHOD = {"__init__", "heads", "method", "options", "registry"}
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Return all modules that a file imports, at any level."""
+    """Return all modules that a file imports, including imports within functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -32,12 +32,12 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def rooms_of(path: Path) -> set[str]:
-    """Return the folders of the package and the other packages from which a file imports."""
+    """Return the package's folders, and the other packages, from which a file imports."""
     return {name.removeprefix("openclip_ext.").split(".")[0] for name in imported_modules(path)}
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Return the modules that a new interpreter has loaded after a statement."""
+    """Run a statement in a new interpreter; return the modules that are loaded afterwards."""
     program = f"{statement}\nimport sys\nprint(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     return set(shown.splitlines()[-1].split())
@@ -66,7 +66,7 @@ def test_the_public_names_are_there_and_load():
 
 
 def test_only_compat_touches_the_inside_of_openclip():
-    """OpenCLIP's top level and loss classes are public; its training script and factory are private."""
+    """Other modules may use OpenCLIP's public part: its top level and its loss classes."""
     inside = ("open_clip_train", "open_clip.factory", "open_clip.utils", "open_clip.model", "open_clip.transform")
     touching = [path.name for path in SOURCES if any(name.startswith(inside) for name in imported_modules(path))]
     assert touching == ["compat.py"]

@@ -1,4 +1,4 @@
-"""The built package: every command works outside of the clone."""
+"""The built package: every command works outside of the cloned repository."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ADDRESS = "https://example.org/owner/name"
 
 
 def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Run a command outside of the clone; return its output."""
+    """Run a command in the folder ``cwd``, without ``PYTHONPATH``; return its output."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
@@ -28,7 +28,7 @@ def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """Return a copy of the sources, because a build writes files there."""
+    """Return a copy of the source files, because a build writes files next to them."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -40,7 +40,7 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Return the built release, which the build also checks."""
+    """Build the release and check it with twine; return the path of the wheel."""
     pytest.importorskip("build")
     pytest.importorskip("twine")
     output = tmp_path_factory.mktemp("wheel")
@@ -52,10 +52,10 @@ def wheel(tmp_path_factory):
 
 
 def environment_with(package: Path, folder: Path, *options: str) -> Path:
-    """Install a package into a new environment with access to this environment's packages; return its ``bin``."""
+    """Install a package into a new environment, which also sees this environment's packages; return its ``bin`` folder."""
     sh(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
-    # Python does not run .pth files in a path from a .pth file, so the clone, installed in place, is not importable.
+    # Python ignores .pth files in folders that a .pth file adds, so an editable install of the clone is not importable.
     own = sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
     (packages / "others.pth").write_text("\n".join(own))
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install")
@@ -65,7 +65,7 @@ def environment_with(package: Path, folder: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def program(wheel, tmp_path_factory):
-    """Return ``openclip-ext`` of an environment with the wheel."""
+    """Return the path of ``openclip-ext`` in a new environment with the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     program = environment_with(wheel, environment) / "openclip-ext"
     code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.suite').origin)"
@@ -81,7 +81,7 @@ def test_a_clone_has_the_commands_of_the_evaluation(clone):
 def test_a_clone_installed_in_place_adds_no_name_to_the_packages(clone, tmp_path):
     python = environment_with(clone, tmp_path, "--editable") / "python"
     shown = sh(python, "-c", "import importlib.util as u; print(u.find_spec('eval'))", cwd=tmp_path)
-    assert shown == "None\n", "nobody wants a package of this name everywhere"
+    assert shown == "None\n", "eval must not become importable everywhere"
 
 
 def test_it_adds_one_name_to_the_installed_packages_and_its_readme_has_whole_addresses(wheel):

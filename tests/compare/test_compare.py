@@ -1,4 +1,4 @@
-"""``compare``: candidates, plans within the time limit, the conclusion, and full comparisons on a tiny data set."""
+"""The command ``compare``: its candidates, its time plan, its conclusion, and a full comparison on a tiny data set."""
 
 import io
 import json
@@ -77,12 +77,12 @@ def test_the_stages_fit_the_time_and_use_it(minutes, processes):
 
 def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     tuned, whole = Stage(320, SEEDS[:1]), Stage(640, SEEDS)
-    assert plan_next(tuned, COSTS, 10.0, 2, 16, most_samples=10**9) == Stage(320, SEEDS)  # too little for longer ones
+    assert plan_next(tuned, COSTS, 10.0, 2, 16, most_samples=10**9) == Stage(320, SEEDS)  # no time for longer runs
     assert plan_next(tuned, COSTS, 1000.0, 2, 16, most_samples=640) == whole
     seconds = COSTS.per_run + 640 * 2e-3
     assert plan_next(whole, COSTS, seconds - 0.1, 2, 16, most_samples=640) is None
     assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
-    # A finished comparison with more minutes gets longer runs.
+    # If a finished comparison gets more minutes, its next runs are longer.
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
     with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
         plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
@@ -94,7 +94,7 @@ def test_the_best_losses_and_settings_go_on():
     contest = Contest(families, SEEDS[:1])
     scores = {"openclip": 0.1, "a": 0.3, "b": 0.2, "c": 0.4}
     rows = {run.id: {"family": run.family, "val": {"mean": scores[run.family]}} for run in contest.decided({})}
-    rows[families["a"][1].id]["val"]["mean"] -= 1  # it was stopped
+    rows[families["a"][1].id]["val"]["mean"] -= 1  # a stopped run has a negative score
     going_on = winners(contest, rows)
     assert {loss: [run.lr for run in runs] for loss, runs in going_on.items()} == {
         "openclip": [1, 2],
@@ -106,8 +106,8 @@ def test_the_best_losses_and_settings_go_on():
 def test_a_run_is_cut_into_equal_epochs():
     assert equal_epochs(1000, 10, 400) == (3, 330)
     assert equal_epochs(100, 10, 405) == (1, 100)
-    assert equal_epochs(19_660, 256, 1000) == (25, 768)  # 26 would have 2 steps each
-    assert equal_epochs(32 * 768, 256, 1000) == (32, 768)  # as it was asked
+    assert equal_epochs(19_660, 256, 1000) == (25, 768)  # 26 epochs would have 2 steps each
+    assert equal_epochs(32 * 768, 256, 1000) == (32, 768)  # already equal epochs
 
 
 # --- the conclusion ---------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def gap(mean: float, half: float) -> Difference:
 
 
 def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
-    """Return a loss's gain on ``openclip``. ``half`` is half the width of the interval, None with one seed."""
+    """Return a loss's result: its gain over ``openclip``, and an interval of ± ``half`` (None: one seed, no interval)."""
     difference = None if half is None else gap(gain, half)
     return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
 
@@ -137,7 +137,7 @@ BASE = result(BASELINE, 0.0)
             "queueclip",
         ),
         ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip is nearest"], "openclip"),
-        (  # a significant gain comes before a larger one that is not significant
+        (  # a significant gain is preferred to a larger gain that is not significant
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
             ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
@@ -154,9 +154,9 @@ def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # no longer than --epochs
-        (result("neuclip", -0.01, 0.015, 4.0), []),  # the gain is too small to search for
-        # Half a point per doubling: three doublings are needed.
+        (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # limited to --epochs
+        (result("neuclip", -0.01, 0.015, 4.0), []),  # no gain, so no advice on the length
+        # The gain grows by half a point per doubling of the epochs. Three more doublings make it significant.
         (
             result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),
             ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
@@ -176,7 +176,7 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
     captions = torch.tensor(groups)
     numbers = captions.unique()
     found = []
-    for _ in range(1500):  # as runs are scored
+    for _ in range(1500):  # score random embeddings like a run
         image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
         image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
         ranks = {
@@ -194,9 +194,9 @@ def test_texts_are_those_of_the_tokenizer():
     tokenizer = open_clip.get_tokenizer("demo-vit")
     captions = ["see a !~ b and c", "red"]
     tokens = Tokens.of(captions, tokenizer)
-    # Token 0 is OpenCLIP's padding, and also "!" inside of a text.
+    # Token 0 is both OpenCLIP's padding and the token of "!" within a text.
     assert (tokenizer(captions)[0] == 0).nonzero()[0] < tokenizer(captions)[0].argmax()
-    other = torch.nn.Linear(1, 1)  # no text tower of OpenCLIP's kind
+    other = torch.nn.Linear(1, 1)  # a model without OpenCLIP's text tower
     assert torch.equal(KnownTexts(tokens, tokenizer, other)(captions), tokenizer(captions))
     assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
 
@@ -277,7 +277,7 @@ def execute(pilot: ComparePilot, run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """Return a comparison before its first run."""
+    """Return a prepared comparison that has not run anything yet."""
     data = write_data(tmp_path_factory.mktemp("compared"))
     config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
     return Comparison(config, training, prepare(config, training)[0], 0.0)
@@ -299,7 +299,7 @@ def test_data_that_do_not_fit_are_refused(data, more, message):
 
 
 def test_a_manifest_may_leave_samples_out(data):
-    """Excluded samples are not bad samples: reading them again in each epoch would silently shorten the runs."""
+    """Samples that the manifest excludes are not read. If they counted as bad samples, runs would become shorter."""
     Manifest.scan(str(data / "train" / "00000.tar")).without(range(0, 80, 16)).save(data / "fewer.json")
     argv = with_val(data, "--manifest", str(data / "fewer.json"))
     assert prepared(argv).data.num_samples == 75
@@ -310,7 +310,7 @@ def test_a_manifest_may_leave_samples_out(data):
 def test_a_run_that_diverged_is_scored(compared):
     row = execute(compared.pilot, make_run(BASELINE, lr=1e12, seed=1))
     assert "normalizers" not in row
-    assert row["val"]["mean"] < 0.1  # everything comes last
+    assert row["val"]["mean"] < 0.1  # every match ranks last
     assert not unpack(row["hits"][RETRIEVAL[0]]).any()
 
 
@@ -327,7 +327,7 @@ TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
 
 
 def lasting(path: Path) -> dict[str, Any]:
-    """Return a report without its measured times."""
+    """Return the content of a report without its measured times, which differ between runs."""
     content = json.loads(path.read_text())
     content["results"] = [{key: one[key] for key in one.keys() - TIMES} for one in content["results"]]
     return content
@@ -343,7 +343,7 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
 
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
-    """The comparison is interrupted, resumed, repeated, and extended by a loss."""
+    """The comparison is interrupted, resumed, repeated with a truncated results file, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
     monkeypatch.setattr(plan, "MOST_SEEDS", 3)
     monkeypatch.setattr(comparison, "_PROBE_SECONDS", 0.1)
@@ -369,7 +369,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 2)  # the second stage also has --epochs epochs, so its first seed is finished
+    assert len(lines) == 2 * (3 + 2)  # two losses: three settings; then two more seeds, because seed 0 is done
     written = lasting(out / "report.json")
     assert "your batch of 8 misjudges its normalizer by a factor of" in printed
     assert written["sentence"] in printed
@@ -377,24 +377,24 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
     assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])
     assert (out / "report.html").read_text().count("<svg") == 2
-    assert "| loss | minus openclip |" in (out / "report.md").read_text()  # a narrow screen shows the first columns
+    assert "| loss | minus openclip |" in (out / "report.md").read_text()  # the most important columns come first
 
     (out / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]) + lines[-2][:50])
     main(argv)
     assert lasting(out / "report.json") == written
     assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
 
-    # Runs of the other losses are reused, and worse settings are stopped.
+    # Runs of openclip and queueclip are reused. With this threshold, every worse setting of sogclr is stopped.
     monkeypatch.setattr(comparison, "_CLEARLY", -1e6)
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    # A fast run may end before the parallel run reports.
+    # Not every run is stopped: a fast run may end before it can be compared with a parallel run.
     stopped = [row for row in rows if "stopped" in row]
     assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
     assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]
 
-    # A rejected command removes nothing.
+    # A command that is rejected removes no cache.
     caches = set((out / "cache").iterdir())
     with pytest.raises(ValueError, match="comparison with other flags or versions"):
         main([*argv, "--wd", "0.1"])
@@ -418,7 +418,7 @@ def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(compare
     assert compared.stop("equal", stand("equal", (good - 0.001 + noise).clamp(0, 1))) is None
     for other in ({"seed": 1}, {"family": "queueclip"}, {"epochs": 7}):
         assert compared.stop("other", stand("other", good * 0.1, **other)) is None
-    assert compared.stop("bad", stand("bad", good * 0.1, epoch_samples=320)) is None  # too early to tell
+    assert compared.stop("bad", stand("bad", good * 0.1, epoch_samples=320)) is None  # too early in the epoch to stop
     stopped = compared.stop("bad", stand("bad", good * 0.1))
     assert stopped is not None and stopped["stopped"] == 40 and stopped["val"]["mean"] < 0
 

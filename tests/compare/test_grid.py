@@ -1,4 +1,4 @@
-"""Grid runs on icons: augmentation, scores, and determinism given the description of a run."""
+"""Grid runs on the icons data: augmentation, scores, and equal results of runs with equal descriptions."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_splits(folder: Path) -> Path:
-    """Write three splits of random pixels in the format of ``scripts.experiments.icons``."""
+    """Write three splits of random images in the format of ``scripts.experiments.icons``; return the folder."""
     folder.mkdir(exist_ok=True)
     names = ["arrow left", "bell", "home"]
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
@@ -68,7 +68,7 @@ def data(folder: Path) -> PilotData:
     return load_data(folder, "demo-resnet")
 
 
-@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # an image size that is a number, and one that is a pair
+@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # image sizes: a number, and a pair
 def test_images_are_halved_and_shifted(name: str):
     add_model_configs()
     visual = open_clip.create_model(name).visual
@@ -80,7 +80,7 @@ def test_images_are_halved_and_shifted(name: str):
 
     halved = stored.float().view(2, 3, 32, 2, 32, 2).mean(dim=(3, 5))
     torch.testing.assert_close(pixels([[0, 0], [0, 0]]), halved, rtol=1e-4, atol=1e-3)
-    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 pixel of the model
+    moved = pixels([[2, 0], [0, -2]])  # 2 stored pixels are 1 pixel of the halved image
     torch.testing.assert_close(moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(moved[0, :, -1], torch.full((3, 32), 255.0))
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
@@ -147,7 +147,7 @@ def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
     grids.main(argv)
     lines = results.read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
-    results.write_text(lines[0] + "\n" + lines[1][:40])  # killed during a write
+    results.write_text(lines[0] + "\n" + lines[1][:40])  # the program was killed during a write
     grids.main(argv)
     assert len(read_results(results)) == 2
     again = results.read_text()
@@ -165,7 +165,7 @@ def test_the_tables_say_what_is_chosen_and_what_is_not_finished():
                 scores = dict.fromkeys((*grids.METRICS, "mean"), mean)
                 results[run.id] = {**vars(run), "val": scores, "test": scores, "temperature": 0.04, "cpu_seconds": 99.6}
     best, _, tuning = format_tables(grid, "data", results).partition("validation sets")
-    # Paired differences 5.0, 5.1, 5.2 percent: 4.303 * 0.1 / sqrt(3) on either side.
+    # The paired differences are 5.0, 5.1 and 5.2 points: mean 5.1, standard deviation 0.1, interval ± 4.303 * 0.1 / sqrt(3).
     difference = "16.1, +5.1 (4.9 to 5.3)"
     assert (
         f"| better | temperature 0.03, lr 0.001 | {difference} | {difference} | 15.0 16.1 17.2 | 0.040 | 100 |" in best

@@ -1,4 +1,4 @@
-"""The order of runs, the results file, and the processes that execute runs."""
+"""Grids of runs: the order of the runs, the results file, and the processes that execute runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ def contest(families: int = 2, settings: int = 3, **options: object) -> Contest:
 
 
 def finish(runs: list[Run], **scores: float) -> dict[str, dict]:
-    """Return rows of runs with equal scores, except those of the better families and settings, such as ``base1``."""
+    """Return the results of runs: a score of 0.1, or the score in ``scores`` for a family and setting such as ``base1``."""
     names = [f"{run.family}{run.setting['setting']}" for run in runs]
     return {
         run.id: {"id": run.id, "val": {"mean": scores.get(name, 0.1)}} for run, name in zip(runs, names, strict=True)
@@ -39,7 +39,7 @@ def test_a_run_is_named_by_what_it_does():
 
 
 def test_the_rows_of_the_docs_have_the_names_of_their_runs():
-    """Old rows stay valid, because the tables program finds them by id."""
+    """The program that makes tables finds rows by the id of a run, so published rows must keep their ids."""
     path = Path(__file__).parents[2] / "docs" / "benchmarks" / "icons" / "icons-30-epochs.jsonl"
     rows = read_results(path)
     assert len(rows) > 10
@@ -53,7 +53,7 @@ def test_all_settings_run_the_first_seed_and_the_best_the_others():
     assert names(first) == [(family, setting, 0) for setting in range(3) for family in ("base", "a")]
     results |= finish(first[:-1])
     assert plan.pending(results) == [*first[-1:], *plan.pending(results)[1:]]
-    assert plan.best("a", results) == []  # not chosen yet
+    assert plan.best("a", results) == []  # a setting's first seed is missing
     results |= finish(first[-1:], a2=0.2)
     others = plan.pending(results)
     assert names(others) == [("base", 0, 1), ("a", 2, 1), ("base", 0, 2), ("a", 2, 2)]
@@ -72,7 +72,7 @@ def test_results_survive_a_cut_line(tmp_path):
 
 
 class Task:
-    """A picklable task that ends as the run's setting defines."""
+    """A picklable task that succeeds or fails as the setting of its run defines."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

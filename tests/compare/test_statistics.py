@@ -1,4 +1,4 @@
-"""Intervals of paired differences: equality with scipy, and coverage."""
+"""Intervals of paired differences equal scipy's, and contain the true mean as often as they should."""
 
 import numpy as np
 import pytest

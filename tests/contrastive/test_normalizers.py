@@ -1,4 +1,4 @@
-"""Parts of the normalizers that the comparison with references does not cover."""
+"""Behavior of the normalizers that the comparison with references (tests/losses) does not test."""
 
 import warnings
 

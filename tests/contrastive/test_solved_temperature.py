@@ -1,4 +1,4 @@
-"""The solved temperature: convergence, bounds, and the model's parameter. tests/losses/cases.py compares the equations."""
+"""The solved temperature: convergence, bounds, and the model's parameter. tests/losses compares it with its equations."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_hard_share_sets_rho() -> None:
     assert _loss(rho=-math.log(0.01))[1].target == pytest.approx(
         create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01).temperature.target
     )
-    for recipe in ([], ["--recipe", "cc3m"]):  # overrides the recipe's rho
+    for recipe in ([], ["--recipe", "cc3m"]):  # --hard-share also overrides the recipe's rho
         config = config_of("--loss", "neuclip", "--hard-share", "0.01", *recipe)
         assert config.loss.options["rho"] == pytest.approx(-math.log(0.01))
 
@@ -84,7 +84,7 @@ def test_the_initial_temperature_depends_on_the_length_of_the_run(
 
 
 def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
-    """Return the mean divergence over all anchors, without their positive pairs."""
+    """Return the mean of KL(softmax(s_i/τ) ‖ uniform) over all anchors i; the positive pair is excluded."""
     similarities = images @ texts.T
     number = len(images)
     others = ~torch.eye(number, dtype=torch.bool)
@@ -95,7 +95,7 @@ def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> flo
 
 @pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
 def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
-    """For an exact α, the derivative of the regularized objective by the temperature is 0 where the divergence is ρ."""
+    """If α is exact and the divergence equals ρ, the derivative of the regularized objective by the temperature is 0."""
     random = torch.Generator().manual_seed(1)
     images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
     for tau in (0.05, 0.3):

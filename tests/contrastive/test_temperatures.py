@@ -1,4 +1,4 @@
-"""Temperature schemes: the model's parameter, bounds, and schedules."""
+"""Temperature schemes: the effect on the model's logit scale, bounds, and schedules."""
 
 import math
 
@@ -17,16 +17,16 @@ def _parameter(tau: float) -> nn.Parameter:
 @pytest.mark.parametrize(
     ("names", "before", "after", "options", "expected"),
     [
-        # A third of the learning rate below 0.03, and again the full learning rate above it.
+        # Below 0.03, a third of the learning rate is used; above 0.03, the full learning rate.
         ("fastclip scent amorlip", 0.05, 0.04, {}, 0.04),
         ("fastclip scent amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
         ("fastclip scent amorlip", 0.031, 0.02, {}, 0.02),
         ("neuclip fastclip-v0", 0.02, 0.025, {}, 0.025),
-        # Bounds of the temperature.
+        # The temperature is clamped to its bounds.
         ("fastclip fastclip-v0 scent amorlip neuclip", 0.05, 0.001, {}, 0.01),
         ("fastclip fastclip-v0 amorlip neuclip", 0.9, 7.0, {}, 1.0),
         ("fastclip fastclip-v0 amorlip neuclip", 0.05, 0.001, {"temperature_min": 0.04}, 0.04),
-        # The model's parameter has no effect.
+        # These losses do not use the model's parameter, so it is not clamped.
         ("sogclr fastclip-v1 fastclip-v2 tempnet", 0.05, 0.004, {}, 0.004),
     ],
 )

@@ -1,4 +1,4 @@
-"""A separate cache for each test."""
+"""Give each test its own cache folder."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the user's cache, which receives manifests that cannot be written next to their shards."""
+    """Move the user's cache to a new folder. A manifest is written there if it cannot be written next to its shards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""A loader over small shards, and functions that extract data from its batches."""
+"""Build a training loader over small shards, and read samples from its batches."""
 
 import multiprocessing
 import random
@@ -20,12 +20,12 @@ from openclip_ext.data.sources.spec import DataSpec
 
 
 def tokenize(text: str) -> Tensor:
-    """Return the number in the caption and its length, in the shape of OpenCLIP's tokenizers."""
+    """Return the number in a caption and the caption's length as an int64 tensor of shape (1, 2)."""
     return torch.tensor([[int(text.split()[1]), len(text)]])
 
 
 def preprocess(image: Image.Image) -> Tensor:
-    """Return a few pixels, and a draw from each generator that augmentations use."""
+    """Return 48 pixel values, and one number from each random generator that an augmentation may use; shape (52,)."""
     pixels = torch.from_numpy(np.asarray(image.resize((4, 4)), dtype=np.float32)).flatten()
     draws = [torch.rand(()).item(), random.random(), np.random.rand(), torch.randn(()).item()]
     return torch.cat([pixels, torch.tensor(draws)])
@@ -34,7 +34,7 @@ def preprocess(image: Image.Image) -> Tensor:
 def build(
     data: str | Sequence[str] | None, preprocess: Any = preprocess, tokenizer: Any = tokenize, **options: Any
 ) -> TrainLoader:
-    """Return a loader; by default of one rank with a small batch and window."""
+    """Return a training loader. By default it has one rank, a batch of 4 and a shuffle window of 25 samples."""
     spec = {field.name: options.pop(field.name) for field in fields(DataSpec) if field.name in options}
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
     config = TrainLoaderConfig(**defaults | options)
@@ -42,23 +42,23 @@ def build(
 
 
 def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Return the progress after more batches without bad samples, without reading them."""
+    """Compute the progress after ``batches`` more batches without bad samples; no batch is read."""
     seen, done = loader.check_progress(progress)
     return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:
-    """Return the pixels of each sample by index."""
+    """Map the index of each sample to its pixels."""
     return {int(i): image for batch in batches for i, image in zip(batch["index"], batch["image"], strict=True)}
 
 
 def indices(batches: list[dict[str, Tensor]]) -> list[int]:
-    """Return the indices of all samples in order."""
+    """Return the sample indices of all batches, in the order of the batches."""
     return [int(index) for batch in batches for index in batch["index"]]
 
 
 def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> None:
-    """Assert that batches are equal bit for bit."""
+    """Assert that two lists of batches are bitwise equal."""
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
         assert a.keys() == b.keys() == {"image", "text", "index"}
@@ -66,7 +66,7 @@ def assert_equal(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]
 
 
 def train_with_a_fork_server(data: str, sender: Connection) -> None:
-    """Take a step, send the workers' process ids, and wait for a signal. A separate process runs this, with few imports."""
+    """Read a batch with two workers, send their process IDs, and wait for a signal. A separate process calls this."""
     multiprocessing.set_forkserver_preload(["tests.data.loading"])
     multiprocessing.set_start_method("forkserver", force=True)
     loader = build(data, workers=2)

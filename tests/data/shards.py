@@ -1,4 +1,4 @@
-"""Small WebDataset shards for tests of all packages."""
+"""Write small WebDataset shards for the tests."""
 
 import io
 import json
@@ -15,7 +15,7 @@ Members = Sequence[tuple[str, bytes]]
 
 
 def image_bytes(number: int, size: int = 24, image_format: str = "JPEG") -> bytes:
-    """Return an image of noise that is unique to the number."""
+    """Return an encoded image of random noise; each ``number`` gives a different image."""
     pixels = np.random.default_rng(number).integers(0, 255, (size, size + number % 5, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, image_format)
@@ -23,7 +23,7 @@ def image_bytes(number: int, size: int = 24, image_format: str = "JPEG") -> byte
 
 
 def sample_members(number: int, fields: Iterable[str] = ("jpg", "txt", "json")) -> list[tuple[str, bytes]]:
-    """Return name and content of a sample's members; the caption is ``sample NUMBER``."""
+    """Return (name, content) of each tar member of a sample; the caption is ``sample NUMBER``."""
     content = {
         "jpg": lambda: image_bytes(number),
         "png": lambda: image_bytes(number, image_format="PNG"),
@@ -34,12 +34,12 @@ def sample_members(number: int, fields: Iterable[str] = ("jpg", "txt", "json")) 
 
 
 def undecodable(number: int) -> list[tuple[str, bytes]]:
-    """Return a sample with a truncated image."""
+    """Return the members of a sample whose image is truncated, so that it cannot be decoded."""
     return [(name, data[: len(data) // 2] if name.endswith("jpg") else data) for name, data in sample_members(number)]
 
 
 def write_tar(path: Path, members: Members, mode: str = "w", tar_format: int = tarfile.PAX_FORMAT) -> Path:
-    """Write a tar of members; ``mode`` as in ``tarfile.open``."""
+    """Write a tar file with these members; ``mode`` is the argument of ``tarfile.open``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, format=tar_format) as archive:
         for name, data in members:
@@ -50,12 +50,12 @@ def write_tar(path: Path, members: Members, mode: str = "w", tar_format: int = t
 
 
 def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Members] | None = None) -> list[str]:
-    """Write shards ``00000.tar``, ... with consecutively numbered samples; return their paths.
+    """Write shards ``00000.tar``, ``00001.tar``, ...; number the samples through all shards; return the paths.
 
     Args:
         folder: output folder.
-        counts: number of samples of each shard.
-        replaced: members of individual samples, by number, instead of the usual members.
+        counts: number of samples in each shard.
+        replaced: maps the numbers of some samples to members that replace the usual ones.
     """
     paths, number = [], 0
     for shard, count in enumerate(counts):
@@ -68,12 +68,12 @@ def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Mem
 
 
 def write_sizes(folder: Path, counts: Sequence[int]) -> None:
-    """Write ``sizes.json`` next to shards with these numbers of samples."""
+    """Write ``sizes.json``, which lists the number of samples in each shard."""
     (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": count for shard, count in enumerate(counts)}))
 
 
 def sample_starts(path: str) -> list[int]:
-    """Return the first byte of each sample of a shard."""
+    """Return the byte offset at which each sample of a shard starts."""
     with open(path, "rb") as file:
         return [sample.members[0].start for sample in TarArchive(file).samples(frozenset())]
 
@@ -81,7 +81,7 @@ def sample_starts(path: str) -> list[int]:
 def write_csv(
     folder: Path, rows: int = 30, separator: str = "\t", columns: tuple[str, str] = ("filepath", "title")
 ) -> Path:
-    """Write images and a CSV file of their paths, with captions ``sample ROW``."""
+    """Write images, and a CSV file with their paths and the captions ``sample ROW``; return the path of the CSV file."""
     lines = [separator.join(["number", *columns])]
     for row in range(rows):
         (folder / f"{row}.jpg").write_bytes(image_bytes(row))

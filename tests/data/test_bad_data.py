@@ -1,4 +1,4 @@
-"""Bad samples are skipped and counted; too many stop the run; nothing hangs."""
+"""Bad samples are skipped and counted. Too many bad samples stop the run."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def build_tolerant(data: str, **options) -> TrainLoader:
 def test_bad_samples_are_passed_over_counted_and_remembered(
     data: str, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every good sample comes once, except the incomplete last batch; the next epoch does not read bad samples."""
+    """An epoch yields every good sample once, except those of the incomplete last batch. Later epochs skip bad samples."""
     loader = build_tolerant(data, workers=workers)
     batches = list(loader.iterate(2))
     assert loader.batches_per_epoch == 15 and all(len(batch["index"]) == 4 for batch in batches)
@@ -55,7 +55,7 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "workers": 2}], ids=["one", "two workers"])
 def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: dict[str, int]):
-    """Stop after each batch (with workers, each fourth), also after the remaining samples get a new layout."""
+    """Resume after every batch (with workers, every fourth), including batches after bad samples changed the layout."""
     first = build_tolerant(data, **options)
     if epoch:
         list(first.iterate(0))
@@ -90,7 +90,7 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
 def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int):
     write_shards(tmp_path, [20, 20], {number: undecodable(number) for number in range(0, 40, 8)})
     data = str(tmp_path / "*.tar")
-    # The whole text is a message to the user, not a worker's traceback.
+    # The pattern begins with ^: the text of the error is the message itself, not a worker's traceback.
     message = r"^5 bad samples in this epoch of 40, more than the allowed 10.0% .*00000.tar.*does not decode"
     with pytest.raises(BadDataError, match=message):
         list(build_tolerant(data, workers=workers).iterate(0))
@@ -114,7 +114,7 @@ def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):
 
 
 def test_lost_samples_count_for_the_start(tmp_path: Path):
-    """Samples 10 to 19 are overwritten: they have no index, so the run cannot notice that they are missing."""
+    """Samples 10 to 19 are overwritten. They get no index, so only the scan before the run can count them as lost."""
     (path,) = write_shards(tmp_path, [40])
     starts = sample_starts(path)
     with open(path, "r+b") as file:
@@ -128,7 +128,7 @@ def test_lost_samples_count_for_the_start(tmp_path: Path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path, workers: int):
-    """The samples of a changed shard may have other indices, so none is used, unless only the modification time changed."""
+    """If the content changed, no sample is used, because indices may differ. A new modification time alone is accepted."""
     paths = write_shards(tmp_path, [20, 20])
     options = {"workers": workers, "max_bad_fraction": 0.4, "remote_patience": 0}
     loaders = [build(str(tmp_path / "*.tar"), **options) for _ in range(3)]
@@ -157,7 +157,7 @@ def test_a_shard_that_is_away_for_a_while_costs_nothing(tmp_path: Path, caplog: 
 
 
 def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """The loader waits for it once, and counts its samples as bad."""
+    """The loader waits for the shard once per epoch, and counts the shard's samples as bad in this epoch only."""
     paths = write_shards(tmp_path, [36, 4])
     loader = build(str(tmp_path / "*.tar"), remote_patience=1, max_bad_fraction=0.1)
     os.rename(paths[1], f"{paths[1]}.away")
@@ -170,7 +170,7 @@ def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog
 
 
 def test_an_error_of_the_transform_is_not_a_bad_sample_and_leaves_the_generators(tmp_path: Path):
-    """It is a mistake in the program, and its traceback shows the source."""
+    """An exception in the transform is a programming mistake, so it is raised unchanged. Random state is restored."""
 
     def broken(image):
         torch.rand(1)

@@ -1,4 +1,4 @@
-"""The caption of a sample in an epoch: swapped sides for mirrored images, samples of several captions, hashes."""
+"""Captions: left and right swapped for mirrored images, one of several captions sampled per epoch, and hashes."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def captions_of(number: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return shards with a text and a list of five captions per sample, as COCO; PNG, because mirroring it twice is exact."""
+    """Return shards of PNG images (lossless, so mirrored pixels are exact). A sample has one text and five more captions."""
     members = {}
     for number in range(SAMPLES):
         first, *others = captions_of(number)
@@ -42,7 +42,7 @@ def tokens(caption: str) -> torch.Tensor:
 
 
 def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any) -> dict[int, tuple[str, list]]:
-    """Return caption and pixels of each sample of an epoch."""
+    """Map the index of each sample of an epoch to its caption and pixels; the first ``skip`` batches are skipped."""
     loader = build(shards, preprocess=pixels, tokenizer=tokens, **{"seed": 3} | options)
     return {
         index: (bytes(text).decode().rstrip("\0"), image)
@@ -97,7 +97,7 @@ def test_the_first_caption_counts_unless_one_of_all_is_drawn(shards: list[str]):
 
 
 def test_a_hash_is_of_what_the_caption_says_now(shards: list[str]):
-    assert hash_text("a cat") == -6711169336525982361, "the same in every version"
+    assert hash_text("a cat") == -6711169336525982361, "hash changed: it must be the same in every version"
     loader = build(shards, preprocess=pixels, tokenizer=tokens, caption_hash=True, caption_aware_flip=True)
     for batch in loader.iterate(0):
         said = [bytes(text).decode().rstrip("\0") for text in batch["text"].tolist()]

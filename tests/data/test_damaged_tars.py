@@ -1,10 +1,10 @@
-"""Corrupt tars: nothing may hang, crash or be lost silently.
+"""Corrupt tar files: the loaders must not hang or crash, and must report lost samples.
 
-Each case corrupts a small shard (flipped bits, invalid header fields, overwritten, truncated, removed or inserted bytes). It
-scans the shard, trains an epoch on it and evaluates on it. Either every sample comes, or the manifest or the loaders report
-lost samples, or the data are rejected with a message.
+Each case corrupts a small shard: it flips bits, writes invalid header fields, or overwrites, removes, inserts or repeats
+bytes. Then it scans the shard, reads an epoch for training, and reads it for evaluation. One of three results is correct: all
+samples are read, the manifest or the loaders report lost samples, or the data are rejected with a message.
 
-The number of samples in a corrupt range is estimated from the other samples, and rarely too low.
+The number of samples in a corrupt range is an estimate from the other samples. It may be too low in up to 5 % of the cases.
 """
 
 import json
@@ -43,7 +43,7 @@ def caption_of(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def good_shards(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """Return shards with samples of 10 to 20 kB: a smaller sample could hide in the zero padding of a tar's last record."""
+    """Return shards with samples of 10 to 20 kB. Smaller samples could get lost in the zero padding at a tar's end."""
     shards, path = [], tmp_path_factory.mktemp("good") / "0.tar"
     for seed, tar_format in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
         for fields in (("png", "txt", "json"), ("txt", "png"), ("json", "png")):
@@ -54,7 +54,7 @@ def good_shards(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
                     "txt": caption_of(number).encode(),
                     "json": json.dumps({"caption": caption_of(number), "width": seed}).encode(),
                 }
-                # Long names need extended headers; every second name is long.
+                # Every second name is long, because long names need extended headers (USTAR has none).
                 is_short = number % 2 or tar_format == tarfile.USTAR_FORMAT
                 key = f"{number:04d}" if is_short else f"{'x' * 110}{number:04d}"
                 members += [(f"{key}.{name}", content[name]) for name in fields]
@@ -70,7 +70,7 @@ def headers_of(data: bytearray) -> list[int]:
 
 
 def set_field(data: bytearray, at: int, begin: int, content: bytes) -> None:
-    """Write a field of the header at ``at``, and the correct checksum."""
+    """Overwrite a field of the tar header at byte ``at``, and update the header's checksum."""
     header = data[at : at + tar.BLOCK]
     header[begin : begin + len(content)] = content
     header[148:156] = b" " * 8
@@ -89,7 +89,7 @@ def flip_header_bits(data: bytearray, rng: random.Random) -> None:
 
 
 def hostile_field(data: bytearray, rng: random.Random) -> None:
-    """Write an invalid header field with a correct checksum."""
+    """Write random or invalid content into a header field, and update the checksum."""
     at = rng.choice(headers_of(data))
     begin, end = rng.choice(((124, 136), (124, 136), (156, 157), (0, 100), (257, 265), (345, 500), (100, 124)))
     junk = rng.choice(
@@ -106,7 +106,7 @@ def hostile_field(data: bytearray, rng: random.Random) -> None:
 
 
 def overwrite(data: bytearray, rng: random.Random) -> None:
-    """Overwrite pages, as if they were never written or belong to another file."""
+    """Overwrite a range with zeros (like pages never written to disk) or random bytes (like pages of another file)."""
     page = rng.choice((1, 512, 4096))
     begin = rng.randrange(len(data)) // page * page
     length = min(rng.choice((16, 512, 4096, 40_000, len(data))), len(data) - begin)
@@ -124,7 +124,7 @@ def insert(data: bytearray, rng: random.Random) -> None:
 
 
 def repeat(data: bytearray, rng: random.Random) -> None:
-    """Repeat a range of bytes."""
+    """Insert a second copy of up to 40 tar blocks before these blocks."""
     begin = rng.randrange(len(data)) // tar.BLOCK * tar.BLOCK
     data[begin:begin] = data[begin : begin + tar.BLOCK * rng.choice((1, 2, 8, 40))]
 
@@ -133,7 +133,7 @@ MUTATIONS = 2 * (flip_header_bits, hostile_field) + (flip_bits, overwrite, remov
 
 
 def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
-    """Return a shard after one or two mutations, their names, and whether they removed the bytes of a sample or more."""
+    """Apply one or two mutations; return the shard, their names, and whether a mutation removed a sample's size or more."""
     data, names, removed = bytearray(base), [], False
     for _ in range(rng.choice((1, 1, 1, 2))):
         if headers_of(data):
@@ -148,7 +148,7 @@ def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
 
 
 def tokenize(text: str) -> torch.Tensor:
-    """Return the sample's number; -1 for a changed caption."""
+    """Return the sample number in an intact caption; -1 if the caption was changed."""
     words = text.split()
     intact = len(words) == 4 and words[1].isascii() and words[1].isdigit() and text == caption_of(int(words[1]))
     return torch.tensor([[int(words[1]) if intact else -1]])
@@ -159,21 +159,21 @@ def preprocess(image: Image.Image) -> torch.Tensor:
 
 
 def missing(numbers: list[int]) -> int:
-    """Return the number of lost samples. A sample with a changed caption is not lost, although its number is unknown."""
+    """Return the number of lost samples. A sample with a changed caption (number -1) does not count as lost."""
     return max(0, SAMPLES - len(set(numbers) - {-1}) - numbers.count(-1))
 
 
 def stop(*_: Any) -> None:
-    raise AssertionError(f"longer than {PATIENCE_SECONDS} s")
+    raise AssertionError(f"no result after {PATIENCE_SECONDS} s")
 
 
 def train(folder: Path) -> tuple[int, int, bool]:
-    """Return the lost samples of an epoch, the counted ones, and whether the manifest reports a truncated shard."""
+    """Return how many samples an epoch lost, how many the loader reports, and whether the manifest reports an error."""
     spec = DataSpec(str(folder / "0.tar"), "webdataset", caption_key=CAPTION_KEY, max_bad_fraction=1e9)
-    for _ in range(2):  # the second launch reads the manifest
+    for _ in range(2):  # the second loader reads the manifest of the first
         loader = build_train_loader(spec, TrainLoaderConfig(1), preprocess=preprocess, tokenizer=tokenize)
     batches = list(loader.iterate(0))
-    # A sample that replaces a bad sample has its own index.
+    # A sample that takes the place of a bad sample in a batch keeps its own index.
     came = {int(batch["index"]): int(batch["text"]) for batch in batches}
     manifest = Manifest.load(folder / "manifest.json")
     problems = manifest.shards[0].problems
@@ -182,14 +182,14 @@ def train(folder: Path) -> tuple[int, int, bool]:
 
 
 def evaluate(folder: Path) -> int:
-    """Return the number of lost samples."""
+    """Return the number of samples that the evaluation loader lost."""
     spec = DataSpec(str(folder / "0.tar"), "webdataset", caption_key=CAPTION_KEY)
     loader = build_eval_loader(spec, preprocess=preprocess, tokenizer=tokenize, batch_size=1)
     return missing([int(batch["text"]) for batch in loader])
 
 
 def outcome(data: bytes, removed: bool, folder: Path, log: pytest.LogCaptureFixture) -> str:
-    """Return the outcome: survived, lost, refused, or undercounted (more samples lost than counted)."""
+    """Return the outcome: survived, lost, refused, or undercounted (fewer samples reported than lost)."""
     folder.mkdir()
     (folder / "0.tar").write_bytes(data)
     refused, lost, counted, cut_off = False, 0, 0, False
@@ -200,19 +200,19 @@ def outcome(data: bytes, removed: bool, folder: Path, log: pytest.LogCaptureFixt
     log.clear()
     try:
         lost_in_evaluation = evaluate(folder)
-        assert log.records or not lost_in_evaluation, f"evaluation: {lost_in_evaluation} are missing without a word"
+        assert log.records or not lost_in_evaluation, f"evaluation lost {lost_in_evaluation} samples without a warning"
     except BadDataError:
         refused = True
     if refused:
         return "refused"
-    assert not lost or counted or cut_off, f"training: {lost} are missing without a word"
+    assert not lost or counted or cut_off, f"training lost {lost} samples without a report"
     return "undercounted" if counted < lost and not (removed or cut_off) else "lost" if lost else "survived"
 
 
 def outcomes(
     case: SoakCase, count: int, shards: list[bytes], folder: Path, log: pytest.LogCaptureFixture
 ) -> Counter[str]:
-    """Count the outcomes of the case's mutations; a silent loss is reported with its reason."""
+    """Mutate ``count`` shards and count the outcomes. Crashes, timeouts and unreported losses count as ``silent: ...``."""
     log.set_level(logging.WARNING)
     rng, found = case.random(), Counter[str]()
     previous = signal.signal(signal.SIGALRM, stop)
@@ -234,6 +234,6 @@ def test_damaged_tars_neither_hang_nor_crash_nor_lose_silently(
 ) -> None:
     found = outcomes(soak_case, MUTATIONS_OF_A_CASE, good_shards, tmp_path, caplog)
     assert found.keys() <= {"survived", "lost", "refused", "undercounted"}
-    # The mutations matter: most lose samples, some lose none.
+    # Check that the mutations are neither too strong nor too weak: many lose samples, and some lose none.
     assert found["lost"] > MUTATIONS_OF_A_CASE / 3 and found["survived"] > MUTATIONS_OF_A_CASE / 20
     assert found["undercounted"] <= MUTATIONS_OF_A_CASE / 20

@@ -1,4 +1,4 @@
-"""Validation data: every usable sample once, in order, with every version of webdataset."""
+"""The evaluation loader yields every usable sample once, in order, with every version of webdataset."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_shards_come_whole_and_in_order(tmp_path: Path):
     before = torch.get_rng_state()
     functions = {"preprocess": lambda image: torch.zeros(1), "tokenizer": tokenize}
     assert len(list(build_eval_loader(DataSpec(data), **functions, batch_size=8))) == 5
-    assert torch.equal(torch.get_rng_state(), before), "training's generator is not touched"
+    assert torch.equal(torch.get_rng_state(), before), "the evaluation changed the random state of the training"
 
 
 def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -75,7 +75,7 @@ def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: 
     assert workers > 0 or found == expected
     trained = list(build_training(data, seed=5).iterate(0))
     assert len(trained) >= 6
-    # Both must equal the number in the caption.
+    # Both loaders must give a sample the index that its caption contains.
     assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches + trained)
 
 

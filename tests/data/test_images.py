@@ -1,4 +1,4 @@
-"""The two image backends: equal decisions and random numbers; equal bits with Pillow, nearly equal with torchvision."""
+"""Both image backends draw OpenCLIP's random numbers. Pillow's pixels are bitwise equal to OpenCLIP's, torchvision's close."""
 
 import io
 import random
@@ -32,7 +32,7 @@ MODES = {"RGB": "JPEG", "L": "JPEG", "CMYK": "JPEG", "P": "PNG", "RGBA": "PNG"}
 
 
 def picture(seed: int, width: int = 150, height: int = 90) -> Image.Image:
-    """Return coarse structure with noise, similar to photographs."""
+    """Return an image with coarse structures and noise, similar to a photograph."""
     generator = np.random.default_rng(seed)
     coarse = Image.fromarray(generator.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
@@ -46,7 +46,7 @@ def encoded(image: Image.Image, image_format: str, **options: Any) -> bytes:
 
 
 def seeded(transform: Any, image: Any, seed: int) -> tuple[Tensor, tuple[float, float, float]]:
-    """Return the result of a transform, and the next number of each generator."""
+    """Seed all random generators and apply a transform; return the result and each generator's next number."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -64,7 +64,7 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
         content = encoded(picture(seed), "JPEG", quality=95)
         expected, after = seeded(transform, decode_image(content), seed)
         found, numbers = seeded(pipeline.transform, pipeline.decode(content), seed)
-        assert numbers == after, "the same random numbers, as many"
+        assert numbers == after, "the pipeline drew other random numbers than the transform"
         if pipeline.normalize is not None:
             assert found.dtype == torch.uint8
             found = pipeline.normalize(found[None])[0]
@@ -73,7 +73,7 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
     if backend == "pil":
         assert in_levels.max() == 0
     else:
-        # Color jitter, especially of the hue, amplifies rounding.
+        # Color jitter, especially of the hue, amplifies rounding errors. Unit: levels of 0 to 255.
         assert in_levels.max() < (2 if augmentation in ("openclip", "timm with erasing") else 40)
         assert in_levels.mean() < 0.1
 
@@ -81,11 +81,11 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
 @pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
 @pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
 def test_gray_images_keep_the_bits_that_they_use(bits: int, image_format: str):
-    """Cameras write 10 or 12 bits into 16-bit files: the upper byte would be black, and Pillow's conversion nearly white."""
+    """Files of 16 bits may use only 10 or 12. Their upper byte is almost black; Pillow's conversion is almost white."""
     ramp = np.linspace(0, 2**bits - 1, 4096).astype(np.uint16).reshape(64, 64)
     expected = (ramp >> (bits - 8)).astype(np.uint8)
     images = [Image.fromarray(ramp)]
-    if image_format == "TIFF":  # 32-bit files: integers, and floats in OpenCLIP's range or up to 1
+    if image_format == "TIFF":  # also as 32-bit integers, and as floats up to 255 or up to 1
         images += [Image.fromarray(ramp.astype(np.int32)), Image.fromarray(expected.astype(np.float32))]
         images += [Image.fromarray((expected / np.float32(255)).astype(np.float32))]
     for image in images:
@@ -102,9 +102,9 @@ def test_gray_values_that_no_depth_explains_are_bad():
 
 
 def test_torchvision_decodes_to_pillows_pixels_and_neither_applies_the_orientation():
-    """As in OpenCLIP: webdataset's "pilrgb" and the CSV data set use the stored pixels."""
+    """Both decoders keep the pixels as stored, like OpenCLIP's loaders (webdataset's "pilrgb", and the CSV data set)."""
     exif = Image.Exif()
-    exif[0x0112] = 6  # show it rotated by 90 degrees
+    exif[0x0112] = 6  # EXIF orientation 6: viewers rotate the image by 90 degrees
     contents = [encoded(picture(0).convert(mode), MODES[mode]) for mode in MODES]
     contents += [encoded(Image.fromarray(RAMP), "PNG"), encoded(picture(0), "JPEG", exif=exif)]
     for content in contents:
@@ -116,7 +116,7 @@ def test_torchvision_decodes_to_pillows_pixels_and_neither_applies_the_orientati
 
 
 def damaged(content: bytes, generator: np.random.Generator) -> bytes:
-    """Return an image that is truncated, or with removed, repeated or zeroed bytes."""
+    """Return the image file after one random damage: truncated, or bytes removed, set to zero or repeated."""
     place, length, kind = (int(generator.integers(0, most)) for most in (len(content), 40, 4))
     rest = content[place + length :]
     return content[:place] + (b"", rest, bytes(length) + rest, content[place:] + rest)[kind]
@@ -162,6 +162,6 @@ def test_the_loader_gives_the_same_samples(tmp_path):
 
 @pytest.mark.parametrize("decode", [decode_image, decode_with_torchvision])
 def test_a_thread_of_pixels_is_refused(decode):
-    """Resizing it to a short side of 224 would take 12 GB."""
+    """If the short side of such an image were resized to 224, the image would need 12 GB."""
     with pytest.raises(BadSampleError, match="65500 x 1 pixels, expected a ratio of at most 500"):
         decode(encoded(Image.new("RGB", (65500, 1)), "JPEG"))

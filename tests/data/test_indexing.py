@@ -1,4 +1,4 @@
-"""Indices for data sets of other libraries."""
+"""Unique sample indices for the data sets of other libraries: torch, WebDataset and Hugging Face."""
 
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_an_index_that_recurs_is_refused():
         ValueError, match=r"batch \d: the index \d comes a second time in this epoch.*without replacement"
     ):
         list(unique_index(loader))
-    for _ in range(2):  # epochs
+    for _ in range(2):  # two epochs
         assert len(list(unique_index(DataLoader(dataset, batch_size=3, shuffle=True)))) == 3
 
 
@@ -69,7 +69,7 @@ def test_webdataset_samples_have_the_index_that_the_trainer_uses(shards: list[st
     assert captions(with_index(pipeline(str(tmp_path / "{00000..00002}.tar")))) == expected
     manifest = Manifest.load(tmp_path / "manifest.json")
     assert [shard.first_index for shard in manifest.shards] == [0, 5, 8]
-    # A part of the shards keeps the indices of the full shard list.
+    # A pipeline over some of the shards uses the indices of the full shard list.
     assert min(captions(with_index(pipeline(shards[1:]), shards=shards))) == 5
     dataset = with_index(pipeline(shards)).to_tuple("txt", "index").batched(4)
     for _ in range(2):
@@ -86,13 +86,13 @@ def test_a_webdataset_may_be_decoded_after_the_index(shards: list[str], start: s
 
 
 def test_a_webdataset_needs_no_captions(tmp_path: Path):
-    """ImageNet's shards have classes instead of captions."""
+    """Shards of ImageNet, for example, contain classes instead of captions."""
     for number in range(2):
         members = [(f"{i}.{field}", b"1") for i in range(3) for field in ("jpg", "cls")]
         write_tar(tmp_path / f"{number}.tar", members)
     shards = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     assert [sample["index"] for sample in with_index(pipeline(shards))] == list(range(6))
-    # A manifest with other keys has the same indices.
+    # A manifest that was made with another caption key has the same indices.
     Manifest.scan(shards, caption_key="cls").without([4]).save(tmp_path / "manifest.json")
     assert [sample["index"] for sample in with_index(pipeline(shards))] == [0, 1, 2, 3, 5]
 
@@ -104,7 +104,7 @@ def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], t
     for dataset, message in (
         (with_index(pipeline(shards, resampled=True), shards=shards), twice),
         (with_index(pipeline([shards[0], shards[0]])), twice),
-        (with_index(pipeline(shards).shuffle(100)), twice),  # too late
+        (with_index(pipeline(shards).shuffle(100)), twice),  # shuffles before the index is added
         (with_index(pipeline(shards), shards=shards[:2]), "00002.tar is not in the manifest"),
         (with_index(pipeline(piped)), "has more than the 2 samples of the manifest"),
     ):

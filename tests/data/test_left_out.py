@@ -1,4 +1,4 @@
-"""A manifest with excluded samples: the indices stay, and exactly the other samples are trained on."""
+"""A manifest with excluded samples: training uses exactly the other samples, and no index changes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.data.shards import sample_members, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
 N = sum(COUNTS)
-# At both ends, consecutive, across the border of two shards, and a full shard.
+# Samples at both ends, consecutive samples, samples on both sides of a shard boundary, and all samples of the last shard.
 LEFT_OUT = [0, 1, 2, 29, 30, 40, *range(88, 100)]
 KEPT = sorted(set(range(N)) - set(LEFT_OUT))
 
@@ -45,7 +45,7 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     assert json.loads(Path(fewer).read_text())["left_out"] == "0-2,29-30,40,88-99"
     assert part.digest != whole.digest == Manifest.scan(data).without([]).digest
     assert part.without([40, 3]).left_out.tolist() == sorted([3, *LEFT_OUT])
-    assert part.left_out.tolist() == LEFT_OUT, "the first is as it was"
+    assert part.left_out.tolist() == LEFT_OUT, "without() changed its manifest; it must return a new one"
     for wrong in (-1, N):
         with pytest.raises(ManifestError, match=f"cannot exclude sample {wrong}: the indices are 0 to 99"):
             whole.without([4, wrong])
@@ -54,7 +54,7 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
-    # 82 samples in batches of 2. Sample 50 is bad, so one batch lacks a sample.
+    # 82 samples in batches of 2. Sample 50 is bad, so the last batch is incomplete and dropped.
     batches = list(build(data, manifest=fewer, batch_size=2).iterate(1))
     found = indices(batches)
     assert len(found) == len(set(found)) == len(KEPT) - 2 == 80
@@ -93,7 +93,7 @@ def test_other_readers_leave_them_out_too(data: str, fewer: str):
 
 
 def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """The list has DataComp's format; samples without a uid or after corrupt bytes are in no list."""
+    """The list has DataComp's format. Samples 3 and 4 have no readable uid, so they are excluded."""
     uids = [f"{number:016x}{number * 7:016x}" for number in range(10)]
     contents = {number: json.dumps({"uid": uid}).encode() for number, uid in enumerate(uids)} | {
         3: b"{}",

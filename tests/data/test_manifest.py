@@ -1,4 +1,4 @@
-"""Manifests: counts, indices, reports, rejected data, search and updates."""
+"""Manifests: sample counts, indices, reports, rejected data, and how a run finds or creates its manifest."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_problems_are_reported_by_shard(tmp_path: Path):
 
 
 def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
-    """img2dataset writes a null caption as an empty file. As in training, the first field counts."""
+    """img2dataset writes an empty file for a null caption. The first caption field counts, even if it is empty."""
     replaced = {1: [("1.jpg", image_bytes(1)), ("1.txt", b"")], 2: [("2.jpg", b""), ("2.txt", b"a caption")]}
     replaced[3] = [("3.jpg", image_bytes(3)), ("3.txt", b""), ("3.json", b'{"caption": "not asked"}')]
     shards = write_shards(tmp_path, [5], replaced)
@@ -103,7 +103,7 @@ def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
 
 
 def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Return shards without usable samples, each with the cause and fix in its message."""
+    """Map names to a shard without usable samples, and the cause and fix that its error must contain."""
     folder.mkdir()
     files = {
         "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
@@ -123,7 +123,7 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
         (folder / f"{name}.tar").write_bytes(data)
     pairs = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
     tars = {
-        # All images before all captions.
+        # The tar contains all images, and then all captions.
         "unsorted": (
             [pair[field] for field in (0, 1) for pair in pairs],
             "next to each other; sort them: tar --sort=name",
@@ -192,8 +192,8 @@ def test_a_run_makes_its_manifest_and_finds_it_again(
     subset = find_or_create_manifest(shards[:2])
     captions = find_or_create_manifest(shards, caption_key="json:caption")
     assert (made.num_samples, subset.num_samples, captions.num_samples) == (10, 8, 10)
-    assert len(list((tmp_path / "data").glob("manifest-*.json"))) == 2, "the first one is left alone"
-    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("all are known"))
+    assert len(list((tmp_path / "data").glob("manifest-*.json"))) == 2, "expected two more manifests"
+    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("a shard was scanned again"))
     assert find_or_create_manifest(shards).shards == made.shards
     assert find_or_create_manifest(shards[:2]).shards == subset.shards
     assert find_or_create_manifest(str(tmp_path / "data" / "*.tar"), caption_key="json:caption").num_samples == 10
@@ -204,7 +204,7 @@ def test_a_run_makes_its_manifest_and_finds_it_again(
 
 
 def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
-    """The loss state in a checkpoint depends on its indices."""
+    """A checkpoint's loss state is stored by index, so a run must not replace the manifest by itself."""
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
     with pytest.raises(
@@ -217,13 +217,13 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
 
 def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str], caplog):
     data = Path(shards[1]).read_bytes()
-    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # with the old checksum
+    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # the header keeps its old checksum
     for _ in range(2):
         caplog.clear()
         manifest = find_or_create_manifest(shards)
         assert f"{shards[1]}: 1 samples without image, at positions [2], corrupt: no readable header" in caplog.text
         assert (manifest.num_samples, manifest.num_bad) == (10, 1)
-        assert manifest.num_lost <= 1, "rounded up"
+        assert manifest.num_lost <= 1, f"estimated {manifest.num_lost} lost samples, expected at most 1"
 
 
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
@@ -238,11 +238,11 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
         assert (manifest.num_samples, manifest.num_bad) == (17, 0)
         assert 3 <= manifest.num_lost <= 4
         assert re.search("about [34] samples lost", next(manifest.report()))
-    # The size of the truncated part is unknown.
+    # The shard is truncated. The size of the missing part is unknown, so only a minimum is reported.
     Path(path).write_bytes(data[: starts[12] + 700])
     assert "at least 4 samples lost, corrupt or truncated" in next(Manifest.scan([path]).report())
     Path(path).write_bytes(data)
-    # img2dataset's count is better than an estimate.
+    # If img2dataset's statistics contain the number of samples, this number replaces the estimate.
     (tmp_path / "00000_stats.json").write_text('{"successes": 24}')
     assert Manifest.scan([path]).num_lost == 7
 
@@ -256,7 +256,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in printed
     assert main([*shards, *output, "--caption-key", "txt;jpg"]) == 0
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
-    # It overwrites only a manifest of the same shards.
+    # Without --output, the command overwrites manifest.json only if it is of the same shards.
     assert main(shards) == main(shards[:2]) == main(shards[:2]) == 0
     assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
     (named,) = (tmp_path / "data").glob("manifest-*.json")
@@ -268,7 +268,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_command_line_needs_no_torch(shards: list[str]):
-    """It starts in a fraction of a second, and works on machines that only store data."""
+    """Without torch, the command starts in a fraction of a second, and runs on storage machines."""
     code = "import sys; from openclip_ext.data.manifest.__main__ import main; main(sys.argv[1:]); "
     code += "assert not {'torch', 'webdataset', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *shards], check=True, capture_output=True)
@@ -288,7 +288,7 @@ def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
     assert (loaded.shards, loaded.digest) == (manifest.shards, manifest.digest)
     shutil.move(path.parent, tmp_path / "elsewhere")
     moved = Manifest.load(tmp_path / "elsewhere" / "m.json")
-    assert moved.verify([shard.url for shard in moved.shards]) is False, "a folder may be moved with its manifest"
+    assert moved.verify([shard.url for shard in moved.shards]) is False, "shards moved with their manifest"
     assert [Path(shard.url).parent.name for shard in moved.shards] == ["elsewhere"] * 3
 
 
@@ -310,7 +310,7 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
 
 
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
-    """They come from sizes.json, img2dataset's statistics or the command line; no shard is read."""
+    """Counts come from sizes.json, img2dataset's statistics or the argument ``sizes``. The shards are empty here."""
     piped = [f"pipe:cat {shard}" for shard in shards]
     for shard in shards:
         os.truncate(shard, 0)
@@ -343,14 +343,14 @@ def test_shards_that_were_touched_or_moved_verify(shards: list[str], tmp_path: P
     os.utime(moved[1], ns=(1, 1))
     assert manifest.verify(moved) is True
     find_or_create_manifest(moved)
-    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("nothing was touched since"))
+    monkeypatch.setattr(scan, "scan_local", lambda *args, **options: pytest.fail("an unchanged shard was scanned"))
     assert manifest.verify(moved) is False
     find_or_create_manifest(moved)
 
 
 def test_changed_shards_do_not_verify(shards: list[str]):
     manifest = Manifest.scan(shards)
-    # Renaming a sample in place keeps all positions, but the scanned shard was different.
+    # A renamed sample keeps the size of the shard and all positions, but the shard differs from the scanned one.
     size = os.path.getsize(shards[0])
     members = [(name.replace("000001", "000009"), data) for n in range(3) for name, data in sample_members(n)]
     write_tar(Path(shards[0]), members)
@@ -379,7 +379,7 @@ def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
 
 
 def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):
-    """With a flipped digit in a size, the shard would look changed."""
+    """In the first case, a digit of a shard's size is changed. The checksum must show that the manifest is corrupt."""
     made = find_or_create_manifest(shards)
     path = tmp_path / "data" / "manifest.json"
     intact = path.read_bytes()

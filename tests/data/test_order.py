@@ -1,4 +1,4 @@
-"""Every sample once, with any layout and after any interruption; the order depends only on its documented inputs."""
+"""The order of an epoch: every sample comes once, with any layout, after any interruption; only documented inputs matter."""
 
 import random
 import tracemalloc
@@ -12,7 +12,7 @@ from openclip_ext.data.order import EpochOrder, Layout, Segment, resampled_shard
 
 
 def run_rank(order: EpochOrder, layout: Layout, rank: int, batches: int) -> np.ndarray:
-    """Return the indices of a rank's first batches; its workers alternate as in a DataLoader."""
+    """Return the sample indices of a rank's first batches. The batches come from the workers in turn, as in a DataLoader."""
     streams = []
     for worker in range(layout.workers):
         positions = np.concatenate([*order.shuffled(rank, worker), np.empty(0, np.int64)])
@@ -56,7 +56,7 @@ def test_every_sample_comes_once_on_any_layout():
 
 
 def test_unseen_samples_follow_on_any_other_layout():
-    """Interrupt an epoch up to three times and resume with other numbers of ranks and workers and other batch sizes."""
+    """Interrupt an epoch up to three times. Resume it each time with another number of ranks or workers or batch size."""
     rng = random.Random(1)
     for case in range(40):
         counts = random_counts(rng)
@@ -93,13 +93,13 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
         order = np.concatenate(list(shuffled_positions(length, window, 7, 1, 2)))
         assert np.array_equal(np.sort(order), np.arange(length))
         ahead = np.maximum.accumulate(order) - np.arange(length)
-        assert ahead.max() <= window, "a reader would have to hold more samples than the window"
+        assert ahead.max() <= window, "a loader would have to hold more samples than the window"
         if window == 0:
             assert np.array_equal(order, np.arange(length))
 
 
 def test_shuffle_mixes_over_the_window():
-    """Neighbors are about a third of the window apart, which is the expected distance of two uniform numbers."""
+    """Two neighbors end up a third of the window apart on average: the mean distance of two uniform random numbers."""
     order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -111,10 +111,10 @@ def test_resampled_shards_are_drawn_by_weight():
     counts = np.array([10, 20, 10])
     sequence = resampled_shards(counts, 60_000, seed=0, epoch=0, weights=[1, 0, 3])
     indices = sequence(np.arange(60_000))
-    assert not np.any((indices >= 10) & (indices < 30)), "weight 0 is never drawn"
+    assert not np.any((indices >= 10) & (indices < 30)), "the shard with weight 0 was sampled"
     share = np.mean(indices >= 30)
     assert 0.72 < share < 0.78
-    assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "a shard comes whole"
+    assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "the first 10 samples are not one full shard"
     with pytest.raises(ValueError, match="only empty shards"):
         resampled_shards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
 
@@ -130,7 +130,7 @@ def test_hash_of_arrays_and_integers_agree():
 
 
 def test_order_does_not_change_between_versions():
-    """Runs may be resumed with later versions of this program and of numpy."""
+    """A run may be resumed with later versions of this package and of NumPy, so the order must stay the same."""
     order = EpochOrder(shuffled_shards(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
     indices = run_rank(order, Layout(1, 1, 4, 1, 16, 8), 0, 4).ravel().tolist()
     assert hash_int(Purpose.SEQUENCE, 42, 3, 0) == 1719357129758833175

@@ -1,4 +1,4 @@
-"""Communication of the ranks about data: one scan, and one decision on bad data. Two gloo processes."""
+"""Two gloo ranks share one scan of the data, and decide together whether too many samples are bad."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def ranks_divide_the_epoch(data: Path) -> None:
 
 
 def ranks_add_up_their_bad_samples(data: Path) -> None:
-    """3 of 40 are bad: too many in total, although each rank found only the allowed 2 or fewer."""
+    """3 of 40 samples are bad. With a limit of 2, this is too many, although no rank alone finds more than 2."""
     shards = str(data / "bad" / "*.tar")
     tolerant = build(shards, rank=None, world_size=None, max_bad_fraction=0.075)
     for epoch in range(2):
@@ -67,9 +67,9 @@ def test_two_ranks(tmp_path: Path):
 
 
 def stop_politely(data: str) -> None:
-    """Run a training process in a separate process group that continues to the end of the epoch after SIGTERM.
+    """Read an epoch in a new process group, and ignore a SIGTERM to this group.
 
-    The signal comes while the second worker starts.
+    The signal comes while the second worker starts and has not left the process group.
     """
     os.setsid()
     train_loader.leave_process_group = lambda worker: (time.sleep(worker), leave_process_group(worker))
@@ -82,7 +82,7 @@ def stop_politely(data: str) -> None:
 
 
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path):
-    """torchrun and SLURM send SIGTERM to the whole group. The training then saves a checkpoint and needs its workers."""
+    """torchrun and SLURM send SIGTERM to the full process group. The training still needs its workers then, to save."""
     write_shards(tmp_path, [60])
     process = mp.get_context("fork").Process(target=stop_politely, args=(str(tmp_path / "*.tar"),))
     process.start()

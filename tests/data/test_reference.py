@@ -1,4 +1,4 @@
-"""Batches contain the rows of a reference model's embeddings; corrupt files and files of other data are rejected."""
+"""Batches contain the reference model's embeddings of their samples. Corrupt files and files of other data are rejected."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ WIDTH = 5
 
 
 def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
-    """Write random embeddings for the demo shards."""
+    """Write a reference folder with random embeddings for the demo shards; return its path."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for name in (IMAGES, TEXTS):
@@ -51,7 +51,7 @@ def test_a_part_is_asked_for_by_place(shards, tmp_path):
     part = store.part([7, 3])
     assert torch.equal(part.rows(places)[0], store.rows(torch.tensor([3, 7, 3]))[0])
     pickled = pickle.dumps(part)
-    assert len(pickled) < 1000, "another process maps the files itself"
+    assert len(pickled) < 1000, "the pickle contains embeddings; expected only the paths of the files"
     assert torch.equal(pickle.loads(pickled).rows(places)[1], part.rows(places)[1])
 
 

@@ -1,4 +1,4 @@
-"""The demo set: a function of (seed, split, index), held-out pairs, and shards after a killed run."""
+"""The demo data set: samples depend only on (seed, split, index); held-out pairs; shards after an interruption."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig
 
 
 def contents(folder):
-    """Return all members of all shards in order, as (name, content)."""
+    """Return (name, content) of all members of all shards, in order."""
     members = []
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -62,7 +62,7 @@ def test_held_out_pairs_are_never_seen_in_training_and_are_in_the_test_split():
         for index, scene in enumerate(scenes):
             words = sample_caption(scene, generator_of("caption", 0, split, index)).split()
             for position, word in enumerate(words):
-                if word in COLORS:  # "a red plain circle": the shape is the next or the next but one
+                if word in COLORS:  # the shape is one or two words later: "a red plain circle"
                     shape = next(w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape"))
                     assert shape == "shape" or (shape, word) in pairs
 
@@ -76,7 +76,7 @@ def test_captions_fit_the_context_of_the_demo_models():
     )
     scenes = [longest] * 20 + [sample_scene(0, "train", index) for index in range(500)]
     captions = [sample_caption(scene, np.random.default_rng(seed), complete=True) for seed, scene in enumerate(scenes)]
-    lengths = [2 + len(tokenizer.encode(caption)) for caption in captions]  # and start and end
+    lengths = [2 + len(tokenizer.encode(caption)) for caption in captions]  # 2: start and end token
     assert max(lengths) == 18
 
 
@@ -114,7 +114,7 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     whole = contents(tmp_path)
 
-    # After a kill, a shard and sizes.json are missing.
+    # If the program is killed, one shard and sizes.json may be missing.
     (tmp_path / "00001.tar").unlink()
     (tmp_path / SIZES_FILE).unlink()
     assert write_shards(tmp_path, config, workers=1)

@@ -1,4 +1,4 @@
-"""Remote and compressed shards, CSV files and synthetic data in the same loader."""
+"""The training loader with its other sources: remote and compressed shards, CSV files and synthetic data."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.
 
 
 def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
-    """The additional samples have no index, and would be dropped silently."""
+    """The additional samples have no index, so they are dropped. A warning must report this."""
     write_sizes(folder, [20, 5, 9])
     found = indices(list(build(remote(folder), batch_size=2).iterate(0)))
     assert sorted(found) == list(range(34))
@@ -69,7 +69,7 @@ def test_rows_of_a_csv_file(tmp_path: Path, workers: int):
 
 
 def test_csv_captions_are_text(tmp_path: Path):
-    """pandas would read these as missing values and numbers."""
+    """By default, pandas would read these captions as missing values and as numbers."""
     from openclip_ext.data.sources.csv import CsvSource
 
     path = write_csv(tmp_path, rows=4)
@@ -83,13 +83,13 @@ def test_csv_captions_are_text(tmp_path: Path):
 
 
 def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
-    """pandas reads everything up to the next quote as one caption of many lines."""
+    """After an opening quote, pandas reads all lines up to the next quote as one caption, so rows would disappear."""
     path = write_csv(tmp_path)
     whole = path.read_text()
     path.write_text(whole.replace("sample 5\n", '"sample 5\n').replace("sample 20\n", 'a "sample" 20\n'))
     with pytest.raises(ValueError, match=r"'title' of row 5 has 16 lines.*check the quotes.*--csv-separator"):
         build(str(path))
-    # Quoted captions of several lines are allowed.
+    # A quoted caption may contain a few lines.
     path.write_text(whole.replace("sample 5\n", '"a ""dog"", 5 cm high.\nIt sits,\tsee 5 jpg"\n'))
     assert build(str(path)).num_samples == 30
 

@@ -1,6 +1,6 @@
-"""Sources of bytes: files, commands, a web server and an S3 server on loopback.
+"""Read shards from files, commands, a local web server and a local S3 server.
 
-An interrupted, stalled or incomplete transfer is repeated, and never trained on.
+An interrupted, stalled or incomplete transfer is repeated. Its data are never used for training.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ SHARDS = "{00000..00003}.tar"
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server of a folder.
+    """A local HTTP server that serves the files of a folder, and can simulate faults.
 
     Attributes:
-        has_ranges: whether it answers range requests and sends the length of a file.
-        has_version: whether it sends an ETag.
-        trickles: whether it sends content byte by byte.
-        never_ends: whether zeros follow the content, without a length.
-        breaks: number of next answers that stop in the middle.
-        stalls: number of next answers that never come.
-        away_until: time.monotonic() before which it does not answer.
-        requests: method, path and range of all requests.
+        has_ranges: whether the server supports range requests and sends the length of a file.
+        has_version: whether the server also sends an ETag; only used with ``has_ranges``.
+        trickles: whether the server sends content byte by byte, with pauses.
+        never_ends: whether the server sends zeros after the content without end.
+        breaks: number of coming responses that stop after half of the content.
+        stalls: number of coming requests that get no response.
+        away_until: the server closes connections without a response until this value of ``time.monotonic()``.
+        requests: method, path and range of every request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def fetched(self) -> list[str]:
-        """Return the paths of all requests for content."""
+        """Return the paths of all GET requests."""
         return [path for method, path, _ in self.requests if method == "GET"]
 
     @property
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with shards and their counts."""
+    """Return a folder with shards and their ``sizes.json``."""
     write_shards(tmp_path / "data", COUNTS)
     write_sizes(tmp_path / "data", COUNTS)
     return tmp_path / "data"
@@ -145,9 +145,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Return a function that stops and restarts an S3 server whose bucket contains the shards."""
+    """Start an S3 server with the shards in a bucket; yield a function that stops it for a number of seconds."""
     serve = pytest.importorskip("moto.server").ThreadedMotoServer
-    pytest.importorskip("moto.backends").get_backend("s3").reset()  # content of this process's servers outlives them
+    pytest.importorskip("moto.backends").get_backend("s3").reset()  # remove the content of earlier servers
     server = serve("127.0.0.1", 0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
@@ -156,10 +156,10 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         "AWS_ACCESS_KEY_ID": "user",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",  # botocore's retries, after random waits, could bridge any pause
+        "AWS_MAX_ATTEMPTS": "1",  # otherwise botocore's own retries could hide the outage
     }.items():
         monkeypatch.setenv(name, value)
-    fsspec.filesystem("s3").clear_instance_cache()  # a client with the address of an earlier test's server
+    fsspec.filesystem("s3").clear_instance_cache()  # a cached client has an earlier server's address
     files = fsspec.filesystem("s3")
     files.mkdir("bucket")
     files.put([str(path) for path in folder.glob("*.tar")], "bucket/")
@@ -211,7 +211,7 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, c
 def test_a_password_is_in_no_file_of_a_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    """A later launch finds the manifest, also with another password."""
+    """The second launch has another password in its URL, and still finds the manifest of the first launch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shards = runs.make_shards(tmp_path / "data")
     for number, password in enumerate(("s3cret", "0ther-s3cret")):
@@ -236,7 +236,7 @@ def test_a_password_is_in_no_file_of_a_run(
 @pytest.mark.parametrize("way", ["ranges", "stream", "command"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, workers: int, way: str):
-    """The server's first answer is interrupted."""
+    """The server interrupts its first response, so the loader must repeat this request."""
     server.has_ranges = way == "ranges"
     whole = list(build(f"{folder}/{SHARDS}", workers=workers).iterate(1))
     loader = build(
@@ -249,7 +249,7 @@ def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, work
 
 
 def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_path: Path):
-    """Counts come from the command in the training's error message."""
+    """The error message of the training contains the command that counts the samples. The test runs this command."""
     assert expand_shards("s3://bucket/0000[0-2].tar") == [f"s3://bucket/0000{number}.tar" for number in range(3)]
     with pytest.raises(ValueError, match=r"no file matches 's3://bucket/\*.tgz'"):
         expand_shards("s3://bucket/*.tgz")
@@ -259,7 +259,7 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
         build(f"s3://bucket/{SHARDS}")
     command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
     assert command and "train with --manifest manifest.json" in str(refused.value)
-    # It keeps this frame: garbage collection would stop loaders for seconds, perhaps in fsspec's thread.
+    # The exception keeps this frame, and garbage collection of its loaders takes seconds, perhaps in fsspec's thread.
     del refused
     counts = str(tmp_path / "manifest.json")
     assert count_shards([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
@@ -309,7 +309,7 @@ def test_an_answer_that_trickles_has_a_time_limit(
 
 
 def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    """Neither the time between two reads nor the total time counts."""
+    """The time limit is for one wait for bytes. Pauses of the reader and the total time do not count."""
     monkeypatch.setattr(remote, "_STALL", 0.5)
     monkeypatch.setattr(remote, "BUFFER", 1 << 16)
     server.has_ranges = False
@@ -334,13 +334,13 @@ def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest
     shutil.copy(folder / "sizes.json", counts)
     assert count_shards([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
     loader = build(f"{server.url}/data/{SHARDS}", manifest=str(tmp_path / "m"), max_bad_fraction=1.0)
-    assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "the last of each shard"
+    assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "one per shard: the last"
 
 
 def test_a_wrong_address_is_refused_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """A source that was available before is retried instead."""
+    """An address that never worked is an error at once; a source that worked before would be retried."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -382,7 +382,7 @@ def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server
 
 
 def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):
-    """inspect and estimation-error read the training data this way."""
+    """The commands inspect and estimation-error read the training data with this loader."""
     source = build_source(DataSpec(f"{server.url}/data/{SHARDS}"), preprocess)
     server.requests.clear()
     loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=4, workers=2)
@@ -420,8 +420,8 @@ def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server:
     assert sorted(path.name[-9:] for path in (tmp_path / "copies").glob("*.tar")) == ["00000.tar", "00002.tar"]
     kept.open(f"{server.url}/data/00003.tar").close()
     kept.open(f"{server.url}/data/00001.tar").close()
-    assert first.read() == (folder / "00000.tar").read_bytes(), "what is open can still be read"
-    # A new file with the same name does not use the old copy; an interrupted transfer leaves no copy.
+    assert first.read() == (folder / "00000.tar").read_bytes(), "open files stay readable"
+    # The file is replaced, and its transfer is interrupted once: neither the old nor an incomplete copy may be used.
     (folder / "00001.tar").write_bytes(b"other" * 1000)
     server.breaks = 1
     with kept.open(f"{server.url}/data/00001.tar") as file:
@@ -439,7 +439,7 @@ def read_at_random(seed: int, url: str, folder: str, size: float) -> int:
 def test_processes_leave_each_others_unfinished_copies_alone(
     folder: Path, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
-    """The cache can store half a shard."""
+    """The cache has room for only half a shard, so the processes remove copies all the time."""
     copies, size = tmp_path / "copies", (folder / "00003.tar").stat().st_size / 2**31
     with multiprocessing.get_context("fork").Pool(4) as pool:
         read = partial(read_at_random, url=server.url, folder=str(copies), size=size)
@@ -461,7 +461,7 @@ def test_a_copy_that_cannot_be_written_is_done_without(
 def test_what_has_no_version_is_not_kept(
     folder: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """The copy would be read even after the file was replaced."""
+    """Without a version (ETag), a copy could be read even after the file was replaced, so no copy is made."""
     server.has_version = False
     kept = Storage(cache_dir=str(tmp_path / "copies"))
     for url in (f"{server.url}/data/00000.tar", f"pipe:cat {folder}/00000.tar"):
@@ -500,7 +500,7 @@ def test_a_journal_is_not_believed_about_a_shard_that_was_replaced(
     write_shards(folder, [18])
     assert counts() == [18, *COUNTS[1:]] and set(server.fetched()) == {"/data/00000.tar"}
     server.has_version = False
-    assert counts() == [18, *COUNTS[1:]] and len(set(server.fetched())) == 4, "nothing tells whether they were replaced"
+    assert counts() == [18, *COUNTS[1:]] and len(set(server.fetched())) == 4, "no version: read again"
 
 
 def test_a_scan_that_was_killed_goes_on(

@@ -1,4 +1,4 @@
-"""Reading tars groups samples as webdataset does, detects all corruption and continues after it."""
+"""The tar reader groups members into samples like webdataset. It detects corrupt bytes and continues after them."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from openclip_ext.data.shards import tar
 from tests.data.shards import sample_members, write_tar
 
 ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})
-# Long names need extended headers (pax, GNU), and members that webdataset skips must not affect the grouping.
+# Long names need extended headers (pax, GNU). Members that webdataset skips must not change how the others are grouped.
 ODD_MEMBERS = [
     ("__meta__/info.txt", b"metadata"),
     ("folder.with.dots/000.JPG", b"a" * 600),
@@ -30,7 +30,7 @@ ODD_MEMBERS = [
 
 
 class Pipe(io.BytesIO):
-    """A stream without seek."""
+    """A stream that cannot seek, like a pipe."""
 
     def seekable(self) -> bool:
         return False
@@ -88,10 +88,10 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
 
 @pytest.mark.parametrize("join", ["tar", "short end", "gzip", "three"])
 def test_joined_archives_are_one(tmp_path: Path, join: str):
-    """``cat a.tar b.tar``: webdataset and GNU tar's -i continue after the first end."""
+    """``cat a.tar b.tar`` gives a file with two end marks. Like webdataset, the reader continues after the first one."""
     mode = "w:gz" if join == "gzip" else "w"
     parts = [write_tar(tmp_path / f"{i}.tar", sample_members(i), mode).read_bytes() for i in range(2)]
-    if join == "short end":  # Go's writer, among others, does not pad the last record
+    if join == "short end":  # some writers, such as Go's, do not pad the last record
         parts = [part.rstrip(b"\0") for part in parts]
         parts = [part + b"\0" * (-len(part) % tar.BLOCK + 2 * tar.BLOCK) for part in parts]
     elif join == "three":
@@ -114,7 +114,7 @@ def test_zeros_that_end_no_archive_are_damage(tmp_path: Path):
 
 
 def test_sizes_beyond_octal_are_read():
-    """GNU tar writes sizes of 8 GiB and more in base 256; here only the header is artificial."""
+    """For sizes of 8 GiB or more, GNU tar writes the size in base 256. The test contains only such a header, no data."""
     info = tarfile.TarInfo("big.jpg")
     info.size = 9 * 2**30 + 5
     header = info.tobuf(tarfile.GNU_FORMAT)
@@ -126,13 +126,13 @@ def test_sizes_beyond_octal_are_read():
 
 
 def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
-    """With one flipped bit anywhere in a header, reading continues at the next header, in files and streams."""
+    """If one bit of a header is flipped, only this member is lost; files and streams continue at the next header."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(4) for member in sample_members(number)])
     whole = path.read_bytes()
     members, expected = members_of(path), samples_of(path)
     for number, member in enumerate(members):
         data = bytearray(whole)
-        # Not in the checksum, where some flips have no effect.
+        # Bytes 0 to 147 come before the checksum field, in which some flips have no effect.
         data[member.start + 37 * number % 148] ^= 1 << number % 8
         path.write_bytes(data)
         sample, field = number // 3, member.name.rpartition(".")[2]
@@ -153,17 +153,17 @@ HOSTILE_SIZES = [
     b"-0000001000\0",
     b"+0000001000\0",
     b"1_000\0" + bytes(6),
-    b"9999999999\0\0",  # not octal
+    b"9999999999\0\0",  # 9 is not an octal digit
     b"777777777777",
-    b"\x80" + b"\xff" * 11,  # huge in base 256
-    b"\xff" * 12,  # negative in base 256
+    b"\x80" + b"\xff" * 11,  # a huge number in base 256
+    b"\xff" * 12,  # a negative number in base 256
 ]
 
 
 @pytest.mark.parametrize("size", HOSTILE_SIZES)
 @pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"S"])
 def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
-    """Negative sizes have caused endless loops in readers, and huge sizes invalid offsets."""
+    """In other readers, negative sizes caused endless loops, and huge sizes caused invalid offsets."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(3) for member in sample_members(number)])
     data = bytearray(path.read_bytes())
     victim = members_of(path)[3].start
@@ -175,7 +175,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     scan = scan_shard(str(path))
     assert (scan.num_samples, scan.problems["bad"]) == (3, 1)
     assert [len(fields) for fields in samples_of(path)] == [3, 2, 3]
-    with contextlib.suppress(tar.TarError):  # the length of a pipe is unknown
+    with contextlib.suppress(tar.TarError):  # the length of a pipe is unknown, so a huge size may be an error
         assert len(streamed(path)) == 3
 
 
@@ -204,9 +204,9 @@ def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
 
 
 def test_every_cut_is_noticed(tmp_path: Path):
-    """A tar cut at any block counts the members before the cut and reports the cut, also as a stream.
+    """A tar file that is cut anywhere gives the members before the cut, and reports an error, also as a stream.
 
-    A broken connection must not look like the end of the shard, or samples would be lost silently.
+    A broken connection must not look like the end of the shard; otherwise samples would be lost without a report.
     """
     path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
     whole, expected, members = path.read_bytes(), streamed(path), members_of(path)
@@ -225,7 +225,7 @@ def test_every_cut_is_noticed(tmp_path: Path):
 
 
 def test_a_member_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A compressed tar of a megabyte may declare gigabytes."""
+    """A compressed tar file of a megabyte may contain a member of gigabytes, which would fill the memory."""
     monkeypatch.setattr(tar, "_MAX_FIELD", 100)
     path = write_tar(tmp_path / "0.tar.gz", [("a.jpg", b"x" * 101), ("a.txt", b"a"), ("b.jpg", b"y" * 100)], "w:gz")
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The training loader: every sample once, equal pixels with any layout, exact resuming."""
+"""The training loader: every sample comes once, pixels do not depend on the layout, and resumes are exact."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ def test_pixels_depend_on_seed_epoch_and_index_alone(data: str):
     for batch in batches:
         assert (batch["image"].shape, batch["image"].dtype) == ((4, 52), torch.float32)
         assert (batch["text"].shape, batch["text"].dtype, batch["index"].dtype) == ((4, 2), torch.int64, torch.int64)
-        assert torch.equal(batch["text"][:, 0], batch["index"]), "the caption of sample i says i"
+        assert torch.equal(batch["text"][:, 0], batch["index"]), "the caption of sample i must contain i"
     assert sorted(indices(batches)) == list(range(N))
     reference = by_index(batches)
     seen: dict[int, Tensor] = {}
@@ -53,17 +53,17 @@ def test_resuming_on_the_same_layout_is_bitwise(data: str, workers: int):
     for done in (0, 1, 7, 12, len(whole)):
         progress = json.loads(json.dumps(progress_after(loader, done)))
         assert_equal(list(loader.iterate(1, progress)), whole[done:])
-    # Stop twice in one epoch, the second time in a new process.
+    # Stop twice in one epoch; a new loader continues after the second stop.
     progress = progress_after(loader, 5, progress_after(loader, 3))
     assert len(progress) == 1
     assert_equal(list(build(data, workers=workers, accum_freq=2).iterate(1, progress)), whole[8:])
-    # An abandoned epoch has no effect on persistent workers.
+    # An epoch that is not read to its end must not affect the next epoch of persistent workers.
     next(loader.iterate(2))
     assert_equal(list(loader.iterate(1)), whole)
 
 
 def test_resuming_on_other_layouts_goes_on_at_the_unseen_samples(data: str):
-    """From 2 ranks x 2 workers to 1 x 0 to 3 x 1, every sample comes once, with its pixels."""
+    """One epoch runs with 2 ranks and 2 workers, then 1 rank, then 3 ranks: every sample comes once, with its pixels."""
     reference = by_index(list(build(data).iterate(5)))
     seen, progress = [], None
     for layout, batches in (
@@ -102,7 +102,7 @@ def test_random_generators_of_training_are_not_touched(data: str):
 
 @pytest.mark.parametrize("done", [0, 10, 20])
 def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: pytest.MonkeyPatch, done: int):
-    """Completed shards are not opened."""
+    """A resume does not open shards whose samples were all used."""
     loader = build(data, shuffle_window=10)
     order = indices(list(loader.iterate(0)))
     opened, decoded = [], []
@@ -115,11 +115,11 @@ def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: py
     assert rest == decoded == order[done * 4 :]
     assert set(opened) == {loader.source.shard_number(index) for index in rest}
     if done == 20:
-        assert len(set(opened)) < 4, "the case is meant to leave shards behind"
+        assert len(set(opened)) < 4, "expected fewer than 4 open shards: the test needs completed shards"
 
 
 def test_a_worker_may_be_started_without_fork(data: str):
-    """Python 3.14 no longer forks by default: a worker's data must survive pickling, also mid-epoch."""
+    """Python 3.14 does not fork by default. The data of a worker must therefore survive pickling, also mid-epoch."""
     loader = build(data)
     iterator = loader.iterate(0)
     expected = [next(iterator), next(iterator)]
@@ -139,10 +139,10 @@ def test_shortened_epochs_see_other_samples_each_time(data: str):
 def test_resampled_shards(data: str, tmp_path: Path):
     loader = build(data, resampled=True, num_samples=400)
     batches = list(loader.iterate(0))
-    assert len(batches) == 100, "an epoch may be longer than the data"
+    assert len(batches) == 100, "expected 400 samples, more than the data contain"
     times = np.bincount(indices(batches), minlength=N)
     assert 1 < times.max() < 400 / min(count for count in COUNTS if count)
-    assert len(set(times[:29])) <= 2, "a shard comes whole, but for the two ends of the epoch"
+    assert len(set(times[:29])) <= 2, "only the first and the last shard of an epoch may be incomplete"
     assert_equal(list(loader.iterate(0, progress_after(loader, 40))), batches[40:])
     write_shards(tmp_path, [20, 20])
     two = f"{data}::{tmp_path}/{{00000..00001}}.tar"

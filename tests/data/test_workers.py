@@ -1,4 +1,4 @@
-"""Workers that are killed, do not answer or run out of memory; captions on which a tokenizer hangs."""
+"""Data workers that are killed, hang or run out of memory; captions that are too long for a tokenizer."""
 
 import gc
 import multiprocessing
@@ -25,7 +25,7 @@ def test_a_worker_that_was_killed_ends_the_run_with_the_reason(tmp_path: Path, a
     loader = build(write_shards(tmp_path, [100]), workers=2)
     batches = loader.iterate(0)
     list(batches) if at == "between epochs" else next(batches)
-    # A killed worker may never release a lock.
+    # The event must not contain a lock, because a killed worker would never release it.
     assert not hasattr(loader._loader._iterator._workers_done_event, "_cond")
     os.kill(loader._loader._iterator._workers[1].pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"was killed, as the kernel does when memory runs out.*GiB; fewer --workers"):
@@ -40,7 +40,7 @@ def test_torchs_handler_of_the_end_of_a_worker_goes_even_if_another_loader_has_i
 
 @pytest.mark.parametrize(("batch", "patience", "seconds"), [(-1, 2.0, 2), (0, 0.5, 3)])
 def test_a_worker_that_does_not_answer_is_named_and_ended(tmp_path: Path, batch: int, patience: float, seconds: int):
-    """The timeout of the first batches is six times as long."""
+    """The timeout of the first batches is six times as long: 3 s with a patience of 0.5 s."""
 
     def hang(text: str) -> torch.Tensor:
         if tokenize(text)[0, 0] == place:
@@ -64,7 +64,7 @@ def test_full_shared_memory_is_said(tmp_path: Path):
 
 
 def test_workers_end_with_the_training_process(tmp_path: Path):
-    """Busy workers end, too."""
+    """Workers exit even if they are busy when the training process is killed."""
 
     def train() -> None:
         batches = build(data, workers=1, preprocess=slow).iterate(0)
@@ -89,7 +89,7 @@ def test_workers_end_with_the_training_process(tmp_path: Path):
 
 
 def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path, request: pytest.FixtureRequest):
-    """Destroying a process group waits for threads that a fork does not copy."""
+    """A destructor in a worker could hang: destroying a process group waits for threads that a fork does not copy."""
     destroyed = tmp_path / "destroyed"
 
     class Garbage:
@@ -98,7 +98,7 @@ def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path, request: pyte
 
     data = write_shards(tmp_path, [20])
     batches = build(data, preprocess=lambda image: (gc.collect(), preprocess(image))[1], workers=1).iterate(0)
-    gc.disable()  # in this process, as in training
+    gc.disable()  # in this process only, as training does
     request.addfinalizer(gc.enable)
     garbage = Garbage()
     garbage.itself = garbage

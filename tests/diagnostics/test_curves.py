@@ -1,4 +1,4 @@
-"""The figure of the curves of runs."""
+"""The command ``curves`` plots the training curves of several runs."""
 
 import json
 
@@ -27,13 +27,13 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
     write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
     write_run(tmp_path / "openclip", range(0, 100, 20))
     with (tmp_path / "neuclip" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 99, "lo')  # a truncated line
+        log.write('{"step": 99, "lo')  # the run was killed during this write
     (tmp_path / "just-started").mkdir()
     output = tmp_path / "pictures" / "curves.png"
     curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
     assert "warning: just-started is left out" in capsys.readouterr().err
     pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
-    colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # one line per run
+    colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # of the two runs
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
 
 

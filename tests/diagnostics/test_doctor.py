@@ -1,4 +1,4 @@
-"""``openclip-ext doctor``: one line per problem of a run, and an exit status for scripts."""
+"""``openclip-ext doctor`` prints one line per problem of a run, and returns an exit status for scripts."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.training.runs import command
 
 @pytest.fixture(autouse=True)
 def _a_disk_with_one_free_tebibyte(tmp_path, monkeypatch):
-    """Make the tests independent of this machine's free disk space."""
+    """Simulate 1 TiB of free disk space, because too little space on this machine would be one more problem."""
     usage = doctor.shutil.disk_usage(tmp_path)._replace(free=1 << 40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
 

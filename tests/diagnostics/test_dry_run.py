@@ -1,4 +1,4 @@
-"""The counted activations equal the allocations of a real forward and backward pass."""
+"""The planned memory of activations equals what a real forward and backward pass allocates."""
 
 import open_clip
 import pytest
@@ -19,7 +19,7 @@ CASES = [
 
 
 def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
-    """Return the peak of the CPU allocations in a pass, including the images, from PyTorch's profiler."""
+    """Return the peak of the bytes that PyTorch's profiler counts in a forward and backward pass, plus the images."""
     model = open_clip.create_model(name, output_dict=True).train()
     model.set_grad_checkpointing(grad_checkpointing)
     for parameter in model.parameters():

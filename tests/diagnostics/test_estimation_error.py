@@ -1,4 +1,4 @@
-"""The estimation error: exact log-normalizers against the naive version, and the estimates compared with them."""
+"""The estimation error: exact log-normalizers equal the naive ones, and estimates are compared with them correctly."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_po
     monkeypatch.setattr(estimation_error, "_CHUNK", chunk)
     images, texts = make_embeddings()
     anchors = [22, 0, 7, 6, 13]
-    # Down to 0.005, where exp overflows float32 and nearly float64.
+    # The smallest temperature is 0.005, at which exp(s/τ) exceeds float32 and nearly float64.
     tau = torch.linspace(0.005, 0.5, 10, dtype=torch.float64).reshape(2, 5)
     eps = EPS if include_positive is None else 0.0
     found = exact_log_normalizers(
@@ -51,7 +51,7 @@ def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_po
 def test_a_batchs_own_estimate_is_the_baseline():
     images, texts = make_embeddings()
     loss = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=EPS)
-    # 9 anchors in batches of 4: the last batch is padded.
+    # 9 anchors in batches of 4: 3 more anchors fill the last batch.
     result = measure(loss, images, texts, 10.0, batch_size=4, anchors=9, seed=3)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))[:12]
     tau = torch.full((2, 12), 0.1, dtype=torch.float64)
@@ -73,7 +73,7 @@ def train_on_batches(loss: torch.nn.Module, images: torch.Tensor, texts: torch.T
 
 
 def test_stored_averages_and_temperatures_belong_to_the_index():
-    """Undecodable samples leave gaps in the index; each anchor has its own temperature."""
+    """The indices have gaps, as after undecodable samples, and each anchor has its own stored temperature."""
     images, texts = make_embeddings()
     index = torch.arange(SAMPLES) * 2 + 1
     loss = create_loss("isogclr", num_samples=50, eps=EPS).double()
@@ -102,7 +102,7 @@ def test_amorlip_is_compared_with_the_positive_pair_inside():
     exact = reference.exact_log_normalizers(images, texts, range(SAMPLES), tau, 0.0, batch=8)
     predicted = loss.normalizer.target(torch.stack([images, texts])).detach() - (images * texts).sum(dim=1) * 10
     assert result.estimator.mean == pytest.approx(mean_squared(predicted, exact), rel=1e-9)
-    # If the batch is the data set, its estimate with the positive pair is exact.
+    # If the batch is the full data set, the mini-batch estimate (with the positive pair) is exact.
     assert measure(loss, images, texts, 10.0, batch_size=SAMPLES).minibatch.mean < 1e-20
 
 
@@ -117,12 +117,12 @@ def test_wrong_input_is_named():
             measure(create_loss(name), *given, 10.0, batch_size=batch_size)
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------
+# --- the command, on a run --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def fastclip(shards, tmp_path_factory):
-    """Return a run of two ranks, each of which has written its half of the averages."""
+    """Return the folder of a run on two ranks; each rank saved its half of the moving averages."""
     logs = tmp_path_factory.mktemp("two_ranks")
     run_on_two_ranks([{"argv": command(shards, logs, "run", "fastclip", "--batch-size", "8")}])
     return logs / "run"
@@ -153,7 +153,7 @@ def test_the_program_measures_a_run_of_several_ranks(fastclip, tmp_path, capsys,
         assert len(seen) == NUM_SAMPLES
         assert result["estimator"]["mean"] == pytest.approx(expected, rel=1e-4)
     else:
-        # An epoch drops four samples; their estimate is the mini-batch estimate.
+        # The first epoch drops four samples. They have no stored value, so the mini-batch estimate is used for them.
         assert len(seen) == NUM_SAMPLES - 4
         assert expected < result["estimator"]["mean"] < expected + 0.1
 

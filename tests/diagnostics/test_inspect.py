@@ -1,4 +1,4 @@
-"""``inspect``: every category against its naive definition, its files, and training without excluded samples."""
+"""The command ``inspect``: its categories equal naive definitions; its files; and training without excluded samples."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ LOOSE = Thresholds(duplicate_image=0.8, duplicate_caption=0.7, false_negative_qu
 
 
 def make_embeddings(seed: int = 0) -> Embeddings:
-    """Return pairs of varying similarity in groups; rows 3 and 40 are equal, rows 5 and 6 have equal captions."""
+    """Return embeddings of pairs in 12 groups of similar pairs. Rows 3 and 40 are equal; rows 5 and 6 share a caption."""
     random = torch.Generator().manual_seed(seed)
     group = torch.randn(12, WIDTH, generator=random)[torch.arange(ROWS) % 12]
     image, text = (group + 0.6 * torch.randn(ROWS, WIDTH, generator=random) for _ in range(2))
@@ -89,7 +89,7 @@ def test_every_category_is_the_naive_one(monkeypatch, chunks, anchors):
     for name, expected in naive_pairs(embeddings, anchors, LOOSE).items():
         assert 0 < found[name].count == len(expected), name
         assert as_dict(found[name]) == pytest.approx(expected, abs=1e-5)
-        assert (np.diff(found[name].value) <= 0).all(), "the most similar come first"
+        assert (np.diff(found[name].value) <= 0).all(), "expected decreasing similarity"
     image, text = embeddings.image, embeddings.text
     for name, sides in {"misfit-captions": (text, image), "misfit-images": (image, text)}.items():
         expected = naive_misfits(*sides, anchors, LOOSE.deviations)
@@ -107,7 +107,7 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
     part = find(make_embeddings(), everything, torch.zeros(ROWS), few, CPU)["duplicate-images"]
     assert part.count == whole.count > 4
     assert as_dict(part) == dict(list(as_dict(whole).items())[:4])
-    # If all embeddings are equal, there are more ties than listed rows.
+    # With equal embeddings, all pairs have the same similarity, but only four pairs are listed.
     embeddings = make_embeddings()
     embeddings.image[:], embeddings.text[:] = embeddings.image[0].clone(), embeddings.text[0].clone()
     tied = find(embeddings, everything, torch.zeros(ROWS), few, CPU)["duplicates"]
@@ -118,7 +118,7 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
 def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
     pairs = [(1, 4), (4, 9), (2, 9), (0, 1), (8, 9)]
     sample, partner = np.array(pairs).T
-    # 1 is removed as a duplicate of 0, so 4 stays; 9 is removed as a duplicate of 4.
+    # 1 is removed as a duplicate of 0, so 4 is not a duplicate of a kept sample. 9 is removed as a duplicate of 4.
     assert Found(5, sample, partner, np.ones(5)).redundant() == {1, 9}
 
 
@@ -141,7 +141,7 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------
+# --- the command, on a run --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def trained(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def inspected(trained, tmp_path_factory):
-    """Return the program's output folder, and a manifest that excludes the twelve hardest samples."""
+    """Inspect a run; return the output folder, which also contains a manifest without the twelve hardest samples."""
     folder = tmp_path_factory.mktemp("inspected")
     leave_out = ["--leave-out", "hardest", "--extremes", "12", "--write-manifest", str(folder / "fewer.json")]
     loose = ["--duplicate-image", "0.5", "--duplicate-caption", "0.5", "--show", "4", "--max-pairs", "50"]
@@ -203,13 +203,13 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
 
 
 def averages(folder: Path, epoch: int) -> np.ndarray:
-    """Return the stored averages ``(n, 2)``."""
+    """Return the moving averages ``(n, 2)`` that a run stored at the end of an epoch."""
     (table,) = folder.glob(f"checkpoints/epoch_{epoch}.state/*/rank_*.normalizer.table.npy")
     return np.load(table)
 
 
 def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, caplog):
-    """The run trains exactly on the kept samples, with unchanged indices; tests/data/test_left_out.py resumes."""
+    """The resumed run trains only on the kept samples, and their indices do not change."""
     manifest = Manifest.load(inspected / "fewer.json")
     categories = json.loads((inspected / "found.json").read_text())["categories"]
     hardest = [index for index, _ in categories["hardest"]["found"]]
@@ -221,10 +221,10 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     more = ["--manifest", str(inspected / "fewer.json"), "--resume", "latest"]
     with caplog.at_level("INFO"):
         assert run(command(shards, tmp_path, "run", "fastclip", *more)) == 0
-    assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # 5 before
+    assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # before: 5 steps
     changed = (averages(folder, 1) != averages(folder, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
-    # The schedule is at the eighth of 2 times 4 steps, not at the ninth step of the run.
+    # The last step is step 8 of the new schedule of 2 times 4 steps, although the run counts it as its ninth step.
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
 
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
 
 
 def test_two_inspections_do_not_share_a_folder(trained, tmp_path, capsys):
-    """A second inspection would write into the same memory maps; by default each checkpoint has a folder."""
+    """Two inspections would write into the same files. By default, each checkpoint has its own folder."""
     with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "both")])
     inspect.main([str(trained), "--device", "cpu", "--workers", "0"])

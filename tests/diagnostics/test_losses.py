@@ -1,4 +1,4 @@
-"""``openclip-ext losses`` describes a loss."""
+"""``openclip-ext losses`` prints a description of a loss."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The plan is correct: its sizes against real states, its communication against that of two ranks."""
+"""The command ``plan``: its sizes equal those of real states, and its communication equals that of two ranks."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ from tests.distributed.pool import two_ranks
 from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tiny_batch, tiny_model
 
 MODEL = "demo-vit"
-# Every loss, and additional combinations of parts.
+# Every loss with some options, and additional combinations of parts.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in list_losses()},
     "amorlip": {"fit_every": 3, "previous_weight": 0.0},
@@ -68,7 +68,7 @@ def bytes_of(state: Any) -> int:
 
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, monkeypatch):
-    monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # the model's activations take a second
+    monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # counting the model's activations takes a second
     whole = planned(name)
     for world_size in (1, 4):
         row = whole.row(world_size)
@@ -78,14 +78,14 @@ def test_state_is_that_of_the_real_loss(name, monkeypatch):
 
 
 def _counted(name: str) -> dict[str, int]:
-    """Train a few steps on one of two ranks, and count the communication through ``torch.distributed``."""
+    """Train a few steps on this rank; return the bytes of each kind of communication through ``torch.distributed``."""
     counts: Counter = Counter()
     isend = dist.isend
     sizes = {
         "all_gather_into_tensor": (ALL_GATHER, lambda result, tensor: result.nbytes),
         "all_gather": (ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results)),
         "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
-        # The backward pass of OpenCLIP's gather, with gloo.
+        # With gloo, the backward pass of OpenCLIP's gather uses scatter.
         "scatter": (REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or [])),
         "batch_isend_irecv": (SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend)),
     }
@@ -104,7 +104,7 @@ def _counted(name: str) -> dict[str, int]:
     step = TrainStep(model, loss, optimizer, StepSettings(torch.device("cpu"), input_dtype=torch.float32))
     loss.start_epoch(0)
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(distributed, "check_equal_sizes"))  # which ranks on GPUs do not do
+        patches.enter_context(mock.patch.object(distributed, "check_equal_sizes"))  # only CPU ranks do this
         for function, (kind, size) in sizes.items():
             patches.enter_context(mock.patch.object(dist, function, counting(getattr(dist, function), kind, size)))
         for number in range(STEPS.get(name, 1)):
@@ -133,7 +133,7 @@ def test_the_peak_is_that_of_what_lives_at_once(device):
     memory = PeakMemory()
     with memory:
         first = given + 1
-        second = (first * 2)[:10]  # the view keeps all of it
+        second = (first * 2)[:10]  # the view keeps the full tensor in memory
         given.add_(1)
         del first
         third = given[:500] - 1
@@ -155,7 +155,7 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
         guard = StepGuard(torch.nn.Module(), loss)
         guard.before_loss()
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
-    # Not equal: integer sums and index checks may exist on one device only.
+    # Only nearly equal: some integer sums and checks of indices run on one device only.
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
 
 
@@ -176,7 +176,7 @@ def test_a_plan_for_a_billion_samples(capsys):
     table = rows(text)
     assert list(table) == [2**power for power in range(11)]
     assert table[64][1] == "80"
-    # Gathered: 2·B·d values, 2·B scalars, B indices; reduced: 2·B scalars, the guard's 2 values. B = 5120, d = 64.
+    # With B = 5120 and d = 64, a step gathers 2·B·d values, 2·B scalars and B indices. It reduces 2·B + 2 scalars.
     gathered, reduced = (2 * 5120 * 64 + 2 * 5120) * 4 + 5120 * 8, 2 * 5120 * 4 + 2 * 4
     assert float(table[64][7]) == pytest.approx((gathered + 2 * reduced) * 63 / 64 / 2**20, abs=0.01)
     assert "WARNING" not in text
@@ -211,7 +211,7 @@ def test_openclips_loss_composed_of_parts_needs_less_memory(capsys):
 
 
 def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)  # OpenCLIP's gather has one operation per rank, and there are 1024
+    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)  # saves time: OpenCLIP's gather has one operation per rank (1024)
     sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "1"]
     command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)

@@ -1,9 +1,9 @@
-"""Two gloo processes that tests share, and the fork server of all tests that start processes.
+"""A pool of two gloo processes that tests share, and the fork server of all tests that start processes.
 
-The server imports torch and OpenCLIP once, because the imports take longer than most tests.
+The fork server imports torch and OpenCLIP only once, because these imports take longer than most tests.
 
-``two_ranks().run(function, *arguments)`` calls a function of a module on each rank and returns the results in rank order. The
-processes start at the first use and again after a failure; each pytest-xdist worker has its own.
+``two_ranks().run(function, *arguments)`` calls a module's function on each rank and returns the results in rank order. The
+processes start at the first call, and again after a failure. Each pytest-xdist worker has its own pool.
 """
 
 import atexit
@@ -33,16 +33,16 @@ import torch
 WORLD_SIZE = 2
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training.programs"])
-# After one rank has failed, the others hang in a collective or fail soon.
+# After one rank failed, another rank may also fail within this time; otherwise it hangs in a collective.
 _GRACE_SECONDS = 5.0
 
 
 class RankError(AssertionError):
-    """The failure of a rank: its traceback or exit status, and the end of its output."""
+    """A rank failed. The message contains its traceback and the end of its output."""
 
 
 class RankPool:
-    """Processes that run functions one after another, the same on all ranks."""
+    """Processes, one per rank, that call the same functions one after another."""
 
     def __init__(self) -> None:
         self._ranks: list[ProcessPoolExecutor] = []
@@ -53,20 +53,20 @@ class RankPool:
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
         """Call ``function(*arguments)`` on every rank.
 
-        The ranks have the current environment variables and working directory of this process.
+        The ranks use the environment variables and the working directory that this process has at the call.
 
         Args:
-            function: function that its module contains under its name.
+            function: function at the top level of a module, so that it can be pickled.
             arguments: picklable arguments.
-            group: whether the ranks are in a new process group. Otherwise they have torchrun's environment variables,
-                for a function that creates its own group.
-            timeout: seconds until ranks without a result are killed.
+            group: whether to create a process group for the call. Otherwise, torchrun's environment variables are set,
+                for functions that create their own group.
+            timeout: seconds after which ranks without a result are killed.
 
         Returns:
-            The results in rank order; only tensors and plain types.
+            The results in rank order. They may contain only tensors and plain Python types.
 
         Raises:
-            RankError: a rank raised, died or did not answer.
+            RankError: a rank raised an exception, died or did not finish in time.
         """
         if not self._ranks:
             self._start()
@@ -81,7 +81,7 @@ class RankPool:
         wait(answers, timeout, FIRST_EXCEPTION)
         _, silent = wait(answers, _GRACE_SECONDS if any(map(_has_failed, answers)) else 0)
         if silent or any(map(_has_failed, answers)):
-            # A dead rank is the cause, even if the others report a lost connection first.
+            # List dead ranks first: they are the cause if other ranks report a lost connection.
             ranks = sorted(range(WORLD_SIZE), key=lambda rank: not _has_died(answers[rank]))
             report = "\n".join(self._report(rank, answers[rank]) for rank in ranks)
             self.close()
@@ -89,7 +89,7 @@ class RankPool:
         return [torch.load(io.BytesIO(answer.result()), weights_only=True) for answer in answers]
 
     def close(self) -> None:
-        """Kill the processes, if any."""
+        """Kill the processes of the pool; the next call starts new ones."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -124,14 +124,14 @@ def _has_died(answer: Future) -> bool:
 
 @functools.cache
 def two_ranks() -> RankPool:
-    """Return the pool of this process."""
+    """Return the pool of this test process, which is closed at exit."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
 
 
 def free_port() -> int:
-    """Return an unused port that the system does not give to an outgoing connection before its use."""
+    """Return an unused port below the range from which the system takes ports for outgoing connections."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 def _prepare(log: str) -> None:
     torch.set_num_threads(1)
-    # Otherwise data workers would also come from the fork server, and could outlive this process.
+    # Restore the default start method: data workers from the fork server could outlive this process.
     set_start_method(None, force=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
@@ -165,7 +165,7 @@ def _call(
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.chdir(folder)
-    # OpenCLIP adds two handlers per run and never removes them.
+    # Earlier calls changed the random state. OpenCLIP also adds two log handlers per run and never removes them.
     torch.manual_seed(0)
     logging.getLogger().handlers.clear()
     result = io.BytesIO()
@@ -191,7 +191,7 @@ def _process_group(rendezvous: str | None, rank: int) -> Iterator[None]:
         torch.distributed.init_process_group(
             "gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=2)
         )
-        # If a rank exits while another connects or receives, the connection of the other breaks.
+        # The barriers keep a rank from exiting while another rank still connects or receives, which would be an error.
         torch.distributed.barrier()
         yield
         torch.distributed.barrier()

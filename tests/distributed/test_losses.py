@@ -1,4 +1,4 @@
-"""Two processes equal one process with the full batch: values, gradients and state, without communication of gradients."""
+"""Losses on two processes equal one process with the full batch: values, gradients (averaged over ranks) and state."""
 
 import functools
 from typing import Any
@@ -15,10 +15,10 @@ from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference
 from tests.references import networks
 
 STEPS = 5
-# Equal to one process, and one case each for losses that differ by design or have additional inputs.
+# AmorLIP with stage II in each process, which differs from one process by design; and the suffix of cases with NaN or inf.
 LOCAL_AMORLIP = "amorlip-local"
 NONFINITE = "-nonfinite"
-# Anchors in chunks.
+# Suffix of cases that process anchors in chunks.
 CHUNKS = "-chunks"
 
 
@@ -80,7 +80,7 @@ def _own_part(step: Step, rank: int) -> Step:
 
 
 def _run_own_part(name: str) -> dict[str, Any]:
-    """Return this rank's results of a case."""
+    """Run a case on this rank's part of the batches; return its results."""
     loss = _case(name).create().double()
     pairs = 13 if name.endswith(CHUNKS) else similarities.MAX_PAIRS
     with mock.patch.object(similarities, "MAX_PAIRS", pairs):
@@ -89,19 +89,19 @@ def _run_own_part(name: str) -> dict[str, Any]:
 
 @functools.cache
 def two_processes(name: str) -> list[dict[str, Any]]:
-    """Return each rank's results of a case."""
+    """Run a case on two ranks; return the results of each rank."""
     return two_ranks().run(_run_own_part, name)
 
 
 def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
-    """Return the mean gradients over processes, as DistributedDataParallel computes them."""
+    """Return a step's gradients as one process has them; as in DDP, gradients are averaged over ranks."""
     gradients = [rank["gradients"][step] for rank in ranks]
     features = [torch.cat([gradient[side] for gradient in gradients]) / WORLD_SIZE for side in (0, 1)]
     return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
 
 
 def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of one process, combined from all ranks."""
+    """Concatenate the state shards of all ranks, to compare the result with the state of one process."""
     return {
         key: torch.cat([state[key] for state in states], dim=1) if key.endswith(".shard") else value
         for key, value in states[0].items()
@@ -130,7 +130,7 @@ def test_two_processes_equal_one(name: str) -> None:
             torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
         )
     for metric, expected in single["metrics"].items():
-        # These are means over the rows of each process.
+        # Metrics of openclip and of reference models are means over the rows of each process, so they differ.
         if name != "openclip" and not metric.startswith("reference_"):
             assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
 
@@ -143,7 +143,7 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
 
 
 def _uneven(name: str) -> str:
-    """Return the error of a step with 4 and 3 samples on the ranks, as in the last batch without drop_last."""
+    """Call a loss with 4 samples on rank 0 and 3 on rank 1, like a last batch without drop_last; return the error."""
     loss = _case(name).create()
     features = torch.nn.functional.normalize(torch.randn(4 - dist.get_rank(), 8), dim=1)
     try:

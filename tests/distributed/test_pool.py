@@ -1,4 +1,4 @@
-"""The pool of ranks returns results in order, reports the failed rank, and works again afterwards."""
+"""The pool of ranks returns results in order. If a rank fails, the pool reports this rank and then works again."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from tests.distributed.pool import RankError, two_ranks
 
 
 def fail(how: str) -> None:
-    """Fail on rank 1, while rank 0 waits for it."""
+    """Fail on rank 1 in the way ``how``, while rank 0 waits in a collective."""
     print("before the failure")
     if dist.get_rank() == 1:
         if how == "raise":

@@ -1,4 +1,4 @@
-"""FSDP2 over two processes equals DDP: every loss, every way to compute a step; checkpoints load in both directions."""
+"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step. Each loads the other's state."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ STEPS = 3
 REPLICATED, SHARDED = "replicated", "sharded"
 
 
-# A loss and how its steps are computed.
+# A case: the name of a loss, and how its steps are computed.
 Case = tuple[str, tiny.Way]
 
 
@@ -47,8 +47,8 @@ LOOKAHEAD = replace(
     tiny.OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
 )
 
-# One loss of each kind with micro-batches and one layer: losses do not depend on the placement of the model's parameters. The
-# ways below have two layers.
+# These losses, one of each kind, also use micro-batches. The first cases, with one layer, test every loss quickly: a loss does
+# not depend on how parameters are sharded. The other cases have two layers.
 ACCUMULATED = ("siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
 CASES = {
     **{loss: _case(loss, layers=1) for loss in tiny.LOSSES if loss not in ACCUMULATED},
@@ -61,7 +61,7 @@ CASES = {
     "openclip-amp_bf16": _case("openclip", dtype=torch.float32, autocast=tiny.BFLOAT16),
     "cliplite-amp_bf16": _case("cliplite", dtype=torch.float32, autocast=tiny.BFLOAT16),
     "fastclip-amp": _case("fastclip", dtype=torch.float32, autocast=tiny.BFLOAT16, scale=2.0**8, clip=0.05),
-    # Too large initially, as often with GradScaler: all ranks must skip a step if one rank finds an infinity.
+    # The initial loss scale is too large. If the gradients of one rank overflow, all ranks must skip the step.
     "amorlip-amp-overflow": _case("amorlip", dtype=torch.float32, autocast=tiny.FLOAT16, scale=2.0**10),
     "neuclip-pure_bf16": _case("neuclip", dtype=torch.bfloat16),
     "neuclip-compiled-checkpointed": _case("neuclip", layers=1, compiled=True, checkpointing=True),
@@ -76,30 +76,30 @@ CASES = {
 
 
 class Run(tiny.TinyTraining):
-    """A few steps of a case."""
+    """A training that takes a few steps of a case."""
 
     def __init__(self, case: Case, sharded: bool, keep_whole: bool = False) -> None:
         super().__init__(case[0], replace(case[1], sharded=sharded), keep_whole)
         self.values: list[Tensor] = []
 
     def steps(self, first: int = 0, last: int = STEPS) -> "Run":
-        """Take the steps ``first`` to ``last``."""
+        """Take the steps ``first`` to ``last - 1``; return this training."""
         self.model.train()
         self.values += [sum(self.take(number).values()) for number in range(first, last)]
         return self
 
     def result(self) -> dict[str, Tensor]:
-        """Return all tensors of the run, the values of its steps and the scaler's scale."""
+        """Return all tensors of the training, the loss values of its steps, and the loss scale if there is a scaler."""
         scaler = self.step.scaler
         scale = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}
         return self.state() | tiny.tensors({"values": self.values} | scale)
 
 
 def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, Tensor]:
-    """Return the result of two steps in one run, and the last step in another run, resumed from the first."""
+    """Take all steps but the last in one training, and the last step in a resumed training; return the result."""
     before = Run(case, before_sharded).steps(last=STEPS - 1)
     states = [before.model.state_dict(), parallel.optimizer_state_dict(before.model, before.optimizer)]
-    # Every process reads the file of rank 0.
+    # In a real run, rank 0 saves these states, and every process reads its file.
     torch.distributed.broadcast_object_list(states)
     after = Run(case, after_sharded)
     model = after.model if after_sharded else after.model.module
@@ -111,14 +111,14 @@ def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, 
 
 
 def evaluated() -> list[str]:
-    """Return differences between the model to evaluate, which only rank 0 has, and the trained model."""
+    """Return what differs between the trained model and the full copy for evaluations, which only rank 0 has."""
     run = Run(CASES["fastclip"], sharded=True, keep_whole=True).steps()
     for _ in range(2):
         with parallel.whole_model(run.model, needed=True) as model:
             assert (model is not None) == (torch.distributed.get_rank() == 0)
         with parallel.whole_model(run.model, needed=False) as nothing:
             assert nothing is None
-        run.steps(last=1)  # training continues, and the next evaluation is of the new parameters
+        run.steps(last=1)  # the next evaluation must use the new parameters
     with parallel.whole_model(run.model, needed=True) as model:
         trained = run.model.state_dict()
         if model is None:
@@ -129,49 +129,49 @@ def evaluated() -> list[str]:
 
 @contextlib.contextmanager
 def _compiler() -> Iterator[None]:
-    """Replace the compiler: the tests compare how blocks are compiled."""
+    """Compile with the "eager" backend, which is fast: the tests check which blocks are compiled, not the compiler."""
     compile_module = functools.partialmethod(nn.Module.compile, backend="eager")
-    # main() disables this if gradient checkpointing requires it.
+    # main() also disables optimize_ddp if gradient checkpointing requires it.
     with mock.patch.object(nn.Module, "compile", compile_module), torch._dynamo.config.patch(optimize_ddp=False):
         yield
 
 
 def train_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
-    """Return the case's results with replicated and with sharded parameters."""
+    """Train a case with replicated and with sharded parameters; return both results."""
     with _compiler():
         return {kind: Run(CASES[name], kind == SHARDED).steps().result() for kind in (REPLICATED, SHARDED)}
 
 
 def resumed_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
-    """Return the case's results, resumed in the same and in the other way."""
+    """Return the results of resumed trainings: from sharded parameters to both kinds, and from replicated to sharded."""
     ways = [(SHARDED, SHARDED), (SHARDED, REPLICATED), (REPLICATED, SHARDED)]
     return {(before, after): resumed(CASES[name], before == SHARDED, after == SHARDED) for before, after in ways}
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
 
-# Only the order of additions differs; AdaGrad and Adam amplify this if a gradient is nearly zero.
+# Results differ only in the order of additions. AdaGrad and Adam amplify this difference if a gradient is nearly zero.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 
 @functools.cache
 def trained(name: str) -> list[dict]:
-    """Return each rank's results of a case, both ways."""
+    """Return the results of both trainings of a case, for each rank."""
     return two_ranks().run(train_both_ways, name)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_spread_parameters_train_as_replicas(name):
-    """Compare values, parameters, optimizer and loss state after three steps, with the names and shapes of a full model."""
+    """After three steps, loss values, parameters, optimizer and loss state are equal, as are their names and shapes."""
     results, others = trained(name)
     weights = [key for key in others[SHARDED] if key.startswith(".model") and key.endswith("weight")]
-    assert weights == []  # only rank 0 has the full model; all ranks have the statistics of BatchNorm
+    assert weights == []  # full weights exist only on rank 0
     tiny.assert_close(results[SHARDED], results[REPLICATED], rtol=0, atol=TOLERANCE[CASES[name][1].dtype])
 
 
 def test_all_processes_skip_a_step_that_overflows():
     result = trained("amorlip-amp-overflow")[0][SHARDED]
-    assert result[".scale"] == 2.0**8  # halved twice
+    assert result[".scale"] == 2.0**8  # the scale was halved twice
     assert result[".optimizer.state.0.step"] == 1
 
 
@@ -190,7 +190,7 @@ def test_evaluations_see_the_trained_model():
 
 def test_what_cannot_be_spread_is_refused_with_the_reason():
     model = tiny.tiny_model()
-    convert_weights_to_lp(model)  # as with --precision bf16
+    convert_weights_to_lp(model)  # --precision bf16 does this
     with pytest.raises(UsageError, match=r"torch\.float16, torch\.float32"):
         parallel.ShardedDataParallel(model, tiny.CPU, parallel.ParallelConfig(fsdp=True), keep_whole=False)
     with pytest.raises(UsageError, match="--fsdp does not support --opt timm/lamb"):
@@ -199,13 +199,13 @@ def test_what_cannot_be_spread_is_refused_with_the_reason():
         parallel.check_shardable("adamw", has_scaler=True, has_head=True)
 
 
-# Blocks of the visual tower and 12 of the text tower's; a timm tower's stages are stacked, too.
+# The blocks of the image tower, and 12 of the text tower. The 4 stages of a timm tower also count as blocks.
 @pytest.mark.parametrize(("model", "number"), [("RN50", 16 + 12), ("convnext_base", 4 + 36 + 12)])
 def test_blocks_of_towers(model, number):
     with torch.device("meta"):
         blocks = parallel.blocks_of(open_clip.create_model(model, device="meta", load_weights=False))
     assert len(blocks) == number
-    # Inner modules first, as fully_shard requires.
+    # fully_shard requires that inner modules come before the modules that contain them.
     for position, block in enumerate(blocks):
         assert not any(module in blocks[position + 1 :] for module in list(block.modules())[1:])
 

@@ -1,4 +1,4 @@
-"""Two processes, and accumulation, equal one process with the full batch: float64, several steps, every loss."""
+"""Training on two processes or with accumulation equals one process with the full batch: every loss, float64."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ STEPS = 5
 SCHEDULE = ScheduleConfig(name="cosine", lr=tiny.OPTIMIZER.lr, warmup=2, epochs=1)
 
 
-# A loss and its options. If losses contrast only local samples, two processes equal the mean of two blocks in one process.
+# Losses that contrast only the samples of their process. Two processes equal the mean over two blocks of one process.
 LOCAL = {"cliplite"}
 BLOCK_CASES = {
     **{loss: (loss, tiny.LOSSES[loss]) for loss in LOCAL},
@@ -28,7 +28,7 @@ BLOCK_CASES = {
 }
 CASES = {
     **{loss: (loss, options) for loss, options in tiny.LOSSES.items() if loss not in LOCAL},
-    # Every third step starts with new prototypes, of which there are fewer than samples in a batch.
+    # The prototypes restart every third step, and there are more prototypes than samples in a batch.
     "neuclip-many": ("neuclip", {"prototypes": 20, "normalizer_updates": 3, "restart_every": 3}),
     "neuclip-no-alpha-gradient": ("neuclip", {"prototypes": 8, "alpha_gradient": False}),
     "sogclr-views": ("sogclr", {"views": 2, "gamma": 0.5}),
@@ -36,7 +36,7 @@ CASES = {
 
 
 def run(name: str, micro_batches: int = 1) -> dict[str, Tensor]:
-    """Train a few float64 steps on this rank's part of fixed batches; return parameters and the loss's state."""
+    """Take a few float64 steps on this rank's part of fixed batches; return the parameters and the loss state."""
     together = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
     model, loss = _start(name)
@@ -57,7 +57,7 @@ one_process = functools.cache(run)
 
 @functools.cache
 def run_in_blocks(name: str, blocks: int) -> dict[str, Tensor]:
-    """Train in one process with the mean loss over ``blocks`` parts of each batch, and averaged statistics."""
+    """Train in one process; in each step, average the loss and the loss's statistics over ``blocks`` parts of a batch."""
     model, loss = _start(name)
     optimizer = create_optimizer(model, tiny.OPTIMIZER, None, loss.model_head())
     schedule = create_schedule(SCHEDULE, optimizer, STEPS, None)
@@ -89,14 +89,14 @@ def _start(name: str) -> tuple[Any, Any]:
 
 
 def _result(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
-    """Return the floating-point tensors of the model and of the loss's state."""
+    """Return the floating-point tensors of the model and of the loss state."""
     state = tiny.tensors({"loss": loss.state_dict(), "model": dict(model.named_parameters())})
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
 def assert_equal_runs(found: dict[str, Tensor], expected: dict[str, Tensor], sharded: bool) -> None:
     assert found.keys() == expected.keys()
-    if sharded:  # a rank's shard of per-sample state; tests/distributed/test_losses.py compares shards
+    if sharded:  # skip shards of per-sample state, which tests/distributed/test_losses.py compares
         whole = [name for name, value in expected.items() if found[name].shape == value.shape]
         found, expected = ({name: state[name] for name in whole} for state in (found, expected))
     tiny.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)

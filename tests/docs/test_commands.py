@@ -1,4 +1,4 @@
-"""The commands in the documentation work."""
+"""The commands in the documentation are valid."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ def code_blocks(page, language):
 
 
 def training_commands(page):
-    """Return the training commands of a page: the words before the trainer's flags, and the flags."""
+    """Yield each training command of a page in two parts: the launcher with its flags, and the trainer's flags."""
     for block in code_blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             words = [word for word in shlex.split(line, comments=True) if word != "..."]
@@ -46,7 +46,7 @@ def training_commands(page):
 
 
 LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
-# tests/losses/test_guide.py runs the commands with a custom loss, which must be imported.
+# Commands with a custom loss are excluded, because the loss must be imported. tests/losses/test_guide.py runs them.
 COMMANDS = [(page, argv) for page, _, argv in LAUNCHES if not any(word.endswith(":METHOD") for word in argv)]
 TORCHRUN_LAUNCHES = [
     (page, launch[1:] + [word for word in argv[:1] if word == "--"])
@@ -67,7 +67,7 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_training_commands_parse(page, argv):
-    """``...`` stands for omitted flags."""
+    """Every training command can be parsed. ``...`` in a command stands for further flags."""
     words = argv[1:] if argv[:1] == ["--"] else argv
     parse(["--train-data", "x.tar", *words])
 

@@ -1,4 +1,4 @@
-"""README's table and figure follow from the published rows, and its listing prints what it says."""
+"""The table and the figure in README agree with the published results, and its code listing prints the shown output."""
 
 import re
 from pathlib import Path

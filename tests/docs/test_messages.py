@@ -1,4 +1,4 @@
-"""A message that docs/reading-the-logs.md quotes exists in the code."""
+"""Every message that docs/reading-the-logs.md quotes exists in the code."""
 
 import ast
 import re
@@ -8,12 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reading-the-logs.md"
-# Messages of torchrun and torchvision.
+# Quoted messages of torchrun and torchvision, which are not in this package's code.
 OTHERS = ("ambiguous option", "operator torchvision::nms does not exist")
 
 
 def texts_of(source: str) -> list[str]:
-    """Return the string literals of a module; values in an f-string become ``{}``."""
+    """Return all string literals of a module; in an f-string, each value becomes ``{}``."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
@@ -35,7 +35,7 @@ QUOTES = [
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_exists(quote):
-    """The words between dots, and around the number N, must be in one message."""
+    """In a quote, ``...`` and N stand for any text. The words around them must be in one message, in this order."""
     pieces = [re.escape(piece.strip()) for piece in re.split(r"\.\.\.|\bN\b", quote) if piece.strip(" :")]
     pattern = re.compile(".*".join(pieces), re.DOTALL)
     assert any(pattern.search(text) for text in MESSAGES), quote

@@ -1,4 +1,4 @@
-"""The documentation site: navigation and links, including links to files outside of docs/."""
+"""The documentation site: its navigation and its links, including links to files outside of docs/."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def clone(tmp_path):
-    """Return a copy of the repository whose pages a test may change."""
+    """Return a copy of the repository in which a test may change pages."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for path in ROOT.iterdir():
         if path.suffix == ".md":

@@ -1,4 +1,4 @@
-"""The tiny model, loaded once."""
+"""Fixtures with a tiny model, which is loaded only once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def tiny(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture
 def make_encoder(tiny: LoadedModel) -> Callable[..., Encoder]:
-    """Return a function that makes encoders of the tiny model with empty caches; options replace the defaults."""
+    """Return a function that creates an encoder of the tiny model with an empty cache; options replace the defaults."""
 
     def make(**options) -> Encoder:
         settings = {"batch_size": 7, "workers": 0, "device": torch.device("cpu"), **options}

@@ -1,6 +1,6 @@
-"""Small data sets in DataComp's format, one for every kind of task, and a tiny OpenCLIP model.
+"""Write small data sets in DataComp's format for every kind of task, and a tiny OpenCLIP model.
 
-The images are scikit-learn's bundled handwritten digits: real, small, and available without a network.
+The images are the handwritten digits of scikit-learn, which are available without a network.
 """
 
 import io
@@ -22,8 +22,8 @@ DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "e
 TEMPLATES = ("a photo of the number {c}.", "a handwritten {c}", "the digit {c}, black and white")
 IMAGE_FORMATS = (("png", "PNG"), ("webp", "WEBP"), ("jpg", "JPEG"), ("jpeg", "JPEG"))
 
-# The prefixed class names of FairFace and UTKFace. DataComp counts classes 14 to 17 of `toxic` as non-human and from 18
-# on as crime-related, hence 14 people first.
+# Class names of FairFace and UTKFace, with their prefixes. In `toxic`, DataComp counts the classes 14 to 17 as non-human and
+# all later classes as crime-related. The first 14 classes are therefore people.
 FACE_CLASSES = (
     *(f"race:{name}" for name in ("black", "white", "indian", "latino", "middle eastern", "southeast", "east asian")),
     *(f"gender:{name}" for name in ("male", "female")),
@@ -37,7 +37,7 @@ Sample = tuple[str, dict[str, bytes]]
 
 
 def digit_images(count: int, seed: int = 0) -> tuple[list[Image.Image], list[int]]:
-    """Return ``count`` distinct digits as 32x32 RGB images, and their labels."""
+    """Return ``count`` different digit images (RGB, 32x32 pixels) and their labels."""
     digits = load_digits()
     chosen = np.random.default_rng(seed).permutation(len(digits.target))[:count]
     images = [
@@ -48,21 +48,21 @@ def digit_images(count: int, seed: int = 0) -> tuple[list[Image.Image], list[int
 
 
 def image_bytes(image: Image.Image, file_format: str = "PNG") -> bytes:
-    """Return the encoded file of an image."""
+    """Return an image as the bytes of an image file."""
     stream = io.BytesIO()
     image.save(stream, file_format)
     return stream.getvalue()
 
 
 def npy_bytes(values: Sequence[int]) -> bytes:
-    """Return a one-dimensional int64 array as the bytes of a ``.npy`` file."""
+    """Return integers as the bytes of a ``.npy`` file with a one-dimensional int64 array."""
     stream = io.BytesIO()
     np.save(stream, np.array(values, dtype=np.int64))
     return stream.getvalue()
 
 
 def write_tar(path: Path, samples: Sequence[Sample]) -> None:
-    """Write a shard with the files ``key.extension`` of each sample."""
+    """Write a shard that contains a file ``key.extension`` for each field of each sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for key, fields in samples:
@@ -73,7 +73,7 @@ def write_tar(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def write_dataset(folder: Path, samples: Sequence[Sample], shards: int = 2, **texts: Sequence[str]) -> Path:
-    """Write a data set folder: ``test/{0..}.tar``, ``test/nshards.txt`` and a text file per keyword."""
+    """Write a data set folder: shards ``test/0.tar``, ..., ``test/nshards.txt``, and one text file per keyword argument."""
     for shard in range(shards):
         write_tar(folder / "test" / f"{shard}.tar", samples[shard::shards])
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
@@ -83,7 +83,7 @@ def write_dataset(folder: Path, samples: Sequence[Sample], shards: int = 2, **te
 
 
 def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: int = 0) -> list[Sample]:
-    """Return digits in all image formats, with ``cls`` and an ``npy`` column for each sequence in ``columns``."""
+    """Return digits in all image formats, with a label (``cls``) and an ``npy`` array of the values in ``columns``."""
     images, labels = digit_images(count, seed)
     samples = []
     for index, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -96,16 +96,16 @@ def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: in
 
 
 def make_classification(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write a classification task, with metadata columns if ``key`` is a grouped task."""
+    """Write a classification task; if the task ``key`` has groups, its samples have metadata columns."""
     generator = np.random.default_rng(seed + 1)
-    # Groups 0 to 5 without 1: an empty group must not become the worst group.
+    # Group 1 has no samples, because an empty group must not count as the worst group.
     columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in TASKS[key].metadata]
     texts = {"classnames": DIGIT_NAMES, "zeroshot_classification_templates": TEMPLATES}
     return write_dataset(data_dir / TASKS[key].folder, labelled_samples(count, columns, seed), shards, **texts)
 
 
 def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write FairFace or UTKFace: no ``cls``, four metadata columns, prefixed class names and templates."""
+    """Write FairFace or UTKFace: four metadata columns instead of ``cls``, and class names and templates with prefixes."""
     generator = np.random.default_rng(seed + 1)
     race = generator.integers(0, 7, count)
     columns = (generator.integers(0, 4, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
@@ -117,7 +117,7 @@ def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, 
 
 
 def make_retrieval(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write images with one to three captions each; all captions are different."""
+    """Write a retrieval task: each image has one to three captions, and no caption occurs twice."""
     images, labels = digit_images(count, seed)
     samples = []
     for index, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -127,7 +127,7 @@ def make_retrieval(data_dir: Path, key: str, count: int = 24, shards: int = 2, s
 
 
 def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: int = 2, seed: int = 0) -> Path:
-    """Write instances with 5, 6, 10 and 12 candidates in turn, from a common pool of images."""
+    """Write WinoGAViL instances with 5, 6, 10 or 12 candidate images, which are drawn from the same pool."""
     generator = np.random.default_rng(seed)
     pool, _ = digit_images(images, seed)
     samples = [(f"picture_{index}", {"jpg": image_bytes(image, "JPEG")}) for index, image in enumerate(pool)]
@@ -142,7 +142,7 @@ def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: in
 
 
 def make_task(data_dir: Path, key: str, **options: Any) -> Path:
-    """Write a small data set for one of the 40 tasks."""
+    """Write a small data set for the task ``key``, which is one of the 40 tasks."""
     if TASKS[key].kind == "winogavil":
         return make_winogavil(data_dir, **options)
     make = {"faces": make_faces, "retrieval": make_retrieval}.get(TASKS[key].kind, make_classification)
@@ -150,7 +150,7 @@ def make_task(data_dir: Path, key: str, **options: Any) -> Path:
 
 
 def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **vision: Any) -> Path:
-    """Write the JSON of a tiny OpenCLIP model (image size 32) for ``open_clip.add_model_config``."""
+    """Write the JSON configuration of a tiny OpenCLIP model (image size 32); return the path of the file."""
     config = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "layers": 2, "width": width, "patch_size": 8, "head_width": 16, **vision},
@@ -162,13 +162,13 @@ def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **v
 
 
 def tiny_checkpoint(folder: Path, name: str = TINY_MODEL, seed: int = 2, file_name: str = "epoch_1.pt") -> Path:
-    """Register the tiny model, and write a random checkpoint in OpenCLIP's training format."""
+    """Register the tiny model, and write a checkpoint of random weights in OpenCLIP's format; return its path."""
     import open_clip
 
     open_clip.add_model_config(tiny_model_config(folder, name))
     torch.manual_seed(seed)
     model = open_clip.create_model(name)
-    # With OpenCLIP's small initial weights, all texts or images have nearly equal embeddings and predictions.
+    # OpenCLIP's initial weights are so small that all embeddings would be nearly equal. Larger weights separate them.
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data *= 3

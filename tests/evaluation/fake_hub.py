@@ -1,4 +1,4 @@
-"""A Hugging Face hub on localhost that serves folders as data set repositories, with optional faults."""
+"""A fake Hugging Face hub on localhost: it serves folders as data set repositories, and can simulate faults."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """A server of the folders ``repositories[owner/name]``; tars and zips are large files with a SHA-256.
+    """A server for the folders in ``repositories[owner/name]``. It lists .tar and .zip files with a SHA-256, as LFS files.
 
     Attributes:
         endpoint: address of the hub.
-        corrupt: by file path, the number of times to serve it with a changed first byte.
-        busy: by file path, the number of times to answer 503.
-        requests: (path, first requested byte) of every file request.
+        corrupt: maps a file path to the number of coming responses whose first byte is changed.
+        busy: maps a file path to the number of coming responses with status 503.
+        requests: (path, offset of the first requested byte) of every file request.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class FakeHub:
 
 
 def describe(folder: Path, path: Path) -> dict:
-    """Return a file's entry in the tree of the hub's API."""
+    """Return a file's entry as the hub's API lists it in a repository tree."""
     content = path.read_bytes()
     git_hash = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
     entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": git_hash}

@@ -1,4 +1,4 @@
-"""clip-benchmark's command line on our checkpoints, with our fixes."""
+"""clip-benchmark's command line, with this package's fixes, on this package's checkpoints."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from tests.evaluation import datasets
 
 @pytest.fixture
 def evaluate(tiny_folder, tmp_path, monkeypatch):
-    """Return a function that runs the command on data sets and returns the metrics of each."""
+    """Return a function that evaluates data sets with the command, and returns the metrics of each data set."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     for module, name in (
         (cli, "load_clip"),
@@ -25,7 +25,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
         (linear_probe, "accuracy"),
         (zeroshot_classification, "accuracy"),
     ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
+        monkeypatch.setattr(module, name, getattr(module, name))  # the command replaces these; undo it after the test
 
     def run(*names: str, root: str, **options: str) -> list[dict]:
         argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]
@@ -40,7 +40,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
 def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
-    """Class names are clip-benchmark's, and templates too, unless a file has others (CLIP-Lite, Table 11)."""
+    """Class names come from clip-benchmark. Templates come from a file, if given (CLIP-Lite, Table 11), or clip-benchmark."""
     for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
         folder = tmp_path / "test" / str(label % 7)  # one folder of images per class
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reading: complete data are read in order; corrupt data are reported and not scored."""
+"""Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ CIFAR = TASKS["cifar10"]
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Return a new classification data set of 24 samples in 3 shards."""
+    """Return the folder of a new classification data set with 24 samples in 3 shards."""
     return datasets.make_task(tmp_path, "cifar10", shards=3)
 
 
@@ -69,7 +69,7 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
     for size in (0, 100, boundary, boundary + 512, boundary + 700, len(whole) - 10240, len(whole) - 1024):
         shard.write_bytes(whole[:size])
         if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
-            continue  # only padding is missing
+            continue  # only padding was cut off, which is no error
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
             find_samples(folder)
 
@@ -85,11 +85,11 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
     before = set(torch.multiprocessing.active_children())
     with pytest.raises(DataError, match=rf"2\.tar is truncated or corrupt .*at byte {member.offset}"):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
-    assert set(torch.multiprocessing.active_children()) == before  # the workers have exited
+    assert set(torch.multiprocessing.active_children()) == before  # no worker still runs
 
 
 def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:
-    """Rewrite a shard after ``change(position, fields)`` of every sample."""
+    """Rewrite a shard; ``change(position, fields)`` first changes the fields of each sample in place."""
     samples = list(read_shard(shard))
     for position, sample in enumerate(samples):
         change(position, sample.fields)
@@ -97,7 +97,7 @@ def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> Non
 
 
 def spoil(places: Container[int], **values: bytes | None) -> Callable[[int, dict[str, bytes]], None]:
-    """Return a change for `rewrite` that replaces, or with None removes, fields of samples; ``image`` is any image field."""
+    """Return a change for :func:`rewrite` that sets fields of samples; None removes a field, ``image`` is the first field."""
 
     def change(position, fields):
         for name, value in values.items() if position in places else ():

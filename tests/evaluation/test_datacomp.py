@@ -1,4 +1,4 @@
-"""The command line: all 40 tasks, resuming, failed tasks, several processes, and results that DataComp can read."""
+"""DataComp's command line: all 40 tasks, resuming, failed tasks, several processes, and results that DataComp can read."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def data_dir(tmp_path_factory) -> Path:
 def evaluate(
     folder: Path, data_dir: Path, *arguments: str, checkpoint: str = "epoch_1.pt", any_size: bool = True
 ) -> int:
-    """Return a function that runs the command line in this process."""
+    """Run the command in this process, with a checkpoint in ``folder``; return the exit status."""
     argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(folder / checkpoint), "--data-dir", str(data_dir)]
     return datacomp.main([*argv, "--workers", "0", *(["--allow-size-mismatch"] if any_size else []), *arguments])
 
@@ -39,7 +39,7 @@ def main_metrics(folder: Path) -> dict[str, float | None]:
 
 
 def aggregate(path: Path) -> dict[str, float]:
-    """Return the scores as DataComp's ``aggregate_scores.py`` does: pandas, and exactly 38 rows with a main metric."""
+    """Compute the average scores like DataComp's ``aggregate_scores.py``, which requires 38 rows with a main metric."""
     table = pd.read_json(path, lines=True)
     table = pd.concat([table.drop(columns="metrics"), table["metrics"].apply(pd.Series)], axis=1)
     table = table.dropna(subset=["main_metric"])
@@ -49,7 +49,7 @@ def aggregate(path: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def all_tasks(tiny_folder, data_dir, tmp_path_factory) -> tuple[Path, str, str]:
-    """Return the folder with the results of all 40 tasks, the program's output, and its progress."""
+    """Evaluate all 40 tasks; return the folder of the results, the program's stdout, and its stderr (progress bars)."""
     folder = tmp_path_factory.mktemp("all")
     with redirect_stdout(io.StringIO()) as shown, redirect_stderr(io.StringIO()) as progress:
         assert evaluate(tiny_folder, data_dir, "--output-dir", str(folder)) == 0
@@ -68,7 +68,7 @@ def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
     vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
     assert f"VTAB (13): {vtab:.4f}" in shown
     assert "Sizes differ from DataComp's, so scores are not comparable: 40 tasks" in shown
-    assert "40/40" in progress, "no progress bar over the tasks"
+    assert "40/40" in progress, "expected a progress bar that counts tasks"
     summary = json.loads((folder / datacomp.SUMMARY_FILE).read_text())
     assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)
     assert summary["problems"] == {}
@@ -83,7 +83,7 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     )
     evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
     first = main_metrics(tmp_path)
-    # A line from a killed process of another program is ignored and removed.
+    # Another program was killed while it wrote a line. The incomplete line is ignored and removed.
     with open(tmp_path / RESULTS_FILE, "a") as stream:
         stream.write('{"key": "stl10", "metr')
     evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
@@ -99,7 +99,7 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     assert evaluate(tiny_folder, data_dir, *tasks) == 0
     first = main_metrics(tmp_path)
     shown = capfd.readouterr().out
-    assert "DataComp average (38): partial, 5/38; missing: Caltech-101, CIFAR-100" in shown, "no average of some tasks"
+    assert "DataComp average (38): partial, 5/38; missing: Caltech-101, CIFAR-100" in shown, "expected no average"
     assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
     summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())["averages"]["DataComp average (38)"]
     assert (summary["value"], summary["missing"]) == (None, [key for key in AVERAGED if key not in first])
@@ -108,17 +108,17 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     assert first.keys() == second.keys()
     assert first != second
     assert evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_3.pt") == 2
-    assert main_metrics(tmp_path) == second, "a checkpoint that does not exist must leave nothing"
-    # The first model's results are kept next to the file, and restored later.
+    assert main_metrics(tmp_path) == second, "a failed launch must not change the results"
+    # The second model's launch kept the first model's results in another file. Now they are used again.
     evaluate(tiny_folder, data_dir, *tasks)
     assert main_metrics(tmp_path) == first
-    # Equal weights with another activation are a different model.
+    # With another activation, equal weights count as a different model.
     evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
     assert main_metrics(tmp_path) != first
 
 
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
-    """It writes NaN, and does not record the evaluated model."""
+    """DataComp's file contains NaN, and does not record which model was evaluated, so its results are not used."""
     output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
     theirs = [
         '{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.9, "main_metric": 0.9}}',
@@ -151,7 +151,7 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     }
     (folders[0] / "test" / "1.tar").write_bytes(b"")
     assert evaluate(tiny_folder, tmp_path, *arguments) == 1
-    assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "an old number would stand in for a failed evaluation"
+    assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
 
 
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
@@ -170,7 +170,7 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     )
     summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
     assert set(summary["problems"]) == {"mnist"} and summary["missing"] == ["gtsrb"]
-    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1, "not DataComp's 10,000"
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", any_size=False) == 1, "wrong size is an error"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def _evaluate(argv: list[str]) -> tuple[int, str]:
 
 
 def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
-    """With workers: equal numbers as with one process, every task once, one summary."""
+    """Two processes with data workers evaluate every task once, print one summary, and get the numbers of one process."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
     argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
     argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]

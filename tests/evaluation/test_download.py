@@ -1,4 +1,4 @@
-"""``python -m eval.download`` with a hub on localhost: the output, and the files on disk."""
+"""The download command with a fake hub on localhost: its output, and the files on disk."""
 
 import csv
 import json
@@ -25,14 +25,14 @@ from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 from tests.evaluation.fake_hub import FakeHub
 
-DIGITS = "mnist"  # ten classes, as in the fixtures
+DIGITS = "mnist"  # a task with ten classes, like the digits of datasets.py
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Yield a hub with MNIST in DataComp's format, 3 shards, and unused files."""
+    """Yield a fake hub that serves MNIST in DataComp's format: 3 shards, and files that no evaluation uses."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # overrides the environment
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # allow requests
     origin = datasets.make_task(tmp_path / "hub", DIGITS, shards=3)
     (origin / "README.md").write_text("MIT")
     (origin / ".gitattributes").write_text("*.tar filter=lfs")
@@ -48,7 +48,7 @@ def download(hub: FakeHub, data_dir: Path, *arguments: str, task: str = DIGITS) 
 
 
 def status(*arguments: str) -> int:
-    """Run the program; return its exit status."""
+    """Run the download command; return its exit status."""
     with pytest.raises(SystemExit) as stop:
         main(list(arguments))
     return stop.value.code
@@ -123,7 +123,7 @@ def test_an_interrupted_download_keeps_complete_files(
 
 def test_a_wrong_checksum_is_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     hub.corrupt["test/0.tar"] = 1
-    hub.corrupt["classnames.txt"] = 1  # a small file: git's checksum, not SHA-256
+    hub.corrupt["classnames.txt"] = 1  # small files have git's checksum instead of a SHA-256
     assert download(hub, tmp_path) == 0
     assert verify(tmp_path) == OK
 

@@ -1,4 +1,4 @@
-"""Embeddings by index: correct rows after any kill and with any number of ranks."""
+"""The embed command writes one row per sample index. Rows are correct after a kill and with any number of ranks."""
 
 import multiprocessing
 import os
@@ -27,13 +27,13 @@ from tests.distributed.pool import FORKS, two_ranks
 from tests.evaluation.datasets import TINY_MODEL
 from tests.training.runs import contents
 
-# The fourth shard has no usable sample.
+# Members of bad samples. All samples of the fourth shard (18 to 21) are bad.
 BAD = {number: undecodable(number) for number in (3, 18, 19, 20, 21)} | {9: sample_members(9, ["txt"])}
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path):
-    """Return a function that makes command lines from an output folder and more arguments; the shards come first."""
+    """Return a function that builds the command's arguments from an output folder and more flags; the data come first."""
     write_shards(data := tmp_path_factory.mktemp("data"), [7, 5, 6, 4, 3], BAD)
     model = f"--model {TINY_MODEL} --pretrained {tiny_folder}/epoch_1.pt --model-config {tiny_folder}/{TINY_MODEL}.json"
     size = "--device cpu --precision fp32 --batch-size 4 --workers 0 --max-bad-fraction 0.3"
@@ -87,8 +87,8 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
 
 
 def killed(argv: list[str], after: int) -> None:
-    """Embed, and be killed after a number of batches, during a write."""
-    multiprocessing.set_start_method(None, force=True)  # otherwise data workers would come from the fork server
+    """Run the command, and kill this process with SIGKILL after ``after`` batches, during a write."""
+    multiprocessing.set_start_method(None, force=True)  # data workers must not come from the fork server
     calls, write = iter(range(2 * after)), _Table.write
 
     def write_and_die(self: _Table, index: np.ndarray, rows: np.ndarray) -> None:
@@ -118,7 +118,7 @@ def test_killed_runs_continue_after_a_shard_to_the_same_bytes(workers, finished,
 
 
 def test_two_ranks_write_what_one_does(whole, command, tmp_path):
-    for _ in range(2):  # the second call finds a finished folder
+    for _ in range(2):  # in the second run, the folder is complete
         two_ranks().run(embed.main, command(tmp_path), group=False)
     assert written(tmp_path) == written(whole)
 

@@ -1,4 +1,4 @@
-"""Loading models: all models that OpenCLIP loads; others are rejected with one sentence."""
+"""Evaluations load every model that OpenCLIP loads. Other input is rejected with an error of one sentence."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
 
 
 def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
-    """tests/training/test_cliplite.py encodes with heads of a known kind."""
+    """Known kinds of projection heads are tested in tests/training/test_cliplite.py."""
     entry = {"kind": "test", "config": {}, "state_dict": {}}
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
     with pytest.raises(HeadsError, match="needs heads of the kind 'test', but only cliplite, projector are known"):
@@ -104,13 +104,13 @@ def test_shared_classes_are_encoded_once(make_encoder):
     second = encoder.class_embeddings(["owl", "dog"], ["a {c}", "the {c}"])
     assert sorted(encoded) == ["a owl", "the owl"] and torch.equal(first[1], second[1])
     encoder.class_embeddings(["dog"], ["a {c}"])
-    assert encoded[2:] == ["a dog"], "other templates are another embedding"
+    assert encoded[2:] == ["a dog"], "new templates need a new embedding"
 
 
 @pytest.fixture
 def run_folder(tmp_path, caplog) -> Path:
     """Return a run folder with the tiny model's checkpoint; tests write its ``params.txt``."""
-    caplog.set_level(logging.WARNING)  # overrides the setting of a previous program
+    caplog.set_level(logging.WARNING)  # an earlier test may have set another level
     tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
     return tmp_path / "run"
 
@@ -135,7 +135,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
-    """With equal tensors and another activation, loading succeeds, but the numbers belong to a different model."""
+    """Two models with equal tensor shapes may differ in the activation. Both load, so a warning must report the difference."""
     config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
     (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
     (run_folder / "params.txt").write_text("model: tiny-quick\n")

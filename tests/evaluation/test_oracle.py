@@ -1,4 +1,4 @@
-"""All kinds of tasks against clip-benchmark's functions and scikit-learn, in float32, to 1e-6."""
+"""Metrics of all kinds of tasks equal those of clip-benchmark and scikit-learn to 1e-6 in float32."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import FLICKR, TASKS
 from tests.evaluation import datasets
 
 SAMPLES = 60
-# The grouped metric, and the column of its groups.
+# Tasks with groups: the name of the metric, and the metadata column with the groups.
 GROUPED = {
     "wilds/camelyon17": ("acc", "slide"),
     "fairness/dollar_street": ("acc_top5", "income_ds"),
@@ -37,7 +37,7 @@ def data_dir(tmp_path_factory) -> Path:
 
 
 def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Return clip-benchmark's logits and labels of a classification data set, in the order of the shards."""
+    """Compute logits and labels of a classification data set with clip-benchmark; samples are in the order of the shards."""
     dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=tiny.preprocess)
     loader = torch.utils.data.DataLoader(dataset.batched(16), batch_size=None)
     weights = zeroshot_classification.zero_shot_classifier(
@@ -48,7 +48,7 @@ def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 
 def oracle_metadata(folder: Path) -> np.ndarray:
-    """Return the ``npy`` columns from clip-benchmark's reader, in the same order."""
+    """Return the metadata (``npy``) as clip-benchmark reads it: one row per sample, in the order of the shards."""
     (folder / "dataset_type.txt").write_text("multilabel\n")
     dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=lambda image: 0)
     (folder / "dataset_type.txt").unlink()
@@ -69,9 +69,9 @@ def test_classifier_and_logits_equal_clip_benchmark(data_dir, tiny, make_encoder
     batches = list(encoder.batches(find_samples(folder), SampleFormat(num_classes=10)))
     logits = torch.cat([100 * encoder.encode_images(batch.values["image"]) @ weights.T for batch in batches])
     assert torch.cat([batch.values["label"] for batch in batches]).tolist() == labels.tolist()
-    # The logits are cosines times 100.
+    # Logits are cosine similarities times 100; the tolerance is for the cosine similarity.
     torch.testing.assert_close(logits / 100, expected / 100, atol=1e-6, rtol=0)
-    assert len(logits.argmax(dim=1).unique()) >= 3, "a model that always says the same would prove nothing"
+    assert len(logits.argmax(dim=1).unique()) >= 3, "expected predictions of at least 3 classes"
 
 
 @pytest.mark.parametrize("key", CLASSIFICATION)
@@ -108,7 +108,7 @@ def test_classification_equals_clip_benchmark_and_scikit_learn(key, data_dir, ti
 
 
 def reference_groups(name: str, right: np.ndarray, metadata: np.ndarray, column: int) -> dict[str, float]:
-    """Return average and worst group of one metadata column."""
+    """Return the average of ``right``, and the average of its worst group; groups are the values of a metadata column."""
     groups = [right[metadata[:, column] == value].mean() for value in np.unique(metadata[:, column])]
     return {f"{name}_avg": right.mean(), f"{name}_wg": min(groups)}
 
@@ -165,7 +165,7 @@ def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
 
 
 def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
-    """As in DataComp's harness, the model encodes the images and cue of each instance separately."""
+    """The expected scores encode each instance's images and cue separately, like DataComp's harness."""
     task = TASKS["misc/winogavil"]
     folder = datasets.make_task(tmp_path, task.key, count=24, images=40, shards=3)
     files = {sample.key: sample.fields["jpg"] for shard in find_shards(folder) for sample in read_shard(shard)}
@@ -192,7 +192,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
 
 
 def test_equal_class_names_tie_exactly(tmp_path, make_encoder):
-    """iWildCam has duplicate class names: the first is the prediction, independent of rounding."""
+    """iWildCam has duplicate class names. The prediction must be the first of equal classes, whatever the rounding is."""
     folder = datasets.make_task(tmp_path, "wilds/iwildcam", count=SAMPLES)
     found = []
     for names in (datasets.DIGIT_NAMES, (*datasets.DIGIT_NAMES, *datasets.DIGIT_NAMES[::-1])):

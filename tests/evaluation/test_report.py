@@ -1,4 +1,4 @@
-"""``python -m eval.report``: correct numbers, on pages without external resources."""
+"""The report command: its numbers are correct, and its pages need no external resources."""
 
 import csv
 import html
@@ -16,7 +16,7 @@ from openclip_ext.evaluation.report.runs import Value, read_runs
 from openclip_ext.evaluation.tasks import AVERAGED, FLICKR, GROUPS, MSCOCO, TASKS
 
 AVERAGE, RETRIEVAL = "DataComp average (38)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)"
-# The header of docs/openclip_results.csv in OpenCLIP's repository.
+# The first line of docs/openclip_results.csv in OpenCLIP's repository.
 OPENCLIP_HEADER = (
     "name,pretrained,Average perf. on 38 datasets,ImageNet 1k,Caltech-101,CIFAR-10,CIFAR-100,CLEVR Counts,"
     "CLEVR Distance,Country211,Describable Textures,EuroSAT,FGVC Aircraft,Food-101,GTSRB,ImageNet Sketch,ImageNet v2,"
@@ -41,7 +41,7 @@ def all_scores(offset: float, keys: Iterable[str] = AVERAGED) -> dict[str, float
 
 
 def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
-    """Write ``metrics.jsonl`` as the trainer does: ten steps of 64 samples per epoch; every fifth and the last are logged."""
+    """Write ``metrics.jsonl`` like the trainer: an epoch has ten steps of 64 samples, and logs steps 0, 5 and 9."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as stream:
         for step in range(10 * epochs):
@@ -53,11 +53,11 @@ def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[
             if step % 10 == 9 and evaluations and completed in evaluations:
                 evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}
                 stream.write(json.dumps(evaluation) + "\n")
-        stream.write('{"step": 99, "epo')  # a run killed during a write
+        stream.write('{"step": 99, "epo')  # the run was killed during this write
 
 
 def tables_of(text: str) -> list[list[list[str]]]:
-    """Return the tables of a page as rows of texts."""
+    """Return all tables of a page; each table is a list of rows, and each row a list of cell texts."""
 
     def parts(tags: str, inside: str) -> list[str]:
         return re.findall(rf"<(?:{tags})\b[^>]*>(.*?)</(?:{tags})>", inside, re.DOTALL)
@@ -72,7 +72,7 @@ def charts_of(text: str) -> dict[str, ElementTree.Element]:
 
 
 def hints_of(chart: ElementTree.Element) -> list[str]:
-    """Return the tooltips in drawing order."""
+    """Return the tooltips of a chart in drawing order."""
     return [title.text or "" for title in chart.iter("{http://www.w3.org/2000/svg}title")]
 
 
@@ -82,7 +82,7 @@ def csv_rows(tmp_path: Path) -> list[dict[str, str]]:
 
 
 def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]:
-    """Return tables and text of a report's page, and check that it refers only to its own parts."""
+    """Write a report; return the tables and the text of its page. Assert that the page links to no external resource."""
     main([*arguments, "--output", str(tmp_path / "report")])
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "@import" not in text and " src=" not in text
@@ -92,8 +92,8 @@ def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]
 
 def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     first, second = all_scores(0.1), all_scores(0.15)
-    second["cifar10"] = 0.05  # the one task that gets worse
-    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # as in DataComp's harness
+    second["cifar10"] = 0.05  # only this task gets worse
+    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # DataComp's harness writes NaN
     write_results(tmp_path / "second", {**second, "fairness/fairface": None})
     tables, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second'}")
 
@@ -104,7 +104,7 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
     assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
 
-    # One row per model; the columns of OpenCLIP's published results come first.
+    # The CSV file has one row per model. Its first columns are those of OpenCLIP's published results.
     a, b = csv_rows(tmp_path)
     assert ",".join(list(a)[:41]) == OPENCLIP_HEADER
     assert (a["name"], a["pretrained"], b["name"]) == ("A", "first", "B")
@@ -120,7 +120,7 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
-    """Write a run folder as the trainer does after two epochs with validation."""
+    """Write the run folder of a training with two epochs and a validation after each; return its path."""
     write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
     flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
     config = {
@@ -132,7 +132,7 @@ def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
 
 
 def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Without DataComp tasks, the report compares settings, curves and validation of the trainings."""
+    """If runs have no DataComp results, the report compares their settings, training curves and validation metrics."""
     first, second = (
         write_run(tmp_path / loss, loss, 0, 0.3 + 0.1 * place) for place, loss in enumerate(("openclip", "queueclip"))
     )
@@ -154,7 +154,7 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
         for seed, value in enumerate(values)
     ]
     tables, _ = report(tmp_path, *arguments)
-    # Paired differences 5, 6, 7 points: 4.303 * 1 / sqrt(3) on either side.
+    # The paired differences are 5, 6 and 7 points: mean 6, standard deviation 1. The interval is 6 ± 4.303 * 1 / sqrt(3).
     assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.02", "0.38 ± 0.03, +0.06 (0.0352 to 0.0848)"]
 
 
@@ -188,7 +188,7 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     _, row = csv_rows(tmp_path)
     assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
 
-    # If one repeat lacks a task, the task has no number, not the mean of the others.
+    # If one repeat has no result for a task, the task gets no number. The mean of the other repeats would be misleading.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
     assert run.final.score("mnist") is None and run.final.score(AVERAGE) is None
@@ -210,7 +210,7 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
         ("epoch_10", 10, 6400),
         ("epoch_10_step_105", 10, 6720),
     ]
-    # Epoch 2 shows its full evaluation; epoch 4 has only the evaluation during training.
+    # Epoch 2 has a full evaluation, which replaces the results of training. Epoch 4 has only results of training.
     assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
     assert found.checkpoints[1].score(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].score(AVERAGE) is None

@@ -1,4 +1,4 @@
-"""The demo evaluator with a perfect model, and loading in stock OpenCLIP."""
+"""The evaluation of the demo data set: a perfect model scores 1, and checkpoints load in stock OpenCLIP."""
 
 import json
 import shutil
@@ -31,14 +31,14 @@ def samples(data_dir):
 
 
 def encoder_of(model_class, samples):
-    """Return an encoder of a toy model, with the demo model's transform and tokenizer."""
+    """Return an encoder for a toy model, with an image size of 32 and OpenCLIP's tokenizer."""
     preprocess = open_clip.image_transform(32, is_train=False)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     return Encoder(model_class(samples, tokenizer), preprocess, tokenizer, torch.device("cpu"), workers=0)
 
 
 def read_caption(caption):
-    """Return the words of each item, the relation of the first item or None, and the background or None."""
+    """Parse a caption; return the words of each item, the first item's relation to the second or None, and the background."""
     body, _, background = caption.partition(" on ")
     words = body.split()
     relation = next((PHRASES[word] for word in words if word in PHRASES), None)
@@ -54,7 +54,7 @@ def read_caption(caption):
 
 
 def truth_of(caption, scene):
-    """Return 0 if the caption contradicts the scene, 2 if it describes every item, 1 if it omits an item."""
+    """Return 0 if a caption contradicts the scene, 1 if it is true but omits an item, 2 if it describes all items."""
     said, relation, background = read_caption(caption)
     shown = [{item.shape, item.color, item.size, item.texture, "shape"} for item in scene.items]
     orders = [(shown, scene.relation)]
@@ -70,7 +70,7 @@ def truth_of(caption, scene):
 
 
 class Oracle(torch.nn.Module):
-    """A perfect model: each image has its own axis; a text points at the images that it describes, most at complete ones."""
+    """A perfect model. Image i is the unit vector of axis i; a text has 1 or 2 on the axes of images for which it is true."""
 
     def __init__(self, samples, tokenizer):
         super().__init__()
@@ -89,7 +89,7 @@ class Oracle(torch.nn.Module):
 
 
 def test_oracle_scores_one_in_everything(samples):
-    assert len({sample.caption for sample in samples}) < NUM_SAMPLES, "equal captions count as found"
+    assert len({sample.caption for sample in samples}) < NUM_SAMPLES, "expected some equal captions"
     assert score(encoder_of(Oracle, samples), samples) == dict.fromkeys(chance(samples), pytest.approx(1.0))
 
 
@@ -103,11 +103,11 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     arguments = ["--data-dir", str(data_dir), "--model", "demo-vit", "--device", "cpu", "--json", output]
     main([*arguments, "--checkpoint", str(checkpoint), "--untrained"])
     numbers = json.loads((tmp_path / "o.json").read_text())
-    assert numbers["trained"] == numbers["untrained"]  # equal weights, loaded and initialized
+    assert numbers["trained"] == numbers["untrained"]  # same seed, so the untrained weights equal the loaded ones
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
-    # Several checkpoints are labeled with their runs.
+    # If several checkpoints are given, each result is labeled with the name of its run.
     runs = [tmp_path / "runs" / name / "checkpoints" / "epoch_1.pt" for name in ("queueclip", "openclip")]
     for run in runs:
         run.parent.mkdir(parents=True)

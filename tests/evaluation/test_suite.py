@@ -1,4 +1,4 @@
-"""DataComp's tasks as an evaluator during training."""
+"""Evaluation of DataComp's tasks during training."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_a_suite_measures_its_tasks_and_averages_complete_groups(suite, tiny, op
     torch.manual_seed(0)
     before = torch.get_rng_state()
     metrics = evaluator.run(tiny.model)
-    assert torch.equal(torch.get_rng_state(), before), "an evaluation must not change what training draws"
+    assert torch.equal(torch.get_rng_state(), before), "the evaluation changed the random state of the training"
     assert evaluator.name == "datacomp"
     values = {f"datacomp/{key}": metrics.pop(f"datacomp/{key}") for key in SUITES[suite]}
     title = "datacomp/average/Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL)"

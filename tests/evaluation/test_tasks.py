@@ -1,4 +1,4 @@
-"""The task list, compared with DataComp's published list."""
+"""The list of tasks agrees with DataComp's published list."""
 
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 

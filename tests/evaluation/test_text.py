@@ -1,4 +1,4 @@
-"""Texts without padding have the same embeddings as padded texts."""
+"""The text encoder removes padding from texts. Their embeddings must equal those of padded texts."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusua
 
 
 def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a tiny model with other options of the text tower, the texts' tokens, and their padded embeddings."""
+    """Create a tiny model whose text tower has the options ``text``; return it, the tokens, and their padded embeddings."""
     path = tiny_model_config(folder, name)
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "text_cfg": {**config["text_cfg"], **text}}))
@@ -31,7 +31,7 @@ def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> t
 
 
 def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[int]]:
-    """Encode a text for the check, then the texts one by one; return their embeddings and the lengths in the model."""
+    """Encode texts one by one, after the encoder's first check; return embeddings and the token lengths in the model."""
     encoder, seen, original = TextEncoder(model), [], model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: seen.append(tokens.shape[1]) or original(tokens))
     encoder.encode(tokens[:1])
@@ -45,7 +45,7 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
     [
         (False, {}, [8, 8, 16]),
         (True, {}, [8, 8, 16]),
-        (True, {"no_causal_mask": True}, [24, 24, 24]),  # this tower depends on padding, so texts are not shortened
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # this tower needs the padding
     ],
 )
 def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected
 
 @torch.no_grad()
 def test_a_tower_that_only_looks_causal_is_found_out(tmp_path, monkeypatch, caplog):
-    """A dependence on the padding is detected in the first batch, and later texts keep their padding."""
+    """The embeddings of this tower depend on the padding. The first batch detects this, and all texts keep their padding."""
     model, tokens, _ = build(tmp_path, "tiny-odd")
     original = model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: original(tokens) * torch.linspace(-1, tokens.shape[1], 16))

@@ -1,4 +1,4 @@
-"""Exported folders have the checkpoint's embeddings in OpenCLIP and transformers, and a model card from the run."""
+"""Exported models give the checkpoint's embeddings in OpenCLIP and transformers. The model card describes the run."""
 
 import json
 from dataclasses import asdict, replace
@@ -26,13 +26,13 @@ CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!",
 
 @pytest.fixture(autouse=True)
 def known_models(monkeypatch):
-    """Unregister models that a test registers with OpenCLIP under names of the demo models."""
+    """After a test, restore OpenCLIP's list of models, because tests register other models under the demo names."""
     monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIGS", dict(open_clip.factory._MODEL_CONFIGS))
     monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIG_PATHS", list(open_clip.factory._MODEL_CONFIG_PATHS))
 
 
 def make_run(folder: Path, model: str, *flags: str) -> Path:
-    """Write the run folder of a model with random weights; return the checkpoint."""
+    """Write a run folder for a model with random weights; return the path of its checkpoint."""
     add_model_configs()
     config = config_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     with torch.no_grad():
         theirs = clip(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], pixel_values=images)
     assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
-    # It resizes with another library, which rounds to integers at another place.
+    # The processor of transformers resizes with another library, which rounds differently.
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
 
 
@@ -175,7 +175,7 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
 
 
 def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path, monkeypatch):
-    """best.pt contains only its epoch; a mid-epoch checkpoint was not evaluated at the start of its epoch."""
+    """best.pt stores only its epoch. A mid-epoch checkpoint was never evaluated, so its card must not show results."""
     checkpoint = make_run(tmp_path, "demo-vit")
     run = checkpoint.parents[1]
     steps = [
@@ -202,7 +202,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
 
 
 def test_models_without_a_counterpart_are_refused(tmp_path):
-    """The weights of the second model have the right names, but its image embedding differs."""
+    """The second model has the right weight names, but pools image features in another way than transformers."""
     add_model_configs()
     content = open_clip.get_model_config("demo-vit")
     content["vision_cfg"]["pool_type"] = "avg"

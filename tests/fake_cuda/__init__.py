@@ -1,7 +1,7 @@
-"""CUDA code paths, run without a CUDA device.
+"""Run CUDA code paths without a CUDA device.
 
-Fake tensors (``torch._subclasses.fake_tensor``) report ``device="cuda"`` and have no data. So a full training step takes the
-same path as on a GPU: a tensor on the wrong device fails, and a dispatch mode counts launches and reports host-device syncs.
+Fake tensors (``torch._subclasses.fake_tensor``) report ``device="cuda"`` and contain no data. A training step on them runs the
+code for a GPU. A tensor on the wrong device is an error, and a dispatch mode counts kernel launches and host-device syncs.
 
-Tests marked ``gpu`` cover numbers, NCCL, and kernels that are missing only on CUDA.
+Tests marked ``gpu`` need a real GPU. They check numbers, NCCL, and whether CUDA has all kernels.
 """

@@ -1,8 +1,8 @@
-"""Bounds on the launches of a step, by loss.
+"""Upper bounds on the kernel launches of a step with each loss.
 
-``python -m tests.fake_cuda.bounds`` measures the launches and rewrites ``bounds.json``. Tests allow 5 % more, because versions
-of PyTorch differ slightly. Options have their defaults, but rare events of a loss happen in the measured steps. The most
-expensive step counts.
+``python -m tests.fake_cuda.bounds`` counts the launches and rewrites ``bounds.json``. Tests allow 5 % more, because versions
+of PyTorch differ slightly. Options have their defaults, except that fits and restarts happen every second step, so that they
+are measured. The step with the most launches counts.
 """
 
 import functools
@@ -15,12 +15,12 @@ from openclip_ext.losses.registry import list_losses, options_used_by
 _FILE = Path(__file__).with_name("bounds.json")
 _MARGIN = 1.05
 _EVERY = {"fit_every": 2, "target_every": 2, "restart_every": 2}
-# Additional ways to compute a step.
+# Losses that are also measured with an additional way to compute a step.
 WAYS = [("fastclip", "solved"), ("fastclip", "chunks"), ("amorlip", "chunks"), ("neuclip", "chunks")]
 
 
 def options(name: str) -> dict[str, Any]:
-    """Return the options for a measurement."""
+    """Return the options with which a loss is measured."""
     defaults = options_used_by(name)
     plain = {option: value for option, value in defaults.items() if option in ("normalizer_updates", "prototypes")}
     return plain | {option: value for option, value in _EVERY.items() if option in defaults}
@@ -28,17 +28,17 @@ def options(name: str) -> dict[str, Any]:
 
 @functools.cache
 def measured() -> dict[str, dict[str, int]]:
-    """Return the last measured launches by kind (``loss`` alone, ``step``, a way of a step) and loss."""
+    """Return the stored launches: kind (``loss`` alone, ``step``, or a way to compute a step), loss, number."""
     return json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 def bound(kind: str, name: str) -> int:
-    """Return the maximum launches of a loss or of a full step with it."""
+    """Return the allowed number of launches for a kind of measurement and a loss."""
     return int(measured()[kind][name] * _MARGIN)
 
 
 def main() -> None:
-    """Measure the launches and write the file."""
+    """Count the launches of all losses and write ``bounds.json``."""
     from tests.fake_cuda import test_losses, test_steps
 
     names = list_losses()

@@ -1,4 +1,4 @@
-"""Prepare the process during collection, before the first backward pass of any test."""
+"""Start autograd's threads for the fake devices during collection, before the first backward pass of any test."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The fake device: build ``device.cpp``, and replace the driver for ``torch.cuda``."""
+"""The fake CUDA device: compile ``device.cpp``, and replace the functions of ``torch.cuda`` that need a driver."""
 
 import contextlib
 import ctypes
@@ -26,10 +26,10 @@ CUDA = torch.device("cuda", 0)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the compiled device, which is cached in the temporary folder.
+    """Compile ``device.cpp`` and load it; the library is cached in the temporary folder.
 
     Raises:
-        pytest.skip.Exception: there is no C++ compiler, or there is a real device.
+        pytest.skip.Exception: there is no C++ compiler, or the machine has a real CUDA device.
     """
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device; run pytest -m gpu")
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 
 def start_autograd() -> None:
-    """Start autograd's threads for the fake devices; the first backward pass starts threads, once per process."""
+    """Start autograd's threads for the fake devices. Threads start only in the first backward pass of a process."""
     device = library()
     device.enter()
     try:
@@ -58,14 +58,14 @@ def start_autograd() -> None:
 
 
 class FakeStream:
-    """The only stream of a device."""
+    """Replacement of a CUDA stream; a fake device has only one."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
 
 
 class FakeEvent:
-    """An event that stores the stream on which it was recorded."""
+    """Replacement of a CUDA event; it stores the stream on which it was recorded."""
 
     recorded: "list[FakeEvent]" = []  # noqa: RUF012
 
@@ -77,11 +77,11 @@ class FakeEvent:
         FakeEvent.recorded.append(self)
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing, because no work is pending on a fake device."""
 
 
 class _Generator:
-    """A replacement of a CUDA generator; fake tensors draw no numbers."""
+    """Replacement of a CUDA generator. It needs no state, because fake tensors have no values."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls) if torch.device(device).type == "cuda" else _REAL_GENERATOR(device)
@@ -103,20 +103,20 @@ def _without_pinning(function: Any) -> Any:
 
 
 def pretend_values() -> None:
-    """Make losses treat fake tensors as real until :func:`fake_cuda` ends: reading a value is a sync."""
+    """Until :func:`fake_cuda` ends, let losses read values of fake tensors, so that these reads count as syncs."""
     checks._HAVE_VALUES = (*checks._HAVE_VALUES, FakeTensor)
 
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Make new tensors fake, on two CUDA devices or on the CPU; the first device is current."""
+    """Within this context, new tensors are fake. There are two fake CUDA devices; the first one is current."""
     device = library()
     cuda = {
         "Event": FakeEvent,
         "current_stream": FakeStream,
         "current_device": lambda: 0,
         "device_count": lambda: 2,
-        # Otherwise torch.tensor() would request memory from the driver: Lightning bases is_available() on device_count().
+        # Lightning makes is_available() depend on device_count(). If it were True, torch.tensor() would call the driver.
         "is_available": lambda: False,
         "is_bf16_supported": lambda *args, **options: True,
         "is_current_stream_capturing": lambda: False,

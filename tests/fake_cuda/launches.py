@@ -1,4 +1,4 @@
-"""Count kernel launches and report host-device syncs of code for a GPU."""
+"""Count the kernel launches and the host-device syncs of code on CUDA tensors."""
 
 import re
 import sys
@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import openclip_ext
 
 _PACKAGE = Path(openclip_ext.__file__).parent
-# These operations compute a size, or share or allocate memory, without a kernel.
+# Operations without a kernel: they compute a size, or share or allocate memory.
 _NO_KERNEL = re.compile(
     r"detach|alias|is_pinned|promote_types|lift_fresh|_unsafe_view|sym_(size|numel)|(new_)?empty(_like|_strided)?"
 )
-# The result is on the host, or its size depends on the values.
+# Operations that sync: their result is on the host, or the size of the result depends on values.
 _WAITS = re.compile(
     r"_local_scalar_dense|item|equal|is_nonzero|nonzero(_numpy)?|masked_select|_unique2|unique_(dim|consecutive)"
     r"|bincount|histc|repeat_interleave|linalg_svd"
@@ -27,7 +27,7 @@ _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "
 _LIFTS = ("lift_fresh", "lift_fresh_copy")
 
 
-# Intended syncs, by the start of their description, with the reason. scripts/bench/README.md lists them.
+# Accepted syncs (beginning of the description, and the reason). scripts/bench/README.md lists them, too.
 KNOWN_WAITS = {
     "copy cpu to cuda at amorlip.py:initialize": "once per epoch: initial values come from the CPU, equal for all devices",
     "_local_scalar_dense at guard.py:step": "timm's optimizers cannot skip a step on the device, so the host decides",
@@ -35,12 +35,12 @@ KNOWN_WAITS = {
 
 
 class Launches(TorchDispatchMode):
-    """Record of operations on CUDA tensors.
+    """A dispatch mode that records operations on CUDA tensors.
 
     Attributes:
         number: number of operations that launch a kernel or a copy.
-        waits: host-device syncs, with their callers in the package, innermost first.
-        unknown_waits: syncs that are not in :data:`KNOWN_WAITS`.
+        waits: number of host-device syncs by description, which contains the callers in the package, innermost first.
+        unknown_waits: the syncs that :data:`KNOWN_WAITS` does not contain.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Clear the record."""
+        """Set all counts to zero."""
         self.number = 0
         self.waits: Counter[str] = Counter()
 
@@ -59,15 +59,15 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op.namespace in ("prim", "profiler"):
-            return op(*args, **kwargs)  # for example, a query of a tensor's device, which launches nothing
+            return op(*args, **kwargs)  # such as a query of a tensor's device: no launch
         name = op.overloadpacket.__name__
         inputs = [*_tensors(args), *_tensors(kwargs)]
         on_cuda = any(tensor.is_cuda for tensor in inputs)
-        # Before the call, because a fake tensor raises if its values determine a shape.
+        # Record the sync before the call: a fake tensor raises an error if a shape depends on its values.
         for reason in _waits(name, args, kwargs, on_cuda):
             self.waits[f"{reason} at {_caller()}"] += 1
         if name == "_local_scalar_dense" and on_cuda:
-            # Any value is valid, so that all syncs of a step are found, not only the first.
+            # Return some value instead of an error, so that the step continues and later syncs are found, too.
             return True if args[0].dtype == torch.bool else 1
         out = op(*args, **kwargs)
         launches = not (op.is_view or _NO_KERNEL.fullmatch(name))
@@ -108,7 +108,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _caller() -> str:
-    """Return the innermost three files and functions of the package on the stack."""
+    """Return the innermost three calls of package functions on the stack, as ``file:function < file:function``."""
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
         code = frame.f_code

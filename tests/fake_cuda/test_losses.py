@@ -1,4 +1,4 @@
-"""Every loss on fake CUDA tensors: correct devices, no sync, and no more launches than its bound."""
+"""Every loss on fake CUDA tensors: correct devices, no host-device sync, and at most the allowed kernel launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from tests.fake_cuda.device import CUDA, fake_cuda, pretend_values, to_fake_cuda
 from tests.fake_cuda.launches import Launches
 from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
-# The first call checks the loop and makes states. The calls span two epochs, with a restart and a fit every other step.
+# Number of training calls: the first creates the state, the third starts epoch 1, and every second call restarts and fits.
 BATCH, CALLS = 6, 3
-# From this call on, the loop is not checked, and temperatures are solved.
+# From this number of calls on, a loss does not check the loop any more, and temperatures are solved.
 SOLVES_FROM = 100
-# Compositions without a reference.
+# Combinations of parts that have no reference.
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip-mask": ("openclip", {"equal_captions": "mask"}),
     "fastclip-predicted": ("fastclip", {"temperature_scheme": "predicted"}),
@@ -32,16 +32,16 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "queueclip-predicted": ("queueclip", {"prototypes": 9, "temperature_scheme": "predicted"}),
     "amorlip-local": ("amorlip", {}),
 }
-# These are equal to another loss on a device; each has its own bound.
+# Losses that behave on a device like another tested loss; each still has its own bound.
 LIKE_ANOTHER = {"siglip", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v3", "sogclr", "isogclr"}
-# OpenCLIP's losses, which do not use this package's collectives.
+# OpenCLIP's losses are excluded from test_ranks.py, because they do not use this package's collectives.
 GATHER_BY_THEMSELVES = [name for name in kinds() if CASES[name].loss == "openclip"]
 ALL = CASES | {name: Case(loss, None, options) for name, (loss, options) in _MORE.items()}
 
 
 @dataclass(frozen=True)
 class Form:
-    """Kind and device of the inputs of a call."""
+    """The dtypes and devices of the inputs of a call."""
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -62,7 +62,7 @@ _FORMS = {
 
 
 def go_on(loss: ContrastiveLoss, number: int) -> None:
-    """Start the next call: the first is a loss's first call, and the second represents later calls."""
+    """Prepare call ``number``. Call 0 is the first call of a loss; from call 1 on, the loss behaves as after 100 calls."""
     loss.start_epoch(number // 2)
     if number == 1:
         loss.calls += SOLVES_FROM
@@ -70,7 +70,7 @@ def go_on(loss: ContrastiveLoss, number: int) -> None:
 
 
 def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
-    """Run one call with its backward pass, on inputs like the trainer's."""
+    """Call a loss with inputs like the trainer's, and run the backward pass if it is in training mode."""
     device = form.device
     images, texts = (torch.empty(BATCH, WIDTH, dtype=form.dtype, device=device).requires_grad_() for _ in range(2))
     logit_scale, logit_bias = (torch.empty((), device=device).requires_grad_() for _ in range(2))
@@ -86,7 +86,7 @@ def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
 
 
 def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[], None] = lambda: None) -> list[int]:
-    """Run calls in training mode, without syncs, and one in evaluation mode; return the launches of each."""
+    """Run three calls in training mode and one in evaluation mode; assert that none syncs; return the launches of each."""
     numbers = []
     with fake_cuda(), Launches() as launches:
         to_fake_cuda(loss, form.device)
@@ -102,7 +102,7 @@ def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[
     return numbers
 
 
-# test_ranks.py covers the others in the same calls.
+# test_ranks.py makes the same calls with the other losses.
 @pytest.mark.parametrize("name", [*GATHER_BY_THEMSELVES, *_MORE])
 def test_no_call_waits_or_mixes_devices(name: str) -> None:
     run_calls(ALL[name].create())
@@ -120,6 +120,6 @@ def test_no_call_has_more_launches_than_its_bound(name: str) -> None:
 
 
 def launches_of(name: str) -> int:
-    """Return the launches of the most expensive call in training mode."""
+    """Return the largest number of launches of a call in training mode, without the first call."""
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options(name))
     return max(run_calls(loss)[1:CALLS])

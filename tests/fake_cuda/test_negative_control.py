@@ -1,4 +1,4 @@
-"""Each kind of sync is found and device mismatches fail; otherwise the other tests here would prove nothing."""
+"""The fake device finds each kind of sync, and mixed devices are an error. All other tests here rely on this."""
 
 import contextlib
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _watched(call: Callable[[Tensor], object]) -> Launches:
     with fake_cuda(), Launches() as launches:
         x = torch.empty(4, device="cuda")
         launches.reset()
-        # A fake tensor has no value for the host.
+        # These errors are expected: a fake tensor has no value that the host could read.
         with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
             call(x)
     return launches
@@ -45,7 +45,7 @@ def _watched(call: Callable[[Tensor], object]) -> Launches:
 
 @pytest.mark.parametrize("name", _WAITS)
 def test_a_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets this when it is imported
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # importing Lightning sets this
     assert _watched(_WAITS[name]).waits
 
 

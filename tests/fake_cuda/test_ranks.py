@@ -1,4 +1,4 @@
-"""Every loss on four ranks of fake CUDA tensors. Collectives are stubs; the tests check their devices, syncs and number."""
+"""Every loss on one of four ranks with fake CUDA tensors. Collectives are stubs that record their devices and number."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ _NAMES = [name for name in kinds() if name not in GATHER_BY_THEMSELVES]
 
 @contextmanager
 def four_ranks() -> Iterator[list[Counter[str]]]:
-    """Make this process rank 1 of four; the last counter counts collectives by name and device of the tensor."""
+    """Make this process rank 1 of four. Yield a list; its last counter counts collectives by name and tensor device."""
     seen: list[Counter[str]] = []
 
     def stub(name: str) -> Any:
         def collective(tensor: torch.Tensor, *args: Any, group: Any = None, **options: Any) -> None:
             seen[-1][f"{name} on {tensor.device.type}"] += 1
-            assert (tensor.device.type == "cpu") == (group == "gloo"), "gloo is for the host, NCCL for the device"
+            assert (tensor.device.type == "cpu") == (group == "gloo"), "expected gloo for the CPU, NCCL for CUDA"
 
         return collective
 

@@ -1,4 +1,4 @@
-"""Full optimizer steps of the trainer on fake CUDA tensors, in all ways that flags can select."""
+"""The trainer's optimizer steps on fake CUDA tensors, in all ways to compute a step that flags can select."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,13 +20,13 @@ from tests.fake_cuda.launches import Launches
 from tests.fake_cuda.test_losses import CALLS, LIKE_ANOTHER, go_on
 from tests.training.tiny import LOSSES, OPTIMIZER, parts_of, prepare, tiny_batch, tiny_loss, tiny_model
 
-# Losses without state, with a table, with a network, and with prototypes.
+# One loss without state, one with a table, one with a network, and one with prototypes.
 _SOME = ("openclip", "fastclip-v2", "amorlip", "neuclip")
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is computed, and with which losses; only losses that accept the options are tested."""
+    """How a step is computed, and with which losses. Losses that do not accept the options are skipped."""
 
     tower: str = "vit"
     micro_batches: int = 1
@@ -40,7 +40,7 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(losses=()),  # covered by test_no_step_has_more_launches_than_its_bound
+    "plain": Way(losses=()),  # test_no_step_has_more_launches_than_its_bound runs it
     "amp": Way(precision="amp", clip=1.0, losses=("amorlip",)),
     "amp_bf16-accumulated-ema": Way(precision="amp_bf16", micro_batches=2, ema=True, losses=("neuclip",)),
     "resnet": Way(tower="resnet", losses=("fastclip",)),
@@ -67,7 +67,7 @@ _CASES = [(way, name) for way in WAYS for name in WAYS[way].losses if _takes(nam
 
 
 def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[int]:
-    """Take steps without syncs; return the launches of each."""
+    """Take steps, and assert that they do not sync; return the number of launches of each step."""
     model, loss = tiny_model(way.tower, layers=1), tiny_loss(name, **way.options)
     prepare(model, loss)
     pairs = mock.patch.object(similarities, "MAX_PAIRS", 32 if way.chunked else similarities.MAX_PAIRS)
@@ -112,7 +112,7 @@ def test_no_step_has_more_launches_than_its_bound(way: str, name: str) -> None:
 
 
 def launches_of(name: str, way: str = "plain") -> int:
-    """Return the launches of the most expensive step, after the steps that create the optimizer's state and check the loop."""
+    """Return the largest number of launches of a step. The first step, which creates state, does not count."""
     options = bounds.options(name) | WAYS[way].options
     numbers = run_steps(name, replace(WAYS[way], options=options))
     return max(numbers[1:])

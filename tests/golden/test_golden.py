@@ -1,7 +1,7 @@
-"""Per-step values of every loss with a fixed seed: a refactoring must not change numbers.
+"""Per-step values of every loss with a fixed seed. They must not change when code is reorganized.
 
-If a change changes numbers on purpose, rewrite the file with ``python -m tests.golden.test_golden`` and give the reason in the
-commit. ``python -m tests.golden.test_golden NAME`` adds a new loss.
+If numbers change on purpose, rewrite losses.json with ``python -m tests.golden.test_golden``, and give the reason in the
+commit message. ``python -m tests.golden.test_golden NAME`` adds a new loss.
 """
 
 import json
@@ -16,14 +16,14 @@ import openclip_ext
 from tests.training.runs import command, losses_of, make_shards, run
 
 GOLDEN = Path(__file__).with_name("losses.json")
-# Float32 sums have another order on other machines; ten steps with small learning rates amplify this only slightly.
+# Another machine adds float32 numbers in another order. Ten steps with small learning rates amplify this only slightly.
 TOLERANCE = 2e-3
 FLAGS = {
-    # AdaGrad's first step has the size of its learning rate in every coordinate. With 1.0, ten steps turn a difference in
-    # the last digit into one in the first digit. The algorithm is the published one.
+    # AdaGrad's first step changes every value by its learning rate. With the default of 1.0, rounding differences would become
+    # large within ten steps. The other flags select the published algorithm.
     "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit", "--temperature-scheme", "global"],
     "queueclip": ["--prototypes", "24"],
-    # The variant for images and texts; with two views it is related to simclr.
+    # One view means the variant for images and texts. With two views, SogCLR is similar to SimCLR.
     "sogclr": ["--views", "1"],
 }
 
@@ -38,12 +38,12 @@ def per_step_losses(loss: str, shards: str, logs: Path) -> list[float]:
 @pytest.mark.parametrize("loss", openclip_ext.list_losses())
 def test_losses_are_the_golden_ones(loss, shards, tmp_path):
     golden = json.loads(GOLDEN.read_text())
-    assert loss in golden, "a new loss: make the golden file anew"
+    assert loss in golden, f"new loss, run: python -m tests.golden.test_golden {loss}"
     assert per_step_losses(loss, shards, tmp_path) == pytest.approx(golden[loss], rel=TOLERANCE, abs=TOLERANCE)
 
 
 def main(names: list[str]) -> None:
-    """Write the golden values of the given losses, or of all, with the current code."""
+    """Compute the golden values of the given losses (default: all) with the current code, and write them."""
     golden = json.loads(GOLDEN.read_text()) if names else {}
     with tempfile.TemporaryDirectory() as folder:
         data = make_shards(Path(folder) / "shards")

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: resuming is bitwise, and the temperature keeps its learning rate and bounds."""
+"""PyTorch Lightning: a resumed run is bitwise equal, and the temperature keeps its learning rate and bounds."""
 
 import os
 
@@ -72,7 +72,7 @@ def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
 def test_the_temperature_keeps_its_rate_and_validation_is_logged(uninterrupted):
     trainer, module = uninterrupted
     (group,) = (group for group in trainer.optimizers[0].param_groups if group["params"] == [module.model.logit_scale])
-    assert LR_TAU / 2 <= group["lr"] <= LR_TAU  # the step of the schedule comes after our last step
+    assert LR_TAU / 2 <= group["lr"] <= LR_TAU  # the schedule takes one more step at the end
     assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches have the gradient of the full batch. The file of each trainer compares full runs."""
+"""Micro-batches give the gradient of the full batch. The test file of each trainer compares full runs."""
 
 import copy
 
@@ -11,11 +11,11 @@ from openclip_ext.integrations.model_loss import ModelLoss
 from tests.integrations.towers import SAMPLES, stateful_loss
 from tests.training.tiny import tiny_batch, tiny_model
 
-SIZE = 3  # does not divide the batch
+SIZE = 3  # the batch of 8 is not divisible by it
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss and the gradients of all parameters."""
+    """Return the loss of a batch and the gradients of all parameters."""
     torch.manual_seed(0)
     value = ModelLoss(stateful_loss().double(), model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
     value.backward()
@@ -32,7 +32,7 @@ def test_value_and_gradient_are_the_whole_batchs():
 
 
 def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
-    """The model has dropout before the embeddings, and batch normalization, whose statistics count a batch once."""
+    """The model has dropout, whose masks must be equal in both passes, and BatchNorm, whose statistics update only once."""
     model = tiny_model()
     drawn: list[Tensor] = []
     layers = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(model.text_projection.shape[1]))
@@ -44,7 +44,7 @@ def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
     step(model, tiny_batch(0))
     first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
     assert [len(part) for part in first] == [3, 3, 2]
-    # The backward pass processes the parts in any order.
+    # The backward pass may process the parts in another order.
     assert all(any(torch.equal(part, other) for other in second if len(other) == len(part)) for part in first)
     assert layers[1].num_batches_tracked == len(first)
 

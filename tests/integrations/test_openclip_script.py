@@ -1,4 +1,4 @@
-"""``register()``: stock OpenCLIP creates our losses, and rejects what its loop does not support."""
+"""After ``register()``, stock OpenCLIP creates this package's losses. Losses that its loop does not support are errors."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ from openclip_ext.model_configs import add_model_configs
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Register, and restore OpenCLIP for the other tests."""
+    """Call ``register()``, and restore OpenCLIP's functions after the test."""
     places = {
         "create_loss": (open_clip, open_clip.factory, script),
         "parse_args": (params, script),
@@ -36,14 +36,14 @@ def registered(monkeypatch):
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    """Return OpenCLIP's parsed command line, and the additions of its script."""
+    """Parse a command line like OpenCLIP's script, and set the attributes that the script adds."""
     args = script.parse_args(["--model", "demo-vit", *argv])
     args.distill, args.rank, args.world_size = False, 0, 1
     return args
 
 
 def openclip_args(**changes) -> argparse.Namespace:
-    """Return arguments as from a custom parser."""
+    """Return arguments like those of a custom parser, which lacks the flags that ``register()`` adds."""
     stock = {name: value for name, value in vars(parse()).items() if name not in ("loss", "loss_options")}
     return argparse.Namespace(**stock | changes)
 
@@ -51,8 +51,8 @@ def openclip_args(**changes) -> argparse.Namespace:
 def test_openclip_builds_our_loss_with_the_options_of_args():
     loss = open_clip.create_loss(openclip_args(loss="neuclip", prototypes=12, loss_eps=1e-6, eps=1.0))
     assert isinstance(loss, GlobalContrastiveLoss)
-    assert loss.embed_dim == 64  # from the model's configuration
-    assert loss.objective.eps == 1e-6  # and not Adam's
+    assert loss.embed_dim == 64  # read from the model's configuration
+    assert loss.objective.eps == 1e-6  # loss_eps, not Adam's eps
     image = F.normalize(torch.randn(6, 64), dim=1).requires_grad_()
     terms = loss(image_features=image, text_features=image.flip(0), logit_scale=torch.tensor(10.0), output_dict=True)
     sum(terms.values()).backward()
@@ -64,7 +64,7 @@ def test_without_a_name_the_loss_is_openclips():
 
 
 def test_options_of_openclips_loss_are_not_dropped():
-    """OpenCLIP handles its own flags; other flags compose the loss of our parts, or are rejected as for any loss."""
+    """With options of this package, ``--loss openclip`` is composed of this package's parts; wrong options are rejected."""
     options = {"temperature_scheme": "constant", "temperature": 0.05}
     loss = open_clip.create_loss(openclip_args(loss="openclip", loss_options=options))
     assert isinstance(loss, GlobalContrastiveLoss) and loss.initial_logit_scale == pytest.approx(math.log(20))

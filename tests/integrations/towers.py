@@ -1,4 +1,4 @@
-"""A small run for all integrations: pairs with an index, and a loss with per-sample state and a learned temperature."""
+"""The small run with which all integrations are tested, and comparisons of runs."""
 
 import contextlib
 import io
@@ -24,12 +24,12 @@ SAMPLES, BATCH = 20, 4
 STEPS = SAMPLES // BATCH
 LR_TAU = 0.05
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Arguments of an example, and its last output.
+# Arguments for a short run of an example, and the text that the example prints last.
 FEW, PAIRS = ("--samples", "200", "--epochs", "1"), "unseen pairs: image to text 0."
 
 
 class Pairs(Dataset):
-    """Random images and captions that end with the end-of-text token, the largest token."""
+    """Random images and captions. Captions end with the end-of-text token, which has the largest number."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -45,23 +45,23 @@ class Pairs(Dataset):
 
 
 def pairs() -> Any:
-    """Return the training set with indices."""
+    """Return the training set, whose samples contain their index."""
     return with_index(Pairs())
 
 
 def stateful_loss(epochs: int = 2) -> ContrastiveLoss:
-    """Return FastCLIP: per-sample state, a schedule over the epochs, and a temperature with its own learning rate."""
+    """Return FastCLIP, which has per-sample state, a schedule over epochs, and its own temperature learning rate."""
     return create_loss("fastclip", embed_dim=WIDTH, num_samples=SAMPLES, epochs=epochs, lr_tau=LR_TAU)
 
 
 def final_state(model: torch.nn.Module, loss: ContrastiveLoss) -> dict[str, Tensor]:
-    """Return the complete final state of a run."""
+    """Return all tensors of a run's final state: model and loss."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return state | {f"loss.{name}": value for name, value in loss.state_dict().items()}
 
 
 def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tensor]) -> None:
-    """Assert that runs are equal bit for bit, and that they trained."""
+    """Assert that two runs are bitwise equal, and that they have trained."""
     assert resumed.keys() == uninterrupted.keys()
     different = [name for name, value in uninterrupted.items() if not torch.equal(resumed[name], value)]
     assert not different
@@ -70,16 +70,16 @@ def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tenso
 
 
 def in_two_processes(function: Callable, *arguments: Any) -> list[Any]:
-    """Return the results of a training function on each rank.
+    """Call a training function on two ranks; return the results of each rank.
 
-    Trainers create the process group and keep it in globals, so other tests must not use these processes.
+    The pool is used only once: trainers keep the process group in global variables, which would affect other tests.
     """
     with contextlib.closing(RankPool()) as ranks:
         return ranks.run(function, *arguments, group=False)
 
 
 def example(name: str, *arguments: str) -> str:
-    """Run an example in this process and return its output; with two processes, the first prints the end."""
+    """Run an example in this process; return its output. With two processes, only rank 0 prints the last line."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         mock.patch.object(sys, "argv", [name, *arguments]),
@@ -92,11 +92,12 @@ def example(name: str, *arguments: str) -> str:
 def assert_two_processes_train_as_one(
     ranks: list[Any], single: dict[str, Tensor], parts: dict[str, Tensor], whole: Sequence[str] = ("whole",)
 ) -> None:
-    """Assert that both processes finished the example, whose end the first prints, and that all runs equal one process.
+    """Assert that rank 0 printed the example's last line, and that all runs equal those of one process.
 
     Args:
-        ranks: for each process, the output of the example and the final states of a full and of a resumed run.
+        ranks: per process, the example's output, and the final states of full runs and of a resumed run.
         single, parts: final states of one process, with full batches and with micro-batches.
+        whole: names of the full runs in ``ranks``.
     """
     assert [PAIRS in rank["example"] for rank in ranks] == [True, False], ranks
     assert_close_runs(parts, single)
@@ -107,7 +108,7 @@ def assert_two_processes_train_as_one(
 
 
 def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:
-    """Assert that models and loss state of both processes equal those of one process with the full batch."""
+    """Assert that both processes have the same model, and that model and loss state equal those of one process."""
     for name, expected in single.items():
         parts = [rank[name] for rank in ranks]
         if name.endswith(".shard"):
@@ -118,5 +119,5 @@ def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tenso
 
 
 def assert_close_runs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Assert equality up to float32 rounding, which 1/τ amplifies."""
+    """Assert that runs are equal except for float32 rounding errors, which the factor 1/τ amplifies."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

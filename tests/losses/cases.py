@@ -1,4 +1,4 @@
-"""All losses and switches with their naive references, for the single-process, distributed and resume tests."""
+"""Cases of all losses and their options, with naive references. Tests use them in one process, in two, and in resumed runs."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ EPOCHS = 4
 
 @dataclass
 class Case:
-    """A loss with options, and its reference.
+    """A loss with certain options, and its naive reference.
 
     Attributes:
-        loss: name of the loss.
-        reference: function from the created loss (for random initial values) to the reference.
+        loss: name of the loss for ``create_loss``.
+        reference: function that creates the reference from the created loss, whose random initial values it copies.
         options: options for ``create_loss``.
-        tolerance: tolerance of the comparison with the reference, in float64.
-        prepare: function that changes the new loss.
+        tolerance: relative and absolute tolerance of the comparison with the reference, in float64.
+        prepare: function that changes the created loss in place before its first call.
     """
 
     loss: str
@@ -40,7 +40,7 @@ class Case:
     prepare: Callable[[ContrastiveLoss], None] = lambda loss: None
 
     def create(self, **more: Any) -> ContrastiveLoss:
-        """Return the loss."""
+        """Return a new loss of this case; ``more`` are further options."""
         loss = create_loss(self.loss, embed_dim=WIDTH, num_samples=SAMPLES, **(self.options | more))
         self.prepare(loss)
         return loss
@@ -90,7 +90,7 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
-    # AdaGrad's first steps are the gradient's sign, which amplifies rounding of a gradient near zero.
+    # AdaGrad's first step depends only on the gradient's sign, which amplifies rounding errors of gradients near zero.
     return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
 
 
@@ -123,7 +123,7 @@ _AMORLIP = {
 
 
 def mlps(ours: TwoSidedMlp) -> list[networks.Mlp]:
-    """Return the reference's networks with our values."""
+    """Return the reference's networks for both sides, with the weights of the package's networks."""
     both = []
     for side in (0, 1):
         theirs = networks.Mlp(*ours.weights[0].shape[1:])
@@ -216,7 +216,7 @@ CASES: dict[str, Case] = {
         "fastclip",
         lambda loss: contrastive.TwoGlobal(_average(), rho=6.5, start=0.07, bounds=(0.01, 1.0), lr=0.05),
         _DECAY | {"temperature_scheme": "two-global", "lr_tau": 0.05},
-        tolerance=1e-7,  # its initial value is rounded to float32
+        tolerance=1e-7,  # the initial temperature is rounded to float32
     ),
     "scent": _scent(),
     "scent-small-steps": _scent(kappa=3.0),
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
-# Losses that support equal captions, which make_steps contains.
+# Cases that also run with equal captions masked or as positives. The steps of make_steps contain equal captions.
 _WITH_POSITIVES = (
     "sogclr",
     "fastclip",
@@ -299,8 +299,8 @@ CASES |= {
 }
 
 
-# Cases that differ from another case only in numbers or in other parts. Only the tests against references and in two
-# processes use them; the other tests use one case of each kind.
+# Cases that differ from another case only in option values or in other parts. Only two kinds of tests use these cases:
+# comparisons with references, and tests in two processes.
 _OTHER_NUMBERS = {
     "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
@@ -317,11 +317,11 @@ _OTHER_NUMBERS = {
 
 
 def unit(features: Tensor) -> Tensor:
-    """Return rows with unit norm."""
+    """Return the features with unit norm in each row."""
     return torch.nn.functional.normalize(features, dim=1)
 
 
-# A reference model's embeddings of all samples.
+# Embeddings of all samples by a reference model: a table of images, and a table of texts.
 REFERENCE_WIDTH = 5
 REFERENCE_TABLES = tuple(
     unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=torch.Generator().manual_seed(side), dtype=torch.float64))
@@ -330,7 +330,7 @@ REFERENCE_TABLES = tuple(
 
 
 def reference_of(loss: ContrastiveLoss, index: Iterable[int]) -> dict[str, Any]:
-    """Return the reference embeddings as keyword arguments of a call, for a loss with a reference model; otherwise none."""
+    """Return the keyword argument with the reference embeddings of samples; an empty dict if the loss does not use them."""
     if not loss.reference_dim:
         return {}
     rows = list(index)
@@ -345,13 +345,13 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
         learns = loss.learns_logit_scale
         return steering.WithReference(case.reference(loss), REFERENCE_TABLES, steer, distill, 0.2, learns)
 
-    tolerance = max(case.tolerance, 1e-7)  # gradients are larger
+    tolerance = max(case.tolerance, 1e-7)  # because gradients are larger
     return replace(
         case, reference=reference, tolerance=tolerance, options=case.options | ours | {"reference_dim": REFERENCE_WIDTH}
     )
 
 
-# Losses with a reference model, for the tests that pass its embeddings.
+# Cases with a reference model. Tests of these cases must pass its embeddings in each call.
 STEERED = {
     f"{name}-steered": _with_reference(name)
     for name in ("fastclip", "fastclip-v2", "scent", "amorlip", "tempnet", "neuclip", "queueclip", "sogclr-solved")
@@ -368,21 +368,21 @@ def kinds() -> list[str]:
 
 
 def create_any(name: str, **options: Any) -> ContrastiveLoss:
-    """Return a case's loss, or a loss of the registry with its defaults."""
+    """Return the loss of the case ``name``. If there is no such case, return the registry's loss with default options."""
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
 
 
 def copy_tensors(loss: ContrastiveLoss) -> dict[str, Tensor]:
-    """Return copies of the state without the counters, which count every call."""
+    """Return a copy of the loss's state without its counters, which change in every call."""
     state = loss.state_dict().items()
     return {key: value.clone() for key, value in state if not key.endswith("_extra_state")}
 
 
 @dataclass
 class Step:
-    """Inputs of one step."""
+    """The inputs of a loss in one step."""
 
     images: Tensor
     texts: Tensor
@@ -393,7 +393,7 @@ class Step:
 
 
 class TwoTowers(nn.Module):
-    """Two linear encoders, and OpenCLIP's parameters."""
+    """A model of two linear encoders, with the parameters ``logit_scale`` and ``logit_bias`` like OpenCLIP's models."""
 
     def __init__(
         self, inputs: int, width: int, logit_scale: float | None = None, logit_bias: float | None = -10.0
@@ -413,7 +413,7 @@ class TwoTowers(nn.Module):
 
 
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
-    """Return a short run of related pairs; in every third batch one index occurs twice, and once three times."""
+    """Return steps with random batches of similar pairs. With ``duplicates``, an index occurs 3 times in each third batch."""
     random = torch.Generator().manual_seed(seed)
     random_labels = torch.Generator().manual_seed(seed)
     steps = []
@@ -437,7 +437,7 @@ def run_step(
     autocast: torch.dtype | None = None,
     more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the value of one call, optionally under autocast, and its gradients in the inputs and in ``more``."""
+    """Call the loss, optionally under autocast; return its value and the gradients in images, texts, scale and ``more``."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)

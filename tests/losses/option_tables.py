@@ -1,14 +1,14 @@
-"""Generate the tables in ``docs/methods/`` and the package's type stub from the code.
+"""Generate the option tables of ``docs/methods/`` and the package's type stub from the code.
 
-A page declares in a comment whose options it documents. The table between this comment and the next is generated from
-``openclip_ext/losses/options.py`` and the defaults of the registry::
+A comment on a page lists the losses whose options the page documents. The table between this comment and the end comment is
+generated from ``openclip_ext/losses/options.py`` and the registry's defaults::
 
     <!-- options of: sogclr; neuclip normalizer=mlp -->
     <!-- end of options -->
 
-Options of many losses are explained once, in README.md, between ``<!-- shared options -->`` and the same end comment.
+Options that many losses share are explained only in README.md, between ``<!-- shared options -->`` and an end comment.
 
-``python -m tests.losses.option_tables`` updates all of them; ``test_docs.py`` fails for outdated ones.
+``python -m tests.losses.option_tables`` updates all tables and the stub. ``test_docs.py`` fails if one of them is outdated.
 """
 
 import re
@@ -27,21 +27,21 @@ _SHARED_TABLE = re.compile(r"<!-- shared options -->\n.*?<!-- end of options -->
 
 
 def losses_on(text: str) -> list[str]:
-    """Return the losses in a page's comments, with parts and views that differ from their own."""
+    """Return the losses in a page's comments, such as ``neuclip normalizer=mlp`` for a loss with another part."""
     return [loss.strip() for found in _TABLE.finditer(text) for loss in found["losses"].split(";")]
 
 
 def updated(text: str) -> str:
-    """Return a page with updated tables."""
+    """Return the text of a page with all its tables updated."""
     text = _SHARED_TABLE.sub(lambda _: _shared_table(), text)
     return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
 
 
-# Options of many losses that are flags of OpenCLIP's, or have a page: equal-captions.md, reference-model.md, scale.md.
+# Options that no table explains: flags of OpenCLIP, and options in equal-captions.md, reference-model.md or scale.md.
 ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
-# The parts of a loss, whose defaults are in the first table of docs/methods/README.md.
+# The options that select parts of a loss. Their defaults are in the first table of docs/methods/README.md.
 PARTS = ("normalizer", "temperature_scheme")
-# Options whose meaning is in the table of docs/methods/README.md, and not in those of the losses.
+# Options that are explained in the table of shared options in docs/methods/README.md, not in the tables of the losses.
 SHARED = (
     *PARTS,
     "eps",
@@ -65,7 +65,7 @@ def _table(losses: list[str]) -> str:
     names = [name for name in OPTIONS if name not in ELSEWHERE + PARTS and any(name in used for used in columns)]
     shared = [name for name in names if name in SHARED]
     above: list[str] = []
-    if shared and len(columns) == 1:  # A line takes less room than rows without a meaning.
+    if shared and len(columns) == 1:  # One line of defaults is shorter than rows that explain nothing.
         defaults = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
         above = ["", f"[Shared options](README.md#options): {defaults}.", ""]
         names = [name for name in names if name not in shared]
@@ -98,7 +98,7 @@ def _name(option: Option) -> str:
 
 
 def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return titles and defaults; equal losses, such as one with two names, share a column."""
+    """Return the title and the defaults of each column. Losses with equal options, such as two names, share a column."""
     titles: list[str] = []
     columns: list[dict[str, Any]] = []
     for loss in losses:
@@ -141,7 +141,7 @@ STUB = Path(openclip_ext.__file__).with_name("__init__.pyi")
 
 
 def stub() -> str:
-    """Return the content of ``openclip_ext/__init__.pyi``, which lets editors complete losses and options."""
+    """Return the content of ``openclip_ext/__init__.pyi``, from which editors complete names of losses and options."""
     homes = sorted(openclip_ext._HOMES.items(), key=lambda home: (home[1], home[0]))
     imports = [f"from {module} import {name} as {name}" for name, module in homes if name != "create_loss"]
     names = [f'        "{name}",' for name in list_losses()]
@@ -176,7 +176,7 @@ def _annotation(option: Option) -> str:
 
 
 def main() -> None:
-    """Rewrite outdated files."""
+    """Rewrite the stub and the pages that are outdated."""
     for path, content in (
         (STUB, stub()),
         *((page, updated(page.read_text(encoding="utf-8"))) for page in PAGES),

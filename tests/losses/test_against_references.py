@@ -1,4 +1,4 @@
-"""Every loss against its naive float64 reference: value, gradients and, over several steps, the state."""
+"""Compare every loss with its naive float64 reference over several steps: value, gradients and the effect of the state."""
 
 import pytest
 import torch
@@ -52,10 +52,10 @@ def test_one_sample_twice_fills_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with the same steps without chunks, which the tests above compare with the references."""
+    """Steps that process anchors in chunks equal steps without chunks, which the tests above compare with references."""
     steps, tolerance = make_steps(), (CASES | STEERED)[name].tolerance
     whole, chunks = ((CASES | STEERED)[name].create().double() for _ in range(2))
     expected = [run_step(whole, step) for step in steps]
-    # 2 of 6 image anchors at a time, and 1 anchor with its prototypes.
+    # With 13 pairs, a chunk has 2 anchors against 6 samples, or 1 anchor against its prototypes.
     monkeypatch.setattr(similarities, "MAX_PAIRS", 13)
     torch.testing.assert_close([run_step(chunks, step) for step in steps], expected, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""CLIP-Lite against its naive reference, with parameters that are trained between the calls."""
+"""Compare CLIP-Lite with its naive reference; the parameters are trained between the calls."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.references import cliplite
 
 
 def _naive(loss: ClipLiteLoss) -> list[cliplite.NaiveProjection]:
-    """The reference's projections with the values of ours."""
+    """Return the reference's image and text projections, with the parameters of the package's loss."""
     both = []
     for ours in (loss.projections.image, loss.projections.text):
         both.append(cliplite.NaiveProjection(ours))

@@ -1,4 +1,4 @@
-"""A new objective must declare its estimand, and incompatible parts are rejected with the reason."""
+"""Losses composed of parts: an objective declares the quantity it needs an estimate of, and other parts are rejected."""
 
 import itertools
 import runpy
@@ -17,13 +17,13 @@ from openclip_ext.losses.registry import create_loss, options_used_by
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 ROOT = Path(__file__).parents[2]
-# The example of docs/add-your-own-loss.md.
+# The example loss of docs/add-your-own-loss.md.
 DECOUPLED: Method = runpy.run_path(str(ROOT / "examples/add_a_loss/openclip_ext/losses/decoupled.py"))["METHOD"]
 
 
 @pytest.fixture
 def decoupled(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new loss, registered for one test."""
+    """Register the example loss for one test; return its name."""
     monkeypatch.setitem(registry.METHODS, DECOUPLED.name, DECOUPLED)
     return DECOUPLED.name
 
@@ -67,11 +67,11 @@ def test_rho_has_an_effect_wherever_it_is_an_option(name: str) -> None:
         except ValueError:
             continue
         outcomes = [_effect_of_rho(name, {**parts, "rho": rho}) for rho in (0.5, 1.0) if "rho" in options]
-        assert not outcomes or outcomes[0] != outcomes[1], f"rho does nothing in {name} with {parts}"
+        assert not outcomes or outcomes[0] != outcomes[1], f"rho has no effect in {name} with {parts}"
 
 
 def _effect_of_rho(name: str, options: dict[str, Any]) -> float:
-    """Return the effect of ρ on the derivative by the temperature; or the solved temperature."""
+    """Return a number that must depend on ρ: the objective's regularizer or, if τ is solved, log τ."""
     queue = {"temperature_queue": 6} if options["temperature_scheme"] == "solved" else {}
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options, **queue)
     if not queue:

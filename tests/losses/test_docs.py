@@ -1,4 +1,4 @@
-"""The pages of ``docs/methods/`` agree with the code."""
+"""The pages in ``docs/methods/`` and the type stub agree with the code."""
 
 import re
 from pathlib import Path

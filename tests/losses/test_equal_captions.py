@@ -1,6 +1,6 @@
-"""Equal captions: properties of all losses, rejected inputs, and OpenCLIP's loss against its reference.
+"""Equal captions: properties of all losses, rejected inputs, and a comparison of OpenCLIP's loss with its reference.
 
-The references of the composed losses are cases of ``test_against_references.py``.
+``test_against_references.py`` compares the losses composed of parts with their references.
 """
 
 import copy
@@ -22,7 +22,7 @@ ALL = [*TREATED, "openclip-mask", "openclip-positive"]
 
 
 def _create(name: str, **options: Any) -> ContrastiveLoss:
-    """Return one of :data:`ALL`."""
+    """Return the loss of a name in :data:`ALL`."""
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss("openclip", **{"equal_captions": name.removeprefix("openclip-")} | options)
@@ -33,7 +33,7 @@ def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
 
 
 def _mask(labels: list[int]) -> list[list[bool]]:
-    """Return which pairs have equal captions."""
+    """Return the matrix of booleans that is True where two samples have equal captions."""
     return [[first == second for second in labels] for first in labels]
 
 
@@ -43,7 +43,7 @@ def test_openclips_loss_against_its_reference(choice: str) -> None:
         with equal_captions(choice, step.labels):
             expected = InfoNce(None).step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
         value, (images, texts, logit_scale) = run_step(_openclip(choice), step)
-        close = {"rtol": 1e-6, "atol": 1e-6}  # the labels' weights are float32
+        close = {"rtol": 1e-6, "atol": 1e-6}  # the weights from the labels are float32
         torch.testing.assert_close(value.item(), expected.value, **close)
         torch.testing.assert_close((images, texts), (expected.images, expected.texts), **close)
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-5)
@@ -68,7 +68,7 @@ def test_it_changes_nothing_where_all_captions_differ(name: str) -> None:
         torch.testing.assert_close(run_step(treated, step), expected, rtol=0, atol=tolerance)
 
 
-# The MLP's target network changes in every step.
+# Losses with an MLP are skipped, because their target network changes in every step.
 @pytest.mark.parametrize("name", [name for name in TREATED if "mlp" not in name and "amorlip" not in name])
 def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
     loss = CASES[name].create().double()
@@ -85,7 +85,7 @@ def test_a_batch_of_one_caption_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [0] * 6])
 @pytest.mark.parametrize("name", ALL)
 def test_chance_is_infonce_of_equal_embeddings(name: str, labels: list[int]) -> None:
-    """The trainer uses it to detect a collapse."""
+    """The trainer compares the metrics ``infonce`` and ``chance`` to detect collapsed (equal) embeddings."""
     loss = _create(name)
     step = make_steps(1)[0]
     step.images[:] = step.texts[:] = step.images[0].clone()

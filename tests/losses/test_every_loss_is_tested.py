@@ -1,6 +1,6 @@
-"""These tests fail for a new loss until it has its own tests (docs/add-your-own-loss.md).
+"""A new loss fails these tests until tests for it are added (docs/add-your-own-loss.md).
 
-The tests in two processes, of sharding and of resuming use every loss of the registry (tests/training/{tiny,runs}.py).
+Other tests include every registered loss by themselves: in two processes, sharded, and resumed (tests/training).
 """
 
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 from openclip_ext.losses.registry import METHODS
 from tests.losses.cases import CASES
 
-# Losses that are not composed of parts have their own test file.
+# The test files of losses that are not composed of parts.
 OWN_TESTS = {"openclip": "test_openclip.py", "siglip": "test_openclip.py", "cliplite": "test_cliplite.py"}
 
 
 def _twins(name: str) -> set[str]:
-    """Return the other names of the same loss."""
+    """Return the other names under which the same loss is registered."""
     method = METHODS[name]
     return {other for other, twin in METHODS.items() if replace(twin, name=name, parts=(), options=()) == method}
 

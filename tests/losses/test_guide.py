@@ -1,6 +1,6 @@
-"""``docs/add-your-own-loss.md`` works: a copy of the tree with its losses fails the suite until their tests are added.
+"""Follow ``docs/add-your-own-loss.md`` in a copy of the repository: a test fails until each new loss has its own tests.
 
-The files are in the guide and in ``examples/add_a_loss``.
+The code of the losses and of the tests comes from the guide and from ``examples/add_a_loss``.
 """
 
 import json

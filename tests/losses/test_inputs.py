@@ -1,4 +1,4 @@
-"""Wrong inputs of ``forward`` raise an error with the expected and the found value."""
+"""If an input of a loss's ``forward`` is wrong, the error contains the expected and the found value."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every loss trains two linear encoders to match their inputs, in an ordinary training loop."""
+"""With every loss, two linear encoders learn to match pairs in an ordinary training loop."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.losses.cases import TwoTowers
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
 
-# Options whose default is for a long run. AmorLIP's encoders depend on its networks, which must become useful in the run.
+# Options whose defaults are for long runs. AmorLIP's networks must be fitted within this short run to guide the encoders.
 _SMALL = {
     "neuclip": {"prototypes": 48, "restart_every": 50},
     "queueclip": {"prototypes": 96},
@@ -28,7 +28,7 @@ _SMALL = {
 
 
 def _pairs() -> tuple[Tensor, Tensor]:
-    """Two views of the same latent variables."""
+    """Return images and texts (240, 24): two linear views of the same latent variables."""
     random = torch.Generator().manual_seed(0)
     latent = torch.randn(SAMPLES, LATENT, generator=random)
     images, texts = (latent @ torch.randn(LATENT, 24, generator=random) for _ in range(2))
@@ -43,7 +43,7 @@ def _recall(model: nn.Module, images: Tensor, texts: Tensor) -> float:
 
 
 def _train(name: str, options: dict[str, Any]) -> tuple[float, float, dict[str, float]]:
-    """Return the recall before and after training, and the last step's metrics."""
+    """Train a model; return its recall at 1 before and after the training, and the metrics of the last step."""
     torch.manual_seed(0)
     images, texts = _pairs()
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
@@ -77,7 +77,7 @@ def test_learns(name: str) -> None:
 
 
 def test_verifying_the_fit_keeps_neuclip_from_collapse() -> None:
-    """Frequent restarts with one update, AdaGrad's first step of 1 per coordinate: as published, NeuCLIP collapses."""
+    """If each restart is followed by few updates, the published NeuCLIP collapses: AdaGrad's first step is ±1 per value."""
     options = {"prototypes": 48, "restart_every": 10, "normalizer_updates": 1, "temperature": 0.03}
     _, published, metrics = _train("neuclip", options | {"verify_fit": False})
     assert published < 0.1

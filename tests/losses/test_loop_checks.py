@@ -1,4 +1,4 @@
-"""Mistakes of a training loop that raise no error give one warning, in the first calls; a correct loop gives none."""
+"""In its first calls, a loss warns once of silent mistakes in the training loop. A correct loop gets no warning."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.losses.registry import create_loss, list_losses
 from tests.losses.cases import WIDTH, TwoTowers, create_any, make_steps
 
-# Outside of pytest.warns.
+# Every warning outside of pytest.warns fails the test.
 pytestmark = pytest.mark.filterwarnings("error")
 STATEFUL = ["fastclip", "neuclip", "queueclip", "amorlip", "sogclr-views"]
 
@@ -48,7 +48,7 @@ def test_a_correct_loop_gets_no_warning(name: str) -> None:
         value.backward()
         optimizer.step()
     loss.eval()
-    for _ in range(2):  # without an optimizer step
+    for _ in range(2):  # evaluation calls need no optimizer step
         loss(**model(images, texts), index=index)
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_mistake() -> None:
     model, loss, optimizer = _start("neuclip")
     for images, texts, index in _batches(3):
         optimizer.zero_grad()
-        loss(**model(images, texts), index=index).backward()  # and no step
+        loss(**model(images, texts), index=index).backward()  # no optimizer.step()
 
 
 def test_accumulation_over_cached_features_is_no_mistake() -> None:
@@ -79,7 +79,7 @@ def test_losses_without_state_may_be_called_twice_in_a_step(name: str) -> None:
 
 
 def _call(loss: ContrastiveLoss, scale: float = 14.0, **changed: Any) -> Tensor:
-    """Call a loss with 6 samples, after ``start_epoch`` unless ``announced=False``."""
+    """Call a loss with 6 samples; ``changed`` replaces inputs. With ``announced=False``, ``start_epoch`` is not called."""
     images, texts, index = next(_batches(1))
     if changed.pop("announced", True):
         loss.start_epoch(0)
@@ -115,14 +115,14 @@ def test_a_mistake_warns_once(names: str, changed: dict[str, Any], message: str)
 
 def test_what_is_no_mistake() -> None:
     images, texts = _features()
-    for name in ("isogclr", "simclr", "sogclr-views"):  # with another temperature
+    for name in ("isogclr", "simclr", "sogclr-views"):  # their temperature is not the model's
         _call(create_any(name), scale=2.0)
     _call(create_loss("neuclip", embed_dim=WIDTH, prototypes=4, temperature=0.5), scale=2.0)
     for name in ("cliplite", "simclr"):  # their projections accept any norm
         _call(create_any(name), image_features=5 * images)
     _call(create_any("openclip"), labels=torch.zeros(6, 3, dtype=torch.int64), logits=torch.zeros(6, 3, 5))
     _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
-    images[2] = float("nan")  # reported in another way
+    images[2] = float("nan")  # NaN has its own report
     for dtype in (torch.float16, torch.bfloat16):
         _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
@@ -152,14 +152,14 @@ def test_values_are_read_in_the_first_calls_only(monkeypatch: pytest.MonkeyPatch
     for _ in range(CHECKED_CALLS):
         loss(*features, torch.tensor(14.0))
     for name in ("item", "tolist"):
-        monkeypatch.setattr(Tensor, name, None)  # a call would fail
+        monkeypatch.setattr(Tensor, name, None)  # from now on, reading a value fails
     loss(*features, torch.tensor(2.66))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", [name for name in list_losses() if name not in ("simclr", "sogclr")])
 def test_a_checkpointed_loss(name: str, use_reentrant: bool) -> None:
-    """``torch.utils.checkpoint`` calls the loss a second time in the backward pass."""
+    """Activation checkpointing calls the loss again in the backward pass, so losses with state must reject it."""
     expected, loss = create_any(name), create_any(name)
     scale = torch.tensor(20.0)
     for images, texts, index in _batches(2):
@@ -206,7 +206,7 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
 
 
 def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop gets a warning; a trainer, which should connect the processes, gets an error."""
+    """Custom loops get a warning. In an integration, whose trainer should connect the processes, this is an error."""
     model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
     model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

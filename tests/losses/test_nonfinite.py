@@ -1,4 +1,4 @@
-"""A non-finite sample is masked as if it were not in the batch, does not change the state, and is reported."""
+"""A non-finite sample is masked and reported. The result and the state are those of a batch without the sample."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BAD = 2
 
 
 def _of_the_head(loss: ContrastiveLoss) -> list[torch.Tensor]:
-    """The parameters that are trained with the model."""
+    """Return the parameters of the loss that the model's optimizer trains (projection heads)."""
     head = loss.model_head()
     return [] if head is None else list(head.parameters())
 
@@ -34,11 +34,11 @@ def _assert_nothing_happened(
 ) -> None:
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)
-    # The state gets the dtype of the features.
+    # A call converts the state to the dtype of the features, so the dtype is not compared.
     torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
-# TempNet's dropout mask has the batch's shape, so a batch without the sample has another mask.
+# TempNet is skipped: its dropout mask has the shape of the batch, so it differs in a batch without the sample.
 @pytest.mark.parametrize("name", [*(name for name in kinds() if not name.startswith("tempnet")), "cliplite"])
 def test_a_bad_sample_equals_a_missing_sample(name: str) -> None:
     masked, absent = create_any(name).double(), create_any(name).double()
@@ -113,9 +113,9 @@ def test_the_log_is_complete_without_a_forgotten_call(calls: int) -> None:
     index, fine, scale_ok = torch.arange(2), torch.tensor([True, False]), torch.tensor(False)
     for step in range(calls):
         log.add(step, index, fine, scale_ok)
-        index += 1  # the caller may reuse its memory
+        index += 1  # the log must have its own copy
     log.forget(calls - 1, skip_if=torch.tensor(True))
-    log.forget(calls)  # was not logged
+    log.forget(calls)  # this step was never logged
     log.forget(calls - 1, skip_if=torch.tensor(False))
     assert log.pop() == [(step, [step + 1]) for step in range(calls - 1)]
     assert log.pop() == []

@@ -1,4 +1,4 @@
-"""OpenCLIP's own losses are unchanged."""
+"""OpenCLIP's own losses give the same results through this package as in OpenCLIP."""
 
 import math
 

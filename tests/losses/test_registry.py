@@ -1,4 +1,4 @@
-"""Names, options, combinations, and errors for wrong ones."""
+"""The registry of losses: names, options, combinations of parts, and errors for wrong ones."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from openclip_ext.losses.registry import check_options, create_loss, list_losses
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
-# One loss of each objective is combined with all parts, the others with combinations that contain one of their own parts.
+# One loss per objective, tested with all combinations of parts. Other losses are tested only with some of their own parts.
 OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 
 
@@ -164,7 +164,7 @@ def test_a_preset_is_its_parts() -> None:
     assert "lr_tau" not in queue
     assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
     assert options_used_by("neuclip")["alpha_gradient"] is True
-    # Defaults for a method's own part do not apply to another part.
+    # A loss may change defaults of its own parts. They do not apply if another part is selected.
     assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
     assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
 
@@ -200,7 +200,7 @@ def test_options_parse_their_own_defaults() -> None:
 
 @pytest.fixture
 def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
-    """Return a method from outside of the package, registered until the end of the test."""
+    """Return a loss that is defined outside of the package; the test may register it, and the registry is restored."""
     for name in ("METHODS", "OPTIONS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     return Method(

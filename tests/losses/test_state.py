@@ -1,4 +1,4 @@
-"""State of a loss: saved, restored, moved between numbers of processes, and unchanged in evaluation."""
+"""The state of a loss: saving, restoring, and changing the number of processes; evaluation must not change it."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dt
         _assert_equal(run_step(first, step, dtype), run_step(second, step, dtype))
 
 
-# SigLIP has no state, and needs a bias.
+# SigLIP is excluded, because it has no state and needs a bias.
 _OTHERS = sorted(set(list_losses()) - {case.loss for case in CASES.values()} - {"siglip"})
 
 
@@ -37,9 +37,9 @@ def _trained(name: str, dtype: torch.dtype) -> ContrastiveLoss:
 @pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*kinds(), *_OTHERS])
 def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """From a file of torch, or of safetensors, which Hugging Face's Trainer writes for a model that contains a loss."""
+    """The state is saved with torch or as safetensors; Hugging Face's Trainer writes the latter if a model contains a loss."""
     loss = _trained(name, dtype)
-    # Without .double() or a first call: the state has the dtype.
+    # The resumed loss needs no .double() and no first call: it takes the dtype from the saved state.
     resumed = create_any(name)
     if how == "torch":
         torch.save(loss.state_dict(), tmp_path / "loss")
@@ -80,7 +80,7 @@ def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
         alpha = loss.log_normalizers(step.images, step.texts, torch.tensor(10.0), index=torch.tensor(step.index))
         assert [tuple(side.shape) for side in alpha] == [(6,), (6,)]
         assert all(torch.isfinite(side).all() for side in alpha)
-        before["_extra_state"] = loss.state_dict()["_extra_state"]  # a new epoch started
+        before["_extra_state"] = loss.state_dict()["_extra_state"]  # start_epoch changed the counter
         if trained == 0:
             _assert_equal(loss.state_dict(), before)
         run_step(loss, steps[trained])

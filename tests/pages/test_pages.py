@@ -1,4 +1,4 @@
-"""Pages and charts: no external resources, escaped texts, and only colors that work in both themes."""
+"""Report pages and charts: no external resources, escaped texts, and colors for a light and a dark theme."""
 
 import re
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ COMPARE = {"command": "<b>&", "curves": [], "legend": [], "tables": {"<i>": [["a
 
 
 def parse(svg: str) -> ElementTree.Element:
-    """Return the root of a chart; check that it is well-formed and refers only to its own parts."""
+    """Parse a chart and return its root. Assert that all its references are to its own elements."""
     assert not re.search(r"@import|<image|<a ", svg)
     assert {name[0] for name in re.findall(r'(?:href="|url\()([^")]+)', svg)} <= {"#"}
     return ElementTree.fromstring(svg)
@@ -61,7 +61,7 @@ def test_charts_have_no_color_of_one_theme_and_are_equal_each_time():
     points = [(0.0, 1.0), (1.0, 2.0)]
     drawn, again = (line_chart(Chart("y", [Curve("a", points, 3, band=points)])) for _ in range(2))
     assert drawn == again
-    # Except the palette, only the page's text color is used.
+    # Apart from the palette, a chart uses only the text color of the page.
     assert set(re.findall(r"(?:fill|stroke): ([#\w]+)", drawn)) == {"none", "currentColor", charts.color(3)}
 
 

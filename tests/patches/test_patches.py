@@ -1,4 +1,4 @@
-"""The patches apply to OpenCLIP's source, and its patched training script works as documented."""
+"""The patches apply to OpenCLIP's source code, and the patched training script works as documented."""
 
 import argparse
 import importlib.metadata
@@ -22,7 +22,7 @@ PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("*.patch"))
 PATCHED_VERSION = "3.3.0"
 SHARDS, PER_SHARD = 4, 6
 
-# Registers a loss of this package that records its indices in each run.
+# A plugin that registers a loss. The loss records the indices that it receives in a run.
 PLUGIN = """
 import open_clip
 import openclip_ext
@@ -39,7 +39,7 @@ def create(args):
 open_clip.register_loss("noted", create, needs_index=True)
 """
 
-# Runs OpenCLIP's training script with each command line; records the indices of the loss, or the error.
+# A program that runs OpenCLIP's training script with each command line, and records the loss's indices or the error.
 DRIVER = """
 import json, sys
 import open_clip
@@ -83,14 +83,14 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """Return a folder with shards whose captions are the indices, sizes.json, and a CSV file of the same data."""
+    """Return a folder with shards, their sizes.json, and a CSV file of the same data. Each caption is the sample's index."""
     folder = tmp_path_factory.mktemp("shards")
     Image.new("RGB", (16, 16), "green").save(folder / "green.png")
     png = (folder / "green.png").read_bytes()
     for shard in range(SHARDS):
         members = []
         for position in range(PER_SHARD):
-            # The last key of a shard is the first of the next, as in LAION-400M.
+            # As in LAION-400M, the last key of a shard is also the first key of the next shard.
             key = f"{shard * (PER_SHARD - 1) + position:03d}"
             members += [(f"{key}.png", png), (f"{key}.txt", str(shard * PER_SHARD + position).encode())]
         write_tar(folder / f"{shard:05d}.tar", members)
@@ -123,7 +123,7 @@ def test_every_sample_comes_with_its_own_index(patched, dataset):
 
 @pytest.fixture(scope="module")
 def report(patched, dataset, tmp_path_factory):
-    """Return the results of OpenCLIP's script with several command lines, all in one process."""
+    """Run OpenCLIP's script with several command lines, one after another in one process; return the results by name."""
     folder = tmp_path_factory.mktemp("runs")
     shards = ["--train-data", str(dataset / f"{{00000..{SHARDS - 1:05d}}}.tar"), "--dataset-type", "webdataset"]
     table = ["--train-data", str(dataset / "pairs.csv"), "--dataset-type", "csv"]

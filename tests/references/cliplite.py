@@ -1,4 +1,4 @@
-"""CLIP-Lite with torch's layers and a loop over the pairs."""
+"""Naive reference of CLIP-Lite, with torch's layers and a loop over the pairs."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from openclip_ext.losses.cliplite import Projection
 
 
 class NaiveProjection(nn.Module):
-    """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)`` with the parameters of ours."""
+    """The projection ``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``, with parameters copied from ``ours``."""
 
     def __init__(self, ours: Projection) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class NaiveProjection(nn.Module):
 def loss(
     image_projection: nn.Module, text_projection: nn.Module, images: Tensor, texts: Tensor, scale: Tensor
 ) -> Tensor:
-    """Return the mean of ``log(1 + exp(−T))``, plus that of ``log(1 + exp(T))`` with the next pair's text [CLIP-Lite 3]."""
+    """Return mean ``log(1 + exp(−T))`` over pairs plus mean ``log(1 + exp(T))`` over images with the next pair's text (3)."""
     image, text = image_projection(images), text_projection(texts)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(len(images)):

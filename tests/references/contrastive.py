@@ -1,7 +1,8 @@
-"""Global contrastive losses in float64 loops, from the papers' equations, without code of the package.
+"""Naive references of the global contrastive losses: float64 loops from the papers' equations, without the package's code.
 
-A reference's ``step(images, texts, logit_scale, index, epoch)`` corresponds to one call of a loss. It returns the value and
-the gradients in the images, the texts and the logit scale. Images and texts are float64 ``(B, d)``.
+``step(images, texts, logit_scale, index, epoch)`` of a reference corresponds to one call of a loss. It returns the value and
+the gradients in images, texts and logit scale. Images and texts are float64 ``(B, d)``. Side k is 0 for image anchors and 1
+for text anchors; s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
 import contextlib
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# One number per anchor: images, texts.
+# One number per anchor: a list for the image anchors, and a list for the text anchors.
 Sides = list[list[float]]
 
 
 @dataclass
 class StepResult:
-    """Results of one step of a reference."""
+    """What a reference's step returns: the value, the three gradients, and α of both sides."""
 
     value: float
     images: Tensor
@@ -28,13 +29,13 @@ class StepResult:
 
 
 def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
-    """Return the similarity of anchor ``i`` of a side (0: image, 1: text) with sample ``j`` of the other side."""
+    """Return s_ij: the similarity of anchor ``i`` (side 0: an image, 1: a text) with sample ``j`` of the other modality."""
     return images[i] @ texts[j] if side == 0 else images[j] @ texts[i]
 
 
 @dataclass
 class EqualCaptions:
-    """The labels of a step's captions and their treatment: negative, mask or positive (docs/equal-captions.md)."""
+    """Treatment of equal captions (negative, mask or positive: docs/equal-captions.md), and the caption labels of a step."""
 
     choice: str
     labels: list[int]
@@ -45,7 +46,7 @@ _equal_captions = EqualCaptions("negative", [])
 
 @contextlib.contextmanager
 def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
-    """Set the treatment of equal captions in all references."""
+    """Set how all references treat equal captions within this context; pairs with equal ``labels`` have equal captions."""
     global _equal_captions
     _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
     try:
@@ -55,13 +56,13 @@ def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
 
 
 def negatives(i: int, batch: int) -> list[int]:
-    """Return N_i."""
+    """Return N_i: the positions of the negatives of anchor ``i``."""
     labels = range(batch) if _equal_captions.choice == "negative" else _equal_captions.labels
     return [j for j in range(batch) if j != i and labels[j] != labels[i]]
 
 
 def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
-    """Return s_ii, or its mean over P_i."""
+    """Return s_ii. If equal captions count as positives, return the mean of s_ij over the positives P_i instead."""
     if _equal_captions.choice != "positive":
         return images[i] @ texts[i]
     labels = _equal_captions.labels
@@ -70,7 +71,7 @@ def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
 
 
 def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int) -> Tensor:
-    """g_k(w, τ; i, B): below NeuCLIP (1)."""
+    """Return g_k(w, τ; i, B), defined below NeuCLIP (1): the mean of exp((s_ij − s_ii)/τ) over the negatives j."""
     others = negatives(i, len(images))
     total = torch.zeros((), dtype=torch.float64)
     for j in others:
@@ -80,12 +81,12 @@ def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int)
 
 
 def leaves(*tensors: Tensor | float) -> list[Tensor]:
-    """Return copies that require gradients."""
+    """Return float64 copies that require gradients."""
     return [torch.as_tensor(tensor, dtype=torch.float64).detach().clone().requires_grad_() for tensor in tensors]
 
 
 def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Sides:
-    """log(ε + g) of all anchors."""
+    """Return the mini-batch estimate log(ε + g) of every anchor."""
     return [
         [math.log(eps + inner(images, texts, tau[side][i], side, i).item()) for i in range(len(images))]
         for side in (0, 1)
@@ -95,7 +96,7 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
 def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """∇_w L = ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇_w g_k,i  [NeuCLIP 4]."""
+    """Return the gradients in images and texts: ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i [NeuCLIP 4]; τ_i may be left out."""
     images, texts = leaves(images, texts)
     total = torch.zeros((), dtype=torch.float64)
     for side in (0, 1):
@@ -107,12 +108,12 @@ def encoder_gradients(
 
 
 def mean(sides: Sides | list[list[Tensor]]) -> float | Tensor:
-    """½ Σ_k mean_i."""
+    """Return the mean over the anchors of each side, averaged over both sides."""
     return 0.5 * sum(sum(side) / len(side) for side in sides)
 
 
 def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: float, rho: float) -> float:
-    """The robust objective: the mean of τ·((ε + g)/u + log u + ρ − 1) with α = log u."""
+    """Return the robust objective: the mean over anchors of τ·((ε + g)/u + log u + ρ − 1), where u = exp(α)."""
 
     def of_anchor(k: int, i: int) -> float:
         estimate = eps + inner(images, texts, tau[k][i], k, i).item()
@@ -122,7 +123,7 @@ def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: fl
 
 
 def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
-    """Return the derivatives of the terms of :func:`robust_mean` in their τ, with constant u [opt4ml, Algorithm 35]."""
+    """Return the derivative of each term of :func:`robust_mean` by its τ, with constant u [opt4ml, Algorithm 35]."""
 
     def of_anchor(k: int, i: int) -> float:
         s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
@@ -133,14 +134,14 @@ def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: 
 
 
 def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
-    """[opt4ml, "Scheduler of γ"]; constant without decay epochs."""
+    """Return γ in an epoch [opt4ml, "Scheduler of γ"]; γ is constant if ``decay_epochs`` is None."""
     if decay_epochs is None or epoch >= decay_epochs:
         return gamma
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
 
 
 def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
-    """Return each sample's mean, because a batch may contain a sample twice."""
+    """Map each sample to its value; if a sample occurs several times in a batch, to the mean of its values."""
     found: dict[int, list[float]] = {}
     for sample, value in zip(index, values, strict=True):
         found.setdefault(sample, []).append(value)
@@ -148,14 +149,14 @@ def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
 
 
 class MovingAverage:
-    """NeuCLIP (3) with u stored directly, one number per index and side."""
+    """The moving average u of NeuCLIP (3). It stores u itself, not log u: one number per sample and side."""
 
     def __init__(self, eps: float, gamma: float, decay_epochs: int | None) -> None:
         self.eps, self.gamma, self.decay_epochs = eps, gamma, decay_epochs
         self.u: list[dict[int, float]] = [{}, {}]
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Update the batch's u and return their logarithms."""
+        """Update u of the samples in a batch; return α = log u of every anchor."""
         gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
         for side in (0, 1):
             estimates = [self.eps + inner(images, texts, tau[side][i], side, i).item() for i in range(len(index))]
@@ -166,14 +167,14 @@ class MovingAverage:
 
 
 class Scent:
-    """SCENT's proximal step with the divergence of exp(−ν), whose solution is u⁺ = u·(1 + η·(ε+g))/(1 + η·u), η = e^κ."""
+    """SCENT's proximal step for the divergence of exp(−ν). Its solution: u⁺ = u·(1 + η·(ε+g))/(1 + η·u), where η = e^κ."""
 
     def __init__(self, eps: float, kappa: float) -> None:
         self.eps, self.eta = eps, math.exp(kappa)
         self.u: list[dict[int, float]] = [{}, {}]
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Update the batch's u and return their logarithms."""
+        """Update u of the samples in a batch; return α = log u of every anchor."""
         for side in (0, 1):
             new = []
             for i, sample in enumerate(index):
@@ -185,7 +186,7 @@ class Scent:
 
 
 class MiniBatch:
-    """α = log(ε + g)."""
+    """The estimator α = log(ε + g), which has no state."""
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
@@ -196,13 +197,13 @@ class MiniBatch:
 
 
 class FastClip:
-    """SogCLR (constant τ), FastCLIP-v0, -v1, -v3 with any estimator that has ``update``."""
+    """SogCLR (constant τ) and FastCLIP-v0, -v1 and -v3. The estimator's ``update`` returns α = log u of the batch."""
 
     def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; ``kind`` is constant, global or unscaled."""
+        """Take a step; ``kind`` (of the temperature) is constant, global or unscaled."""
         tau, batch = 1 / logit_scale, len(images)
         taus = [[tau] * batch] * 2
         alpha = self.estimator.update(images, texts, taus, index, epoch)
@@ -215,24 +216,24 @@ class FastClip:
         else:
             rho = self.rho if self.kind == "global" else 1.0
             value = robust_mean(images, texts, taus, alpha, self.estimator.eps, rho)
-            # FastCLIP (13), both sides averaged.
+            # FastCLIP (13), averaged over both sides.
             in_tau = 0.0 if self.kind == "constant" else mean(robust_slopes(images, texts, taus, alpha, rho))
         return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
 
 
 class InfoNce:
-    """OpenCLIP's loss, as the mean over the anchors of ``−log softmax``, at the model's temperature or at a constant one."""
+    """OpenCLIP's loss: the mean of ``−log softmax`` over anchors. ``constant`` is a temperature; None means the model's."""
 
     def __init__(self, constant: float | None) -> None:
         self.constant = constant
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; there is no state."""
+        """Take a step; this loss has no state."""
         images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
         value = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
             for i in range(len(images)):
-                is_mean = _equal_captions.choice == "positive"  # of the log-softmax of all of P_i
+                is_mean = _equal_captions.choice == "positive"  # mean of the log-softmax over P_i
                 pairs = range(len(images)) if is_mean else [i, *negatives(i, len(images))]
                 row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
                 own = positive(images, texts, side, i) * scale
@@ -242,7 +243,7 @@ class InfoNce:
 
 
 class SampleTemperatures:
-    """A temperature per sample, learned with Adam [opt4ml, Algorithm 35]."""
+    """One temperature per sample, which Adam learns [opt4ml, Algorithm 35]."""
 
     def __init__(self, start: float, bounds: tuple[float, float], lr: float) -> None:
         self.start, self.bounds, self.lr = start, bounds, lr
@@ -250,11 +251,11 @@ class SampleTemperatures:
         self.moments: dict[int, tuple[float, float]] = {}
 
     def of(self, index: list[int]) -> list[float]:
-        """Return the samples' temperatures."""
+        """Return the temperature of each sample in ``index``."""
         return [self.tau.get(sample, self.start) for sample in index]
 
     def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:
-        """Update each sample's temperature once, with the mean of its slopes."""
+        """Update the temperature of each sample once; a sample that occurs several times uses its mean slope."""
         beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
         for sample, slope in by_sample(index, slopes).items():
             gradient = max(-5.0, min(5.0, slope))
@@ -267,7 +268,7 @@ class SampleTemperatures:
 
 
 class PerSample:
-    """iSogCLR / FastCLIP-v2."""
+    """iSogCLR and FastCLIP-v2: SogCLR with a learned temperature per sample."""
 
     def __init__(
         self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
@@ -276,7 +277,7 @@ class PerSample:
         self.temperatures = [SampleTemperatures(start, bounds, lr) for _ in range(2)]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale has no effect."""
+        """Take a step; the logit scale has no effect."""
         tau = [side.of(index) for side in self.temperatures]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -287,7 +288,7 @@ class PerSample:
 
 
 class TwoGlobal:
-    """[opt4ml], 'CLIP with a Global Learnable Temperature': one for the images and one for the texts, each with Adam."""
+    """[opt4ml], "CLIP with a Global Learnable Temperature": Adam learns one temperature for images and one for texts."""
 
     def __init__(
         self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
@@ -297,7 +298,7 @@ class TwoGlobal:
         self.adam = torch.optim.Adam(self.log_tau, lr)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale has no effect."""
+        """Take a step; the logit scale has no effect."""
         tau = [[math.exp(side)] * len(images) for side in self.log_tau]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -311,9 +312,10 @@ class TwoGlobal:
 
 
 class Solved:
-    """SogCLR with a solved temperature: ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
+    """SogCLR with a temperature τ that solves ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    All anchors share a temperature, whose log moves by a hundredth of the difference; or each anchor has a temperature.
+    By default, all anchors share τ, and log τ moves to the solution by a hundredth of the distance per step. With
+    ``per_sample``, each anchor uses the solution for its own similarities.
     """
 
     def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
@@ -322,7 +324,7 @@ class Solved:
         self.newest: list[tuple[Tensor, Tensor]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale is the initial value."""
+        """Take a step; the first call's logit scale is the initial 1/τ."""
         batch, eps, sides = len(images), self.estimator.eps, (0, 1)
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2
@@ -346,7 +348,7 @@ class Solved:
         return sum(p * math.log(p * self.m) for p in share)
 
     def _bisection(self, images: Tensor, texts: Tensor, anchors: list[tuple[int, int]]) -> float:
-        """Return log τ that solves the mean over anchors."""
+        """Return the log τ at which the mean divergence of the anchors is ρ."""
         low, high = math.log(0.01), 0.0
         for _ in range(12):
             middle = (low + high) / 2

@@ -1,6 +1,6 @@
-"""AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` modules and ``torch.optim.Adam``; without code of the package.
+"""Naive references of AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` and Adam, without the package's code.
 
-Callers pass the initial values, because they are random.
+Initial values are random, so the tests pass those of the package's loss.
 """
 
 import copy
@@ -27,7 +27,7 @@ from tests.references.prototypes import unified_step
 
 
 class Mlp(nn.Module):
-    """The released network: Linear, ReLU, LayerNorm, Linear, ReLU, LayerNorm, plus the input, ReLU, Linear."""
+    """AmorLIP's released network: Linear, ReLU, LayerNorm, Linear, ReLU, LayerNorm; add the input; ReLU, Linear."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Mlp(nn.Module):
         self.double()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map (B, d) to (B,)."""
+        """Map features (B, d) to log λ (B,)."""
         return self.head(torch.relu(self.body(features) + features)).squeeze(-1)
 
 
 def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int, negatives_only: bool) -> float:
-    """log Z_i = log (1/B) Σ_j exp(c·s_ij), with or without the positive; B is the number of the anchor's pairs."""
+    """Return log Z_i = log (1/B) Σ_j exp(c·s_ij) over the anchor's B pairs; the positive is one of them unless excluded."""
     others = negatives(i, len(images))
     total = sum(
         math.exp(scale * pair_similarity(images, texts, side, i, j).item())
@@ -60,7 +60,7 @@ def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int
 def amortization_loss(
     name: str, log_lambda: Tensor, log_target: float, log_batch: float, tau: float, l2_log_weight: float
 ) -> Tensor:
-    """AmorLIP (8), (9), (10) for one anchor; NeuCLIP (12) as ``unified``."""
+    """Return a fitting loss of one anchor: AmorLIP (8), (9) or (10), or NeuCLIP (12) if ``name`` is ``unified``."""
     squared = 0.5 * (log_lambda - log_target) ** 2
     ratio = torch.exp(log_target - log_lambda)
     weight = math.exp(log_batch - log_target)
@@ -78,7 +78,7 @@ def amortization_loss(
 
 @dataclass
 class AmortizedPartition:
-    """Algorithm 1 without the encoders: networks, their targets, and the targets of the previous epoch."""
+    """AmorLIP's Algorithm 1 without the encoders: networks, target networks, and the target networks of the last epoch."""
 
     networks: list[Mlp]
     _: KW_ONLY
@@ -105,14 +105,14 @@ class AmortizedPartition:
         self.adam = [torch.optim.Adam(network.parameters(), lr=self.normalizer_lr) for network in self.online]
 
     def start_epoch(self, epoch: int) -> None:
-        """Algorithm 1, line 4."""
+        """Run line 4 of Algorithm 1."""
         self.previous = copy.deepcopy(self.target)
         if self.fresh is not None:
             self._begin(self.fresh(epoch))
         self.epoch, self.k = epoch, 0
 
     def step(self, images: Tensor, texts: Tensor, scale: float, log_z: list[list[float]]) -> None:
-        """Run lines 6 to 8 on a batch with given log Z."""
+        """Run lines 6 to 8 of Algorithm 1 on a batch with the estimates ``log_z``."""
         if self.k % self.fit_every == 0:
             for _ in range(self.normalizer_updates):
                 self._fit(images, texts, scale, log_z)
@@ -139,13 +139,13 @@ class AmortizedPartition:
             self.adam[side].step()
 
     def log_lambda(self, images: Tensor, texts: Tensor) -> list[list[float]]:
-        """The target networks' predictions."""
+        """Return the predictions of the target networks for both sides."""
         with torch.no_grad():
             return [self.target[0](images).tolist(), self.target[1](texts).tolist()]
 
 
 class AmorLip:
-    """Stage I on the global batch; stage II on each block of it separately (one block: gathered)."""
+    """AmorLIP: stage I uses the global batch, stage II each of its ``blocks`` separately (one per process; 1: gathered)."""
 
     def __init__(
         self, amortized: AmortizedPartition, rho: float, negatives_only: bool = False, blocks: int = 1
@@ -153,7 +153,7 @@ class AmorLip:
         self.amortized, self.rho, self.negatives_only, self.blocks = amortized, rho, negatives_only, blocks
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; gradients and value are means over the blocks' losses."""
+        """Take a step; the value and the gradients are means over the blocks."""
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         log_z = [
@@ -171,7 +171,7 @@ class AmorLip:
         return StepResult(total.item(), *gradients[:2], gradients[2].item(), [])
 
     def _stage_two(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        """½(ℓ/stop_grad(c) + ρ/c) with ℓ of AmorLIP (6)."""
+        """Return ½(ℓ/stop_grad(c) + ρ/c), where c is the logit scale and ℓ is AmorLIP (6)."""
         size = len(images)
         log_lambda = self.amortized.log_lambda(images, texts)
         ell = torch.zeros((), dtype=torch.float64)
@@ -189,13 +189,13 @@ class AmorLip:
 
 
 class NeuClipMlp:
-    """NeuCLIP's ablation: (12) with α = log λ(e) − c·s_ii, λ fitted to log(ε+g) + c·s_ii."""
+    """NeuCLIP's equation (12) with α = log λ(e) − c·s_ii, where a network log λ is fitted to log(ε+g) + c·s_ii."""
 
     def __init__(self, amortized: AmortizedPartition, eps: float, rho: float) -> None:
         self.amortized, self.eps, self.rho = amortized, eps, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step."""
+        """Take a step; the logit scale is c = 1/τ."""
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         tau, batch = 1 / logit_scale, len(images)
@@ -214,7 +214,7 @@ class NeuClipMlp:
 
 
 class TemperatureNet(nn.Module):
-    """TempNet of one side."""
+    """TempNet's network for one side: it predicts a temperature for each embedding."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class TemperatureNet(nn.Module):
         self.double()
 
     def forward(self, features: Tensor, keep: Tensor, rho: float, bounds: tuple[float, float]) -> Tensor:
-        """Map (B, d) and dropout's mask to (B,)."""
+        """Map features (B, d) and the dropout mask ``keep`` (B, d) to temperatures (B,)."""
         x = torch.sigmoid(self.linear(features)) * keep * 2
         scores = x @ (self.prototypes / self.prototypes.norm(dim=1, keepdim=True)).T
         w = torch.softmax(scores / torch.exp(self.phi), dim=1)
@@ -238,7 +238,7 @@ class TemperatureNet(nn.Module):
 
 @dataclass
 class TempNet:
-    """SogCLR's estimator with predicted temperatures; ``keep(call, B)`` gives dropout's mask (2, B, d)."""
+    """SogCLR's estimator with predicted temperatures. ``keep(call, B)`` returns the dropout masks (2, B, d) of a call."""
 
     networks: list[TemperatureNet]
     estimator: MovingAverage
@@ -253,7 +253,7 @@ class TempNet:
         self.adam = [torch.optim.Adam(network.parameters()) for network in self.networks]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; the logit scale has no effect."""
+        """Take a step; the logit scale has no effect."""
         keep = self.keep(self.calls, len(images)).double()
         self.calls += 1
         predicted = [

@@ -1,4 +1,4 @@
-"""Exact log-normalizers in float64 loops, from NeuCLIP (9); without code of the package."""
+"""Exact log-normalizers of NeuCLIP (9) in float64 loops, without the package's code."""
 
 import math
 
@@ -15,7 +15,7 @@ def exact_log_normalizers(
     eps: float,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """``log(ε + g_i(S))``, or with AmorLIP's positive pair ``log((1 + (B−1)·g_i(S))/B)``: ``(2, A)``."""
+    """Return ``log(ε + g_i(S))`` ``(2, A)``. If ``batch`` B is given, the positive counts: ``log((1 + (B−1)·g_i(S))/B)``."""
     images, texts = images.double(), texts.double()
     result = torch.zeros(2, len(anchors), dtype=torch.float64)
     for side in (0, 1):

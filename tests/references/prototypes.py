@@ -1,4 +1,4 @@
-"""NeuCLIP's Algorithm 1 and the queue with autograd, ``torch.optim.Adagrad`` and lists; without code of the package."""
+"""Naive references of NeuCLIP and QueueCLIP with autograd, ``torch.optim.Adagrad`` and lists, without the package's code."""
 
 import contextlib
 import math
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.references.contrastive import StepResult, inner, leaves, positive
 
-# Dimension of a reference model's block, the first block of each prototype.
+# Dimension of the reference model's block of embeddings and prototypes, which comes first. 0 means no reference model.
 _reference_width = 0
 
 
 @contextlib.contextmanager
 def two_blocks(width: int) -> Iterator[None]:
-    """Give prototypes a reference's block of this dimension."""
+    """Within this context, the first ``width`` dimensions of prototypes are a reference model's block."""
     global _reference_width
     _reference_width, before = width, _reference_width
     try:
@@ -26,7 +26,7 @@ def two_blocks(width: int) -> Iterator[None]:
 
 
 def direction(column: Tensor) -> Tensor:
-    """Return a prototype with each of its blocks normalized."""
+    """Return a prototype whose blocks (reference model, trained model) each have unit norm."""
     blocks = column[:_reference_width], column[_reference_width:]
     return torch.cat([block / block.norm() for block in blocks if len(block)])
 
@@ -40,9 +40,9 @@ def predicted(
     side: int,
     left_out: list[set[int]] | None = None,
 ) -> list[Tensor]:
-    """α_k of all anchors of a side [NeuCLIP 10, 11]; ``prototypes`` (m, d), columns normalized in the cosine.
+    """Return α_k of all anchors of a side [NeuCLIP 10, 11]. The rows of ``prototypes`` (m, d) need not have unit norm.
 
-    ``left_out``: for each anchor, the prototypes that its mean excludes.
+    ``left_out`` contains, for each anchor, the prototypes that its mean excludes.
     """
     anchors = images if side == 0 else texts
     found = []
@@ -57,12 +57,12 @@ def predicted(
 
 
 class Recent:
-    """Embeddings of the m most recent samples; of a batch with more than m samples, the first m."""
+    """Embeddings of the m most recent samples. If a batch has more than m samples, only its first m are kept."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.rows: list[tuple[Tensor, Tensor]] = []
-        # The samples of the rows: each new sample has a new number.
+        # The number of each row's sample. Samples are numbered in the order of their arrival.
         self.numbers: list[int] = []
         self.seen = 0
 
@@ -76,11 +76,11 @@ class Recent:
         return numbers
 
     def places(self, number: int) -> set[int]:
-        """Return the positions of a sample in the result of :meth:`repeated`."""
+        """Return the rows of :meth:`repeated` that contain the sample ``number``."""
         return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Return (W1, W2): texts and images, repeated from the oldest if there are fewer than m."""
+        """Return texts and images (m, d). If there are fewer than m samples, they repeat from the oldest."""
         chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
         return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
 
@@ -95,9 +95,10 @@ def unified_step(
     alpha_gradient: bool,
     alpha_tau_gradient: bool = False,
 ) -> StepResult:
-    """Return value and gradients of NeuCLIP (12), averaged over both sides.
+    """Return the value and the gradients of NeuCLIP (12), averaged over both sides.
 
-    ``alpha_of(images, texts, tau)`` returns differentiable log-normalizers, in τ only with ``alpha_tau_gradient``.
+    ``alpha_of(images, texts, tau)`` returns differentiable log-normalizers. Their gradient by τ counts only with
+    ``alpha_tau_gradient``.
     """
     images, texts, scale = leaves(images, texts, logit_scale)
     tau, batch = 1 / scale, len(images)
@@ -108,7 +109,7 @@ def unified_step(
             a = alpha[side][i] if alpha_gradient else alpha[side][i].detach()
             held = a.detach()
             value = torch.exp(-held) * (eps + inner(images, texts, tau, side, i)) + held
-            # α's own gradient, with constant τ and g.
+            # The gradient through α: its value is 0, and τ and g are treated as constant.
             through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
             total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
     gradients = torch.autograd.grad(total, (images, texts, scale))
@@ -117,11 +118,10 @@ def unified_step(
 
 @dataclass(kw_only=True)
 class NeuClip:
-    """Algorithm 1 with AdaGrad; Algorithm 3's order with ``simultaneous``.
+    """NeuCLIP's Algorithm 1 with AdaGrad. ``simultaneous`` means the order of Algorithm 3: predict before the updates.
 
-    With ``verify_fit``, a step predicts with the fitted prototypes only if their objective on its batch, before this step's
-    restart and updates, was smaller than with the recent embeddings. Otherwise, and in the step of a restart, it predicts
-    with the recent embeddings.
+    With ``verify_fit``, each step first compares two objectives on its batch: of the fitted prototypes, and of the recent
+    embeddings as prototypes. It uses the fitted prototypes only if their objective is smaller, and if the step is no restart.
     """
 
     prototypes: int
@@ -146,7 +146,7 @@ class NeuClip:
         self.optimizer: torch.optim.Adagrad | None = None
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; index and epoch have no effect."""
+        """Take a step; index and epoch have no effect."""
         fit_is_better = self.verify_fit and self._fit_is_better(images, texts, 1 / logit_scale)
         self.recent.push(images, texts)
         self._restart()
@@ -196,7 +196,7 @@ class NeuClip:
         self.optimizer.step()
 
     def _distance(self, prototypes: list[Tensor], images: Tensor, texts: Tensor, tau: float, objective: str) -> Tensor:
-        """Return the objective of the prototypes."""
+        """Return the fitting objective of prototypes on a batch: unified, or the squared error of α."""
         total = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
             for i, a in enumerate(predicted(images, texts, prototypes[side], tau, self.eps, side)):
@@ -209,7 +209,7 @@ class NeuClip:
 
 
 class QueueClip:
-    """The NPN without training: T_r = 1, T_u = 0, and the mixture with the batch."""
+    """NeuCLIP's prototypes without training (restart in each step, no updates), mixed with the mini-batch estimate."""
 
     def __init__(
         self, *, prototypes: int, batch_weight: float, eps: float, rho: float, leave_own_out: bool = False
@@ -219,7 +219,7 @@ class QueueClip:
         self.leave_own_out = leave_own_out
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step; index and epoch have no effect."""
+        """Take a step; index and epoch have no effect."""
         numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
         left_out = None

@@ -1,4 +1,4 @@
-"""Naive references with a reference model: features of two blocks, and distillation with autograd."""
+"""Naive references of losses with a reference model: steering (features with two blocks) and distillation."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.references.prototypes import two_blocks
 def distillation(
     images: Tensor, texts: Tensor, theirs: tuple[Tensor, Tensor], scale: Tensor, temperature: float
 ) -> Tensor:
-    """``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]``, sample by sample."""
+    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + the same over texts]``; ŝ and τ̂ are the reference model's."""
     total = torch.zeros((), dtype=torch.float64)
     student, teacher = scale * (images @ texts.T), theirs[0] @ theirs[1].T / temperature
     for logits, wanted in ((student, teacher), (student.T, teacher.T)):
@@ -23,7 +23,7 @@ def distillation(
 
 
 class WithReference:
-    """Naive reference of a loss with a reference model, whose embeddings are rows of two tables."""
+    """Naive reference ``plain`` with a reference model, whose image and text embeddings are rows of ``tables``."""
 
     def __init__(
         self, plain: Any, tables: tuple[Tensor, Tensor], steer: bool, distill: float, temperature: float, learns: bool
@@ -32,7 +32,7 @@ class WithReference:
         self.distill, self.temperature, self.learns = distill, temperature, learns
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """One step."""
+        """Take a step of the plain reference, and add the distillation loss."""
         theirs = self.tables[0][index], self.tables[1][index]
         width = theirs[0].shape[1] if self.steer else 0
         one = torch.cat([theirs[0], images], dim=1) if self.steer else images

@@ -1,4 +1,4 @@
-"""SimCLR, SogCLR and iSogCLR on two views of each image, as loops over anchors, from the papers."""
+"""Naive references of SimCLR, SogCLR and iSogCLR on two views of each image: loops over anchors, from the papers."""
 
 import math
 from typing import Any
@@ -10,15 +10,15 @@ from tests.references.contrastive import SampleTemperatures, StepResult, by_samp
 
 
 def negatives_of(views: list[Tensor], i: int) -> list[Tensor]:
-    """Return both views of all other images."""
+    """Return both views of all images except image ``i``."""
     return [view[j] for view in views for j in range(len(view)) if j != i]
 
 
 class TwoViews:
-    """One of the losses, after a projector with the parameters of ours.
+    """SimCLR, SogCLR or iSogCLR, after a projector.
 
     Args:
-        projector: our projector; its first and last layer are linear.
+        projector: the package's projector, whose parameters are copied: Linear, ReLU, Linear.
         tau: temperature.
         average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR. None means SimCLR.
         with_positive: whether SimCLR's denominator includes the positive pair.
@@ -47,7 +47,7 @@ class TwoViews:
         return nn.functional.normalize(projected, dim=1)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """``images`` are the first views, ``texts`` the second ones."""
+        """Take a step; ``images`` are the first views, and ``texts`` are the second views."""
         first, second = leaves(images, texts)
         views = [self._project(first), self._project(second)]
         if self.learned is not None:
@@ -72,7 +72,7 @@ class TwoViews:
         return total.item(), total
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """``dcl`` of [opt4ml] for both views, with the new u of each anchor; an image stores the mean of its views' u."""
+        """Compute ``dcl`` of [opt4ml] for both views. An anchor uses its new u; an image stores the mean u of its views."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
@@ -94,7 +94,7 @@ class TwoViews:
         return value, surrogate
 
     def _isogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """[opt4ml, Algorithm 35]; the views of an image share u (their mean) and the temperature, which Adam learns."""
+        """Run [opt4ml, Algorithm 35]. Both views of an image share u (the mean of both) and a temperature learned by Adam."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         anchors = [(view, i) for view in (0, 1) for i in range(batch)]

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables and reports have all rows; the measured values are not checked."""
+"""The benchmark scripts run, and their tables and reports have all rows. The measured values are not checked."""
 
 import json
 import logging
@@ -37,13 +37,13 @@ def test_benchmark_prints_and_writes_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     if name == "evaluation":
-        datasets.tiny_checkpoint(tmp_path)  # registers the tiny model's configuration
+        datasets.tiny_checkpoint(tmp_path)  # also registers the tiny model
     monkeypatch.syspath_prepend(str(BENCH))
     options = [*CASES[name].split(), "--rounds", "1", "--device", "cpu", "--output", str(tmp_path / "results.json")]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     level = logging.root.level
     runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
-    logging.root.setLevel(level)  # A benchmark silences the libraries. Only setLevel() clears the loggers' caches.
+    logging.root.setLevel(level)  # benchmarks change it; setLevel() also clears the loggers' caches
     report, printed = json.loads((tmp_path / "results.json").read_text()), capsys.readouterr().out
     assert {"settings", "hardware", "versions", "load", "baseline"} <= report.keys()
     tables = report["results"]

@@ -1,4 +1,4 @@
-"""The clip arts: titles, captions, excluded images, and shards, with a small generated package."""
+"""The clip-art data set: titles, captions, excluded images and shards, tested with a small generated package."""
 
 import io
 import json
@@ -18,7 +18,7 @@ SMALL = ClipArtsConfig(num_val=1, num_test=2, image_size=8)
 
 
 def draw(path: Path, title: str | None, shade: int) -> None:
-    """Write an image that is unique to its shade: one dark pixel on a transparent background."""
+    """Write an image of one dark pixel on a transparent background. The shade of the pixel makes the image unique."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.new("RGBA", (6, 3))
     image.putpixel((0, 0), (shade, 0, 0, 255))
@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
     for number in range(5):
         draw(folder / f"computer/lemon-theme/key_{number}.png", "Lemon theme", 30 + number)
     draw(folder / "food/tea.png", "Tea", 50)
-    draw(folder / "food/tea_again.png", "Tea again", 50)  # an equal image
+    draw(folder / "food/tea_again.png", "Tea again", 50)  # equal to tea.png
     draw(folder / "shapes/stars/star_1.png", "A star", 60)
     Image.new("RGBA", (4, 4)).save(folder / "food/nothing.png")
     (folder / "link.png").symlink_to(folder / "food/tea.png")
@@ -47,10 +47,10 @@ def test_captions_are_folders_and_titles(source: Path):
     pairs = {pair.caption: pair for pair in read_pairs(source, SMALL)}
     captions = pairs.keys()
     assert {"animals birds: grünes pollo & co", "animals: frog 2"} <= captions
-    assert {f"computer lemon theme: key {number}" for number in range(5)} <= captions  # not the title of the collection
+    assert {f"computer lemon theme: key {number}" for number in range(5)} <= captions  # not the collection's title
     assert len(captions & {"food: tea", "food: tea again"}) == 1  # equal images count once
-    assert len(captions) == 8  # no stars, links or blank images
-    # Images are padded to a white square.
+    assert len(captions) == 8  # stars, links and blank images are excluded
+    # Images are padded with white to a square.
     frog = pairs["animals: frog 2"]
     image = Image.open(io.BytesIO(frog.png))
     assert image.size == (8, 8) and image.mode == "RGB"

@@ -1,4 +1,4 @@
-"""The environment script: it creates the environment once, and updates it when more is needed."""
+"""The environment script creates the environment once, and updates it when requirements or extras change."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ SCRIPTS = ROOT / "scripts"
 
 @pytest.fixture
 def clone(tmp_path):
-    """Return a folder with the environment script, and an interpreter that records calls of pip instead of running them."""
+    """Return a folder with the environment script, and a fake interpreter that records calls of pip."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / "_environment.sh", tmp_path / "scripts")
     (tmp_path / "scripts" / "use.sh").write_text(
@@ -58,7 +58,7 @@ def test_the_environment_is_made_once_and_again_when_more_is_needed(clone):
     assert installs(clone) == ["."]
     (clone / "requirements.txt").write_text("torch>=2.6\n")
     assert use(clone, "test,plot", EXTRAS="eval").returncode == 0
-    # No script removes the extras of another.
+    # A script must not remove extras that another script installed.
     assert use(clone, "plot").returncode == use(clone, "eval,test").returncode == 0
     assert installs(clone) == [".", ".[eval,plot,test]"]
     (clone / "requirements.txt").write_text("torch>=2.7\n")
@@ -79,7 +79,7 @@ def test_versions_are_those_of_the_lock_unless_asked_otherwise(clone):
 
 
 def test_the_lock_pins_what_this_package_needs():
-    """Each requirement has one version in its range, for every Python from 3.10 on."""
+    """For every Python from 3.10 on, the lock file has exactly one version of each requirement, within its range."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
     pinned = [Requirement(line) for line in (ROOT / "requirements.lock").read_text().splitlines() if line[0] != "#"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""The icon data set: chosen and held-out icons, and shards, with a small generated collection."""
+"""The icons data set: chosen and held-out icons, and shards, tested with a small generated collection."""
 
 import io
 import json
@@ -20,7 +20,7 @@ NAMES = ("home", "arrow-left", "star", "cloud", "bell")
 
 
 def write_collection(package: Path, sets: dict[str, dict]) -> Path:
-    """Write a package as npm unpacks it, in which each set draws every name differently."""
+    """Write an icon package in npm's format; each set has its own drawing for every icon name."""
     (package / "json").mkdir(parents=True)
     (package / "package.json").write_text(json.dumps({"version": "1.2.3"}))
     described = {}
@@ -43,7 +43,7 @@ def package(tmp_path: Path) -> Path:
         "home-2-outline": {"body": '<circle cx="8" cy="4" r="4"/>', "width": 16, "height": 8},
         "hidden": {"body": '<path d="M0 0h9v9z"/>', "hidden": True},
         "spin": {"body": '<path d="M0 0h8v8z"><animate attributeName="d"/></path>'},
-        "bell-thin": {"body": "<path/>"},  # blank
+        "bell-thin": {"body": "<path/>"},  # a blank icon
     }
     rare = {"rare": {"body": '<path d="M0 0h8v7z"/>'}}
     emoji = {"noto": {"category": "Emoji"}, "fluent-emoji": {"category": None}}
@@ -58,7 +58,7 @@ def make(package: Path, output: Path, config: IconsConfig = SMALL) -> Path:
 
 
 def read(folder: Path) -> list[dict[str, bytes]]:
-    """Return the samples of a split."""
+    """Return the samples of a split; each maps field names to bytes."""
     dataset = webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=False)
     return [{name: data for name, data in sample.items() if name[0] != "_"} for sample in dataset]
 
@@ -82,7 +82,7 @@ def test_emoji_hidden_and_animated_icons_are_left_out_and_drawings_are_square(pa
     assert alpha.keys() == {*NAMES, "home-2-outline", "bell-thin"}
     image = Image.open(io.BytesIO(icons.render(alpha["home-2-outline"], 32)))
     assert image.size == (32, 32) and image.mode == "RGB"
-    assert image.getpixel((16, 16)) == (0, 0, 0)  # the center of the circle, in the center of the square
+    assert image.getpixel((16, 16)) == (0, 0, 0)  # the icon is centered in the square
     assert image.getpixel((16, 4)) == image.getpixel((4, 16)) == (255, 255, 255)
     assert icons.render(alpha["bell-thin"], 32) is None
 
@@ -101,7 +101,7 @@ def test_whole_sets_are_held_out_by_a_seeded_choice(tmp_path: Path):
     splits = assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2))
     by_split = {split: {prefix for prefix in splits if splits[prefix] == split} for split in icons.SPLITS}
     assert len(by_split["val"]) == len(by_split["test"]) == icons.HELD_OUT_GROUPS
-    assert assign_splits(sets, found, IconsConfig(50, 10, 10, min_authors=2)) == splits  # for every size
+    assert assign_splits(sets, found, IconsConfig(50, 10, 10, min_authors=2)) == splits  # independent of the size
     assert assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2, seed=1)) != splits
     with pytest.raises(ValueError, match="not enough sets"):
         assign_splits(sets, found, IconsConfig(100, 1000, 10))
@@ -120,7 +120,7 @@ def test_shards_hold_pairs_of_their_own_sets(package: Path, tmp_path: Path):
             assert described["name"] == names[int(sample["cls"])] == canonical_name(described["icon"])
             assert sample["txt"].decode() == described["icon"].replace("-", " ")
             assert described["license"] == "MIT"
-    assert "rare" not in names  # drawn by only one author
+    assert "rare" not in names  # only one author drew this icon
     table = json.loads((output / "sets.json").read_text())
     assert {(row["split"], prefix) for prefix, row in table.items()} == {
         (split, prefix) for split, prefixes in allowed.items() for prefix in prefixes

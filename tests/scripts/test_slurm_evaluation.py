@@ -1,4 +1,4 @@
-"""The SLURM job for a run folder: its commands, parsed by the real command lines."""
+"""The SLURM job that evaluates a run folder: the real parsers accept the commands that it runs."""
 
 import os
 import shlex
@@ -27,7 +27,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def start(tmp_path: Path, *arguments: str, fails: str = "never", **variables: str) -> subprocess.CompletedProcess:
-    """Return a function that runs the job with an ``srun`` without options and a ``python`` that records its arguments."""
+    """Run the job script with a fake ``srun`` that drops its options, and a fake ``python`` that records its arguments."""
     stubs = tmp_path / "stubs"
     stubs.mkdir(exist_ok=True)
     (stubs / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
@@ -47,7 +47,7 @@ def calls(tmp_path: Path) -> list[list[str]]:
 
 
 def evaluations(commands: list[list[str]]) -> list[str]:
-    """Return the names of the checkpoints, after both parsers accepted the commands."""
+    """Return the names of the evaluated checkpoints; assert that both parsers (torchrun's and ours) accept the commands."""
     names = []
     for command in commands:
         assert command[:2] == ["-m", "torch.distributed.run"]
@@ -62,7 +62,7 @@ def evaluations(commands: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(("fails", "status"), [("never", 0), ("epoch_2.pt", 1)])
 def test_all_checkpoints_in_order_and_then_the_report(tmp_path: Path, run_folder: Path, fails: str, status: int):
-    """A failed checkpoint does not stop the others, and fails the job."""
+    """If the evaluation of a checkpoint fails, the job evaluates the others, and then fails."""
     done = start(tmp_path, f"{run_folder}/", "/data/with space", fails=fails)
     assert done.returncode == status, done.stderr
     *commands, report = calls(tmp_path)

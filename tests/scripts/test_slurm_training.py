@@ -1,4 +1,4 @@
-"""The SLURM job for trainings: its command, and one case of signals. tests/slurm covers the other signals."""
+"""The SLURM job for trainings: its command, and a trainer that saves too slowly. tests/slurm tests the other signals."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sh"
 
 STUBS = {
-    # Runs one task.
+    # This fake srun runs its command once.
     "srun": """#!/bin/bash
 while [[ "$1" == --* ]]; do printf '%s ' "$1" >>"$RECORD/srun_options"; shift; done
 printf '%s' "$MASTER_ADDR:$MASTER_PORT:$LOCAL_WORLD_SIZE" >>"$RECORD/srun_options"
@@ -28,11 +28,11 @@ exec "$@"
 echo "requeue $2" >>"$RECORD/events"
 kill -TERM "$(cat "$RECORD/pid")" 2>/dev/null || true
 """,
-    # The signal is lost.
+    # This fake scancel sends no signal, as if the signal was lost.
     "scancel": """#!/bin/bash
 echo "scancel $*" >>"$RECORD/events"
 """,
-    # A replacement of Python: recipes use the real one; a trainer records its arguments, and saves and exits on SIGTERM.
+    # A fake Python: for recipes, it runs the real one. As a trainer, it records its arguments, and saves on SIGTERM.
     "trainer": """#!/bin/bash
 [[ "$*" != *openclip_ext.training.recipes* ]] || exec "$REAL_PYTHON" "$@"
 save() {
@@ -52,7 +52,7 @@ wait
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Set a job's environment with stubs of a cluster; return the folder of their records."""
+    """Set the environment of a SLURM job, with the fake programs; return the folder in which they record calls."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -117,7 +117,7 @@ def test_the_users_flags_win(cluster, monkeypatch):
     assert run_job(*flags).returncode == 0
     args = trainer_arguments(cluster)
     assert (args.name, args.batch_size, args.aug_cfg) == ("mine-5", 7, {"scale": (0.4, 1.0)})
-    assert args.workers == 7  # of 8 CPUs
+    assert args.workers == 7  # one less than the 8 CPUs
 
 
 def test_a_trainer_that_does_not_save_in_time_is_ended_by_the_requeue(cluster, monkeypatch):

@@ -1,4 +1,4 @@
-"""A cluster of three nodes on this machine: real munged, slurmctld and slurmd, with all files in a temporary folder."""
+"""A SLURM cluster of three nodes on this machine: real munged, slurmctld and slurmd, with files in a temporary folder."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from tests.training.runs import metrics_of
 ROOT = Path(__file__).parents[2]
 PACED = ROOT / "tests" / "training" / "paced.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-# Addresses as host names need no name service, and all of 127.0.0.0/8 is this machine.
+# Names of the nodes. As IP addresses, they need no name service, and all addresses 127.x.x.x are this machine.
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 GPUS = 8
 CONFIGURATION = """
@@ -55,13 +55,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _tracking() -> str:
-    """Return SLURM's process tracker: control groups of version 1 if this user may create one. Version 2 needs systemd."""
+    """Return the process tracker for SLURM: cgroups v1 if this user may create one; cgroups v2 would need systemd."""
     freezer = Path("/sys/fs/cgroup/freezer")
     return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
 
 
 class Cluster:
-    """A cluster: commands of a user, and failures."""
+    """The running cluster, with commands of a user and a simulated failure of a node."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Cluster:
         }
 
     def kill_node(self, name: str) -> None:
-        """Simulate a power failure of a node: kill the daemon, the steps' daemons and all their processes at once."""
+        """Simulate a power failure of a node: kill its slurmd, the daemons of its job steps, and all their processes."""
         lost = {int((self.folder / f"{name}.pid").read_text())}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -94,25 +94,25 @@ class Cluster:
         return result.stdout
 
     def submit(self, *arguments: str, **variables: str) -> str:
-        """Submit the job script to the cluster; return the job's number."""
+        """Submit a job with ``sbatch``; return its number."""
         return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *arguments, **variables).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return SLURM's fields of a job, by name."""
+        """Return the fields of a job, as ``scontrol show job`` prints them, by name."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "-o", number)))
 
     def output(self, number: str) -> str:
         return "\n".join(file.read_text() for file in self.folder.glob(f"{number}.out"))
 
     def wait_for_step(self, number: str, folder: Path, step: int) -> None:
-        """Wait until a job's run has logged a step."""
+        """Wait until the run in ``folder`` has logged step number ``step``; fail with the output of the job."""
         wait_until(
             lambda: any(line["step"] >= step for line in metrics_of(folder)),
-            lambda: f"{folder} never came to step {step}: {self.job(number)}\n{self.output('*')}",
+            lambda: f"{folder} did not reach step {step}: {self.job(number)}\n{self.output('*')}",
         )
 
     def wait(self, number: str, *states: str) -> dict[str, str]:
-        """Wait until a job is in one of the states."""
+        """Wait until a job is in one of ``states``; return its fields."""
         return wait_until(
             lambda: (job := self.job(number))["JobState"] in states and job,
             lambda: f"job {number} is not {states}: {self.job(number)}\n{self.output(number)}",
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def _interpreter(folder: Path) -> Path:
-    """Write a command without spaces, as ``PYTHON`` requires, that runs the trainer slowly."""
+    """Write a program for ``PYTHON`` that runs the slow trainer; its path contains no spaces, as ``PYTHON`` requires."""
     command = folder / "python"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PACED))} "$@"\n')
     command.chmod(0o755)
@@ -137,7 +137,7 @@ def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # The nodes' control groups have fixed names, so two clusters on one machine would kill each other's jobs.
+    # Only one cluster at a time: the names of the nodes' cgroups are fixed, so two clusters would kill each other's jobs.
     with FileLock(Path(tempfile.gettempdir()) / "openclip_ext-slurm.lock"):
         yield from _cluster(tmp_path_factory)
 
@@ -189,6 +189,6 @@ def _configure(folder: Path) -> None:
     settings = {"host": platform.node(), "controller_port": controller_port, "folder": folder, "tracking": _tracking()}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(nodes="\n".join(nodes), **settings))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
-    # Any character device can represent a GPU.
+    # SLURM accepts any character device as a GPU.
     devices = [str(path) for path in sorted(Path("/dev").iterdir()) if path.is_char_device() and not path.is_symlink()]
     (folder / "gres.conf").write_text(f"Name=gpu File={','.join(devices[:GPUS])}\n")

@@ -1,4 +1,4 @@
-"""``--executor slurm`` of ``compare`` and of the grid: tasks of a pool as jobs of a real SLURM, with submitit."""
+"""``--executor slurm`` of ``compare`` and of the grid: submitit runs the tasks of a pool as jobs of a real SLURM."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ONE_CORE = "cpus_per_task=1,time=10"
 
 
 class Task:
-    """A picklable task that acts according to its name, in a job."""
+    """A picklable task. Within a job, it succeeds, fails or sleeps, depending on ``what``."""
 
     def __init__(self, what: str, mark: Path) -> None:
         self.what, self.mark = what, mark
@@ -44,7 +44,7 @@ class Task:
 
 
 def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
-    """One task succeeds, one fails, one cannot be loaded, one is killed externally, and the judge stops one."""
+    """One task succeeds, one raises, one cannot be unpickled, one is killed from outside, and the judge stops one."""
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("openclip_ext.compare.slurm_pool._GRACE_SECONDS", 2.0)

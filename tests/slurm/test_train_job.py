@@ -1,4 +1,4 @@
-"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs, whose training equals an uninterrupted run."""
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs end bitwise equal to an uninterrupted run."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-pe
 
 
 class Runs(NamedTuple):
-    """Trainings of ten steps on two ranks."""
+    """Trainings with ten steps on two ranks: data, folders and flags."""
 
     shards: str
     logs: object
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
         )
 
     def notes(self, name, what):
-        """Return the notes of all ranks, with their ranks."""
+        """Return sorted pairs of a recorded value (``what``: step, signal, ...) and the rank that recorded it."""
         return sorted((note[what], note["rank"]) for note in read_notes(self.logs / "notes" / name) if what in note)
 
 
@@ -44,7 +44,7 @@ def runs(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(cluster, runs):
-    """Return the folder of an uninterrupted run without SLURM."""
+    """Make an uninterrupted run without SLURM; return its folder."""
     program = Program(runs.flags("whole"), 2, runs.logs / "output")
     assert program.wait() == [0, 0], program.text()[-3000:]
     return runs.logs / "whole"
@@ -52,10 +52,10 @@ def whole(cluster, runs):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Return finished jobs by name.
+    """Run four jobs and return their final fields and output by name.
 
-    One job of an array was preempted after a third step, one was near its time limit, one fails, and one lost a node. They
-    run in parallel, because SLURM takes half a minute to check limits and to detect a lost node.
+    ``array`` (in a job array) is preempted after its third step, ``limited`` comes near its time limit, ``failing`` fails, and
+    ``nodes`` loses a node. The jobs run in parallel, because SLURM needs half a minute to detect limits and lost nodes.
     """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
@@ -66,7 +66,7 @@ def jobs(cluster, runs):
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
-    # SLURM signals 120 to 150 seconds before the end, as the script requests.
+    # The script requests a signal 120 s before the time limit. SLURM sends it 120 to 150 s before.
     minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
     cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
     cluster.wait(limited, "PENDING", "COMPLETING")
@@ -86,7 +86,7 @@ def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(r
     assert "Time limit ahead" in limited["output"]
     assert "Stopped by a signal" in limited["output"]
     assert runs.notes("limited", "signal") == [("SIGTERM", 0), ("SIGTERM", 1)]
-    assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "no step twice"
+    assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "a repeated step"
     assert (limited["JobState"], limited["Restarts"], limited["ExitCode"]) == ("COMPLETED", "1", "0:0"), limited
     assert_same_run(runs.logs / "limited", whole)
 

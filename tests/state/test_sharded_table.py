@@ -1,4 +1,4 @@
-"""Tables of per-sample state: values are restored, unwritten values are NaN, and a write can be undone."""
+"""Tables of per-sample state: written values are read again, unwritten values are NaN, and a write can be undone."""
 
 import pytest
 import torch
@@ -30,6 +30,6 @@ def test_a_write_can_be_undone(unless: bool | None) -> None:
     table.undo_write(None if unless is None else torch.tensor(unless))
     left = after if unless else before
     torch.testing.assert_close(table.read(everything), left, rtol=0, atol=0, equal_nan=True)
-    table.undo_write()  # there is no further write to undo
+    table.undo_write()  # no effect: only the last write can be undone
     torch.testing.assert_close(table.read(everything), left, rtol=0, atol=0, equal_nan=True)
     assert after[:, 7].tolist() == [6.0, 6.0]

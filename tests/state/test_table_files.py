@@ -1,4 +1,4 @@
-"""Tables on disk: in chunks, for any number of ranks, and readable with numpy."""
+"""Table files: they are written in chunks, can be read with another number of ranks, and with NumPy."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Create later tables as one rank of several."""
+    """Return a function after which this process creates tables like one rank of several."""
 
     def pretend(rank: int, world_size: int) -> None:
         monkeypatch.setattr(distributed, "rank", lambda: rank)
@@ -32,7 +32,7 @@ def as_rank(monkeypatch):
 
 
 def numbers(dtype=torch.float32) -> torch.Tensor:
-    """Return a table ``(columns, SAMPLES)`` with a third never written, including a whole chunk."""
+    """Return table values ``(columns, SAMPLES)``; every third sample and a full chunk are unwritten (NaN)."""
     values = torch.randn(3, SAMPLES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     values[:, ::3] = float("nan")
     values[:, 40:60] = float("nan")
@@ -41,7 +41,7 @@ def numbers(dtype=torch.float32) -> torch.Tensor:
 
 
 def filled(values: torch.Tensor) -> ShardedTable:
-    """Return this rank's shard of a table."""
+    """Return a table with this rank's shard of ``values``."""
     table = ShardedTable(3, SAMPLES).to(values.dtype)
     table.set_rows(0, values[:, table.first : table.end].T)
     return table

@@ -1,4 +1,4 @@
-"""One thread for bitwise comparisons, and reference runs that several files share."""
+"""Fixtures: one torch thread, for bitwise comparisons; and reference runs that several test files share."""
 
 from collections.abc import Iterator
 
@@ -19,6 +19,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Return uninterrupted runs to compare with, and stopped runs to damage."""
+    """Return the reference runs: uninterrupted runs to compare with, and stopped runs that tests may damage."""
     folder = tmp_path_factory.mktemp("runs")
     return Runs(make_shards(folder / "shards"), folder)

@@ -1,10 +1,10 @@
-"""The training program, slow enough to be interrupted: ``python paced.py -m openclip_ext.training.main FLAGS``.
+"""Run the training program slowly, so that a test can interrupt it: ``python paced.py -m openclip_ext.training.main FLAGS``.
 
 Environment:
-    NOTES: folder in which each rank records its signals, and the samples of its steps.
-    HOLD_AT: step of the first launch (of job 1 of an array) after which every rank waits for a signal.
-    HOLD_WORLD: number of ranks; hold every launch with this number of ranks instead.
-    PACE: additional seconds per step (default: 0).
+    NOTES: folder in which each rank records the signals it received and the sample indices of its steps.
+    HOLD_AT: number of steps after which every rank waits for a signal. Only the first launch (in job 1 of an array) waits.
+    HOLD_WORLD: number of ranks. If it is set, every launch with this number of ranks waits, not only the first launch.
+    PACE: seconds of sleep added to each step (default: 0).
 """
 
 import functools
@@ -77,7 +77,7 @@ def is_held(steps: int) -> bool:
 
 if __name__ == "__main__":
     STARTED = time.time()
-    # OpenCLIP would import it, which takes more than a second; README's environment does not have it.
+    # OpenCLIP imports transformers if it is installed, which takes over a second. The README does not install transformers.
     sys.modules["transformers"] = None
     module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
     if module == "openclip_ext.training.main":

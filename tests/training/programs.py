@@ -1,7 +1,7 @@
-"""Short trainings as separate programs, forked or under torchrun, and comparison of their results.
+"""Run short trainings as separate processes, forked or under torchrun, and compare their results.
 
-Importing torch and OpenCLIP takes longer than these trainings. Forks come from a server that has imported both. Everything
-else, from the command line to the exit status, is the real program.
+Importing torch and OpenCLIP takes longer than these trainings, so a fork server imports them once. Everything else, from the
+command line to the exit status, is the real program.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
 
 ROOT = Path(__file__).parents[2]
-# Programs that take longer hang.
+# A program that runs longer counts as stuck.
 PATIENCE_SECONDS = 600
-# After a failure, torchrun also signals the other trainers to exit, and kills them after this time.
+# After one trainer fails, the others get SIGTERM, and SIGKILL after this time; torchrun does this, too.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
-# Every launch reads this; the server reads it once for all forks.
+# The fork server reads the configurations and the tokenizer once; otherwise every fork would read them.
 add_model_configs()
 open_clip.get_tokenizer("demo-vit")
 _TIMES = ("samples_per_second", "batch_time", "data_time")
@@ -49,19 +49,19 @@ def program(argv: list[str]) -> None:
 
 
 def stopped_program(argv: list[str], after: int = 8) -> None:
-    """Run the training program and send SIGTERM to it in a step."""
+    """Run the training program and send SIGTERM to it in step number ``after``."""
     assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
 
 
 class Program:
-    """A running training.
+    """A training that runs in its own processes.
 
     Args:
-        argv: arguments of the program.
-        ranks: number of trainers.
-        output: file for their output; overwritten.
-        torchrun: whether torchrun starts them.
-        target: function that a fork calls with the arguments.
+        argv: command-line arguments of the training program.
+        ranks: number of trainer processes.
+        output: file for stdout and stderr of the trainers; it is overwritten.
+        torchrun: whether torchrun starts the trainers; otherwise they are forked.
+        target: function that each fork calls with ``argv``.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Program:
         self._forks: list[BaseProcess] = [] if torchrun else _fork(target, argv, ranks, output)
 
     def trainers(self) -> list[int]:
-        """Return the processes that train."""
+        """Return the process IDs of the trainers."""
         if self.launcher is None:
             return [fork.pid for fork in self._forks if fork.is_alive()]
         return children_of(self.launcher.pid)
 
     def statuses(self) -> list[int | None]:
-        """Return the exit statuses of the processes started here (trainers or torchrun), None for running ones."""
+        """Return one exit status per forked trainer, or only torchrun's; None means that the process still runs."""
         return [fork.exitcode for fork in self._forks] if self.launcher is None else [self.launcher.poll()]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have exited. Call it repeatedly, because it terminates forks after a failure."""
+        """Return whether all processes have exited. After a failure, repeated calls also terminate the remaining forks."""
         statuses = self.statuses()
         if any(statuses) and None in statuses:
             if self._failed_at is None:
@@ -102,7 +102,7 @@ class Program:
         return None not in statuses
 
     def wait(self) -> list[int | None]:
-        """Wait for the end and return the exit statuses; after the timeout, kill all processes and fail."""
+        """Wait until all processes exit, and return their statuses. After the timeout, kill them and fail."""
         try:
             wait_until(self.has_ended)
         except AssertionError:
@@ -111,7 +111,7 @@ class Program:
         return self.statuses()
 
     def wait_for_step(self, run_folder: Path, count: int) -> None:
-        """Wait until the run has logged a number of steps; fail if the program exits before."""
+        """Wait until the run has logged ``count`` lines; fail if the program exits first."""
         log = run_folder / "metrics.jsonl"
         wait_until(lambda: not self._runs() or (log.is_file() and log.read_text().count("\n") >= count))
         assert self._runs(), self.text()[-3000:]
@@ -120,7 +120,7 @@ class Program:
         return set(self.statuses()) == {None}
 
     def kill(self) -> None:
-        """Kill all processes at once, and wait for them."""
+        """Send SIGKILL to all processes, and wait until they have exited."""
         for pid in [*self.trainers(), *([self.launcher.pid] if self.launcher else [])]:
             send_kill(pid)
         while not self.has_ended():
@@ -131,34 +131,34 @@ class Program:
         return self.output.read_text(errors="replace")
 
     def message(self) -> str | None:
-        """Return the program's error message; None without a message, or with a traceback."""
+        """Return the line that begins with ``error:`` in the program's output, or None if no line does."""
         found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
         return found and found.group()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait until the condition holds; fail after a number of seconds."""
+    """Wait until the condition is true; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
+        assert time.monotonic() < deadline, f"the condition is still false after {seconds} s"
         time.sleep(0.005)
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process; none if it has exited."""
+    """Return the process IDs of a process's children; an empty list if the process has exited."""
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process has not exited."""
+    """Return whether a process still runs. A zombie counts as exited."""
     state = Path(f"/proc/{pid}/stat")
     return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def send_kill(pid: int) -> None:
-    """Send SIGKILL to a process that may have exited."""
+    """Send SIGKILL to a process; do nothing if it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -183,23 +183,23 @@ def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, outp
 
 
 def _serve(target: Callable[[list[str]], None], argv: list[str], environment: dict[str, str], output: Path) -> None:
-    """Run a fork; multiprocessing turns exceptions into an exit status."""
+    """Call ``target`` in a fork. If it raises, multiprocessing sets the fork's exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     os.environ.update(environment)
-    # As in a separate program: data workers from a fork server would outlive the trainer and repeat all imports.
+    # Restore the default start method: data workers of a fork server would outlive the trainer and repeat all imports.
     multiprocessing.set_start_method(None, force=True)
     target(argv)
 
 
 class Runs:
-    """Uninterrupted runs, and runs that were stopped mid-epoch, each made at its first use.
+    """Uninterrupted and stopped reference runs; each run is made when a test first requests it.
 
     Args:
-        shards: ``--train-data``.
+        shards: the shard pattern for ``--train-data``.
         folder: folder for the runs.
     """
 
@@ -207,9 +207,9 @@ class Runs:
         self._shards, self._folder = shards, folder
 
     def argv(self, logs: Path, loss: str, ranks: int, *more: str) -> list[str]:
-        """Return the command of the run ``logs/run``.
+        """Return the command-line arguments of a run in the folder ``logs/run``.
 
-        It has 2 epochs of 5 steps, an evaluation after each, a global batch of 16, and a save every 2 steps.
+        The run has 2 epochs of 5 steps, an evaluation after each epoch, a global batch of 16, and a save every 2 steps.
         """
         batch_size = ["--batch-size", str(16 // ranks)]
         saving = ["--save-every-steps", "2", "--val-data", self._shards, "--resume", "latest"]
@@ -220,7 +220,7 @@ class Runs:
         return self._made("whole", program, loss, ranks, more)
 
     def stopped(self, loss: str, ranks: int, *more: str) -> Path:
-        """Return the folder of a run that SIGTERM stopped in its eighth step."""
+        """Return the folder of a run that SIGTERM stopped in step 8 of 10."""
         return self._made("stopped", stopped_program, loss, ranks, more)
 
     def _made(self, kind: str, target: Callable[[list[str]], None], loss: str, ranks: int, more: Sequence[str]) -> Path:
@@ -233,7 +233,7 @@ class Runs:
 
 
 def lines_of(log: Path) -> list[str]:
-    """Return the lines of a log, without the times."""
+    """Return the lines of a log without their timing fields."""
     lines = []
     for line in log.read_text(errors="replace").splitlines() if log.is_file() else ():
         try:
@@ -248,6 +248,6 @@ def lines_of(log: Path) -> list[str]:
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:
-    """Return differences to the uninterrupted run at the end: model, optimizer, loss state, tables, logs."""
+    """Return what differs from the uninterrupted run ``whole``: names of final state (bitwise), and names of logs."""
     logs = [log for log in LOGS if lines_of(run_folder / log) != lines_of(whole / log)]
     return differences(final_state(run_folder), final_state(whole)) + logs

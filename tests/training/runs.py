@@ -1,4 +1,4 @@
-"""Short training runs on a few demo shards, sequentially in this process or on two ranks."""
+"""Short training runs on a few demo shards, in this process or on two ranks."""
 
 import functools
 import itertools
@@ -23,10 +23,10 @@ from tests.distributed.pool import two_ranks
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
 
-# Each tokenizer would read 48,000 merges, which takes longer than most steps of a short run.
+# Cached, because a new tokenizer reads 48,000 merges, which takes longer than most steps of a short run.
 open_clip.factory.SimpleTokenizer = functools.cache(open_clip.factory.SimpleTokenizer)
 
-# Small values, so that every part of a loss is active within a few steps.
+# The values are small so that every part of a loss becomes active within a few steps.
 _FLAGS = {
     "openclip": ["--local-loss", "--gather-with-grad"],
     "fastclip": ["--gamma-decay-epochs", "2"],
@@ -37,41 +37,41 @@ _FLAGS = {
     "sogclr": ["--views", "2"],
     "cliplite": ["--opt", "timm/lookahead_sgd", "--lookahead-steps", "3", "--momentum", "0.9", "--caption-aware-flip"],
 }
-# All losses: a new loss is tested without changes to tests.
+# Every registered loss is included, so a new loss is tested without changes to the tests.
 LOSS_FLAGS = {loss: _FLAGS.get(loss, []) for loss in list_losses()}
 
-# demo-vit with a narrower text tower, because most of its checkpoint is the embedding of 49,408 tokens.
+# demo-vit with a narrower text tower: most of a demo-vit checkpoint is the embedding table of 49,408 tokens.
 SMALL_MODEL = "small-vit"
 open_clip.add_model_config(Path(__file__).with_name(f"{SMALL_MODEL}.json"))
 _MODEL = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
 
 
 def make_shards(folder: Path) -> str:
-    """Write the demo shards and return their ``--train-data``."""
+    """Write the demo shards and return their pattern for ``--train-data``."""
     write_shards(folder, ShapesConfig(NUM_SAMPLES, 0, "train", SAMPLES_PER_SHARD), workers=1)
     last = (NUM_SAMPLES - 1) // SAMPLES_PER_SHARD
     return str(folder / f"{{00000..{last:05d}}}.tar")
 
 
 def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """Return the command of a run with 2 epochs of 5 steps and a global batch of 16."""
+    """Return the arguments of a run with 2 epochs of 5 steps and a batch of 16."""
     run = ["--train-data", shards, "--logs", str(logs), "--name", name, "--loss", loss, "--epochs", "2", "--seed", "3"]
     training = ["--lr", "1e-3", "--warmup", "3", "--log-every-n-steps", "1", "--force-patch-dropout", "0.2"]
     return [*run, *_MODEL, *training, *LOSS_FLAGS[loss], *more]
 
 
 def small_command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """Return the command with a smaller model, for a process that has imported this module or paced.py."""
+    """Return the arguments of a run with ``small-vit``. Only processes that import this module or run paced.py have it."""
     return command(shards, logs, name, loss, "--model", SMALL_MODEL, *more)
 
 
 def evaluation(logs: Path, name: str, *more: str) -> list[str]:
-    """Return the command of an evaluation without training."""
+    """Return the arguments of an evaluation without training."""
     return [*_MODEL, "--logs", str(logs), "--name", name, *more]
 
 
 def run(argv: list[str], stop_after: int | None = None) -> int:
-    """Run a command line to its end, or to SIGTERM in optimizer step ``stop_after``; return the exit status."""
+    """Train in this process and return the exit status. ``stop_after`` is the step at which SIGTERM stops the run."""
     calls = itertools.count(1)
 
     class Terminating(trainer.SignalRequests):
@@ -89,19 +89,19 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
 
 
 def run_on_two_ranks(runs: list[dict]) -> None:
-    """Run several command lines (``{"argv": [...], "stop_after": n, "status": n}``) on two gloo ranks."""
+    """Run trainings one after another on two gloo ranks: ``{"argv": [...], "stop_after": step, "status": expected}``."""
     for planned in runs:
         statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
         assert statuses == [planned.get("status", 0)] * 2, planned
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder with their bytes."""
+    """Map the relative path of every file below a folder to its bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def flip_a_bit(path: Path) -> bytes:
-    """Damage a file without changing its size; return its new content."""
+    """Invert one bit in the middle of a file; return the new content."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -109,29 +109,29 @@ def flip_a_bit(path: Path) -> bytes:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """Return the lines of a run's ``metrics.jsonl``; none without the file."""
+    """Return the parsed lines of a run's ``metrics.jsonl``; an empty list if the file does not exist."""
     log = folder / "metrics.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
 
 
 def results_of(folder: Path) -> list[dict]:
-    """Return the lines of a run's ``results.jsonl``, one per evaluation."""
+    """Return the parsed lines of a run's ``results.jsonl``; each line is one evaluation."""
     return [json.loads(line) for line in (folder / "checkpoints" / "results.jsonl").read_text().splitlines()]
 
 
 def losses_of(folder: Path) -> list[tuple[int, float, float]]:
-    """Return step, loss and InfoNCE of every logged step."""
+    """Return a tuple (step, loss, InfoNCE) for every logged step."""
     return [(line["step"], line["loss"], line["infonce"]) for line in metrics_of(folder) if "loss" in line]
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
-    """Compare two finished runs bit for bit: every logged loss, the model file, and the state of all ranks."""
+    """Assert that two finished runs are bitwise equal: every logged loss, the model file, and the state of all ranks."""
     assert losses_of(found) == losses_of(expected)
     assert differences(final_state(found), final_state(expected)) == []
 
 
 def final_state(folder: Path) -> dict:
-    """Return the final state of a run: the model file and the state of all ranks."""
+    """Return the content of a run's last model file, and the saved state of all ranks."""
     model_file = max((folder / "checkpoints").glob("epoch_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     content = torch.load(model_file, weights_only=True)
     content.pop("name")
@@ -147,8 +147,8 @@ def final_state(folder: Path) -> dict:
 
 
 def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
-    """Return stock OpenCLIP's model from a run's checkpoint; check that its weights equal the file bit for bit."""
-    # Added last, this overrides a configuration with the same name from another test.
+    """Load a run's checkpoint in stock OpenCLIP; assert that the weights equal the file bit for bit, and return the model."""
+    # OpenCLIP uses the configuration that was added last. Another test may have added one with this name.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     model = open_clip.create_model(name, pretrained=str(checkpoint))
     saved = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -158,7 +158,7 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
 
 
 def differences(first, second, path: str = "") -> list[str]:
-    """Return where two nested states differ bitwise."""
+    """Return the paths at which two nested states differ bitwise; NaN equals NaN."""
     if isinstance(first, torch.Tensor):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
         same = same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))

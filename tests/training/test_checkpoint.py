@@ -1,4 +1,4 @@
-"""Checkpoints: plain files that a killed or failed save cannot corrupt."""
+"""Checkpoints are plain files, and a killed or failed save does not corrupt the previous checkpoint."""
 
 import contextlib
 import itertools
@@ -23,11 +23,11 @@ IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_
 
 
 class Killed(BaseException):
-    """Simulated kill of the process, which no error handler catches."""
+    """Simulates a kill of the process: a BaseException, which ``except Exception`` does not catch."""
 
 
 class SmallLoss(ContrastiveLoss):
-    """A loss with a table of per-sample state, and state that is equal on all ranks."""
+    """A loss with a table of per-sample state, and with state that is equal on all ranks."""
 
     def __init__(self, size: int, step: float) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_latest_is_the_newest_one(tmp_path):
 
 @pytest.mark.parametrize("crash_after", range(8))
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
-    """The save replaces epoch_latest. The process dies at another file operation in each case."""
+    """In case n, the process is killed at file operation n of a save that replaces epoch_latest."""
     save(tmp_path, Position(1, 10), name=ckpt.LATEST)
     operations = iter(range(100))
 
@@ -90,7 +90,7 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     loss = SmallLoss(10, 0.0)
     restoring.restore_loss(latest, loss)
     assert loss.table.read(torch.tensor([3])).tolist() == [[latest.position.step]] * 2
-    # The next save cleans up after the killed save.
+    # The next save removes the files of the killed save.
     save(tmp_path, Position(3, 30), name=ckpt.LATEST)
     assert ckpt.read(finding.scan(tmp_path).newest).position.step == 30
     assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
@@ -170,7 +170,7 @@ def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_r
 
 
 def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
-    """Rank 0 must not list files that only another node has, because no run could resume from them."""
+    """If each node writes to its own disk, rank 0 does not find the other node's files, and the save must fail."""
 
     def with_another_node(value):
         _, results = value

@@ -1,4 +1,4 @@
-"""Unsupported models, losses and data give a one-sentence error; ``test_mistakes.py`` covers the flags."""
+"""Unsupported models, losses and data give an error of one sentence. ``test_mistakes.py`` tests wrong flags."""
 
 import subprocess
 import sys
@@ -86,5 +86,5 @@ def test_the_program_says_in_its_first_second_that_there_is_nothing_to_do(tmp_pa
     result = subprocess.run(started, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2
     assert "error: nothing to do: give --train-data" in result.stderr
-    assert " torch\n" not in result.stderr  # its import takes seconds
+    assert " torch\n" not in result.stderr  # importing torch takes seconds
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A loss with projection heads, which are part of the model: trained, saved, and used in every evaluation."""
+"""CLIP-Lite's projection heads are part of the model: they are trained, saved, and used in every evaluation."""
 
 import logging
 

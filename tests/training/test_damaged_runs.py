@@ -1,13 +1,13 @@
-"""Stopped runs with damaged checkpoints and logs: nothing may be lost silently.
+"""Resume runs with damaged checkpoints and logs: every loss of data must be reported.
 
-Each case copies a run that was stopped mid-epoch, with three checkpoints (``epoch_1``, ``epoch_latest``, ``epoch_1_step_8``),
-damages one to three things in it, and resumes it. Then one of two things must happen:
+A case copies a run that was stopped mid-epoch with three checkpoints (``epoch_1``, ``epoch_latest``, ``epoch_1_step_8``). It
+applies one to three kinds of damage and resumes the copy. Then one of two results is correct:
 
-- The run ends as the uninterrupted run, bit for bit. Skipped checkpoints are reported and kept. Lines of a damaged log may be
-  missing, if the program reports this.
-- The program rejects the run with a message that contains a file name, and changes nothing.
+- The finished run equals the uninterrupted run bit for bit. Skipped checkpoints are reported and kept. A damaged log may lack
+  lines, but only if the program reports this.
+- The program exits with a message that names the checkpoints, and leaves the files of the run unchanged.
 
-A changed digit in a log cannot be detected, so logs are only truncated here.
+A changed digit in a log cannot be detected. The cases therefore only truncate a log's last line or append to it.
 """
 
 import io
@@ -27,7 +27,7 @@ from tests.training.runs import SMALL_MODEL, contents
 NEWEST = "epoch_1_step_8"
 CHECKPOINTS = ("epoch_1", "epoch_latest", NEWEST)
 LOSSES = ("fastclip", "neuclip")
-# Every launch writes these.
+# Every launch writes these files, even if it then rejects the run.
 ALWAYS_WRITTEN = {"out.log", ".lock", ".owner"}
 FOREIGN = ([1, 2, 3], torch.ones(3), {"state_dict": {}}, {"epoch": 9}, {"epoch": 9, "state_dict": {}}, "text", None)
 
@@ -35,19 +35,19 @@ Damage = Callable[[Path, random.Random], object]
 
 
 def parts(run_folder: Path, name: str) -> list[Path]:
-    """Return all files of a checkpoint."""
+    """Return all existing files of a checkpoint: its model file and its state files."""
     checkpoints = run_folder / "checkpoints"
     candidates = [checkpoints / f"{name}.pt", *sorted((checkpoints / f"{name}.state").glob("*/*"))]
     return [path for path in candidates if path.is_file()]
 
 
 def one_file(run_folder: Path, rng: random.Random) -> Path:
-    """Return a file of a checkpoint; in two of three cases the newest."""
+    """Return a random file of a random checkpoint; two thirds of the time, of the newest checkpoint."""
     files = parts(run_folder, rng.choice((*CHECKPOINTS, NEWEST, NEWEST, NEWEST)))
     return rng.choice(files) if files else run_folder / "metrics.jsonl"
 
 
-# --- damages ----------------------------------------------------------------------------------------------------------
+# --- kinds of damage --------------------------------------------------------------------------------------------------
 
 
 def flip(content: bytes, rng: random.Random) -> bytes:
@@ -58,7 +58,7 @@ def flip(content: bytes, rng: random.Random) -> bytes:
 
 
 def zeros(content: bytes, rng: random.Random) -> bytes:
-    """Write zeros over a range, as if it was never written to disk."""
+    """Replace a range by zeros, like blocks that never reached the disk before a crash."""
     begin = rng.randrange(len(content) or 1)
     length = min(rng.choice((64, 4096, len(content))), len(content) - begin)
     return content[:begin] + bytes(length) + content[begin + length :]
@@ -89,7 +89,7 @@ def delete_state(run_folder: Path, rng: random.Random) -> None:
 
 
 def foreign_file(run_folder: Path, rng: random.Random) -> None:
-    """Write other content under a new or existing checkpoint name."""
+    """Save content that is not a checkpoint of this run, under a new or an existing checkpoint name."""
     name = rng.choice(("epoch_9", "epoch_1_step_9", "epoch_2", *CHECKPOINTS))
     content = io.BytesIO()
     torch.save(rng.choice(FOREIGN), content)
@@ -113,7 +113,7 @@ def tear_log(run_folder: Path, rng: random.Random) -> None:
 
 
 def swap(run_folder: Path, rng: random.Random) -> None:
-    """Swap two files: equal ones of two checkpoints, or two of one checkpoint."""
+    """Swap the contents of two checkpoint files, usually files with the same name from different checkpoints."""
     first = one_file(run_folder, rng)
     others = [path for name in CHECKPOINTS for path in parts(run_folder, name)]
     alike = [path for path in others if path.name == first.name and path != first]
@@ -124,7 +124,7 @@ def swap(run_folder: Path, rng: random.Random) -> None:
 
 
 def rename(run_folder: Path, rng: random.Random) -> None:
-    """Rename a model file, a state or a part of a state."""
+    """Rename a model file, a state folder or a file of a state folder."""
     name = rng.choice((*CHECKPOINTS, NEWEST, NEWEST))
     state = run_folder / "checkpoints" / f"{name}.state"
     candidates = parts(run_folder, name) + ([state] if state.exists() else [])
@@ -136,7 +136,7 @@ def rename(run_folder: Path, rng: random.Random) -> None:
 
 
 def copy(run_folder: Path, rng: random.Random) -> None:
-    """Copy a full checkpoint to another name."""
+    """Copy the model file and the state folder of a checkpoint to another checkpoint name."""
     name, other = rng.choice(CHECKPOINTS), rng.choice(("epoch_3", "epoch_1_step_9", "epoch_0"))
     checkpoints = run_folder / "checkpoints"
     for suffix, duplicate in ((".pt", shutil.copy), (".state", shutil.copytree)):
@@ -145,7 +145,7 @@ def copy(run_folder: Path, rng: random.Random) -> None:
 
 
 def damage_all(run_folder: Path, rng: random.Random) -> None:
-    """Damage a file of every checkpoint."""
+    """Remove the last byte of one file of every checkpoint."""
     for name in CHECKPOINTS:
         path = rng.choice(parts(run_folder, name))
         path.write_bytes(path.read_bytes()[:-1])
@@ -156,7 +156,7 @@ def damage_settings(run_folder: Path, rng: random.Random) -> None:
     (run_folder / name).write_bytes(rng.randbytes(100))
 
 
-# Repeated entries are more frequent; seven entries rewrite a file.
+# A case draws from this list; the repetitions set the frequencies.
 DAMAGES: tuple[Damage, ...] = (
     *7 * (rewrite,),
     *2 * (delete,),
@@ -187,14 +187,14 @@ def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes]
     passed_over = re.findall(r"Checkpoint skipped: .*?checkpoints/(epoch_\w+)\.(?:pt|state)", text)
     if not passed_over:
         resumed = re.search(r"Resuming from .*/(epoch_\w+)\.pt", text)
-        assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no word on {NEWEST}"
+        assert resumed is not None and resumed[1] in (NEWEST, "epoch_1_step_9", "epoch_3"), f"no report on {NEWEST}"
     unreadable = re.compile(rf"checkpoints/({'|'.join(passed_over) or '-'})\.(pt|state)(/|$)")
     gone = [file for file, content in before.items() if unreadable.match(file) and content not in after.values()]
-    assert gone == [], f"{passed_over} could not be read, and were overwritten"
+    assert gone == [], f"{passed_over} were skipped, and then overwritten"
 
 
 def is_said(log: str, text: str, run_folder: Path, whole: Path) -> bool:
-    """Return whether a log lacks lines, the other lines are correct, and the program reported the loss."""
+    """Return whether the lines that a log still has are correct, and a warning names the log."""
     remaining = iter(lines_of(whole / log))
     others_are_right = all(line in remaining for line in lines_of(run_folder / log))
     return others_are_right and any("WARNING" in line and Path(log).name in line for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""A run under torchrun with nodes that leave and return."""
+"""Elastic training: a run under torchrun continues while a node leaves and returns."""
 
 import contextlib
 import os
@@ -20,14 +20,14 @@ QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Node:
-    """A torchrun with one trainer, which represents a node."""
+    """A torchrun process with one trainer, which plays the role of one node."""
 
     def __init__(self, argv: list[str], port: int, **variables: str) -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
         self.process = subprocess.Popen(
             [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
-            # Without it, a returning node waits for an address that torchrun publishes only in the first round (torch 2.15).
+            # If the store is shared, a returning node waits for an address that only the first round publishes (torch 2.15).
             env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **variables},
             stderr=subprocess.STDOUT,
             stdout=subprocess.PIPE,
@@ -45,7 +45,7 @@ class Node:
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts a node; all nodes stop at the end of the test."""
+    """Return a function that starts a node; the fixture stops all nodes after the test."""
     port, nodes = free_port(), []
 
     def start_node(argv, **variables):
@@ -64,7 +64,7 @@ def start(tmp_path):
 
 
 def wait_for_steps(notes, count, world_size, nodes, since=0.0):
-    """Wait until ``world_size`` ranks that started after a time have taken common steps."""
+    """Wait until launches after the time ``since`` have recorded ``count`` different steps with ``world_size`` ranks."""
 
     def are_there():
         assert all(node.process.poll() is None for node in nodes), nodes[0].process.communicate()[0]
@@ -77,7 +77,7 @@ def wait_for_steps(notes, count, world_size, nodes, since=0.0):
 def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
     flags = ["--global-batch", str(GLOBAL_BATCH), "--batch-size", "8", "--save-every-steps", "1", "--resume", "latest"]
     argv = small_command(shards, tmp_path, "run", "fastclip-v2", *flags)
-    # Alone, the first node waits after its third step until the other node returns.
+    # While the first node runs alone, it waits after its third step until the other node returns.
     held = {"PACE": "0.5", "HOLD_AT": "3", "HOLD_WORLD": "1"}
     first, second = start(argv, **held), start(argv, **held)
     wait_for_steps(tmp_path / "notes", 3, 2, [first, second])
@@ -91,7 +91,7 @@ def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
     assert [step["step"] for step in metrics_of(tmp_path / "run")] == list(range(2 * STEPS_PER_EPOCH))
     seen, worlds = {}, []
     for step in range(2 * STEPS_PER_EPOCH):
-        # Steps lost with a node were repeated from the newest checkpoint, so the last record of a step counts.
+        # After a node left, the run resumed from the newest checkpoint and repeated steps. The last record of a step counts.
         of_step = sorted((note for note in notes if note["step"] == step), key=lambda note: -note["started"])
         world = of_step[0]["world_size"]
         last = [note for note in of_step if note["world_size"] == world][:world]
@@ -105,7 +105,7 @@ def test_a_node_leaves_and_comes_back(shards, tmp_path, start):
 
 
 def samples_with_state(folder):
-    """Return the samples with written values in the table of normalizers, over all ranks' shards."""
+    """Return the samples whose normalizer was written, from the table shards of all ranks."""
     state = final_state(folder)
     parts = [state[name] for name in sorted(state) if name.endswith(".normalizer.table.npy")]
     table = torch.cat([part.reshape(len(part), -1) for part in parts])

@@ -1,4 +1,4 @@
-"""Validation equals OpenCLIP's, also in chunks; ImageNet equals scikit-learn; failed evaluators lose only their numbers."""
+"""Validation metrics equal OpenCLIP's, also in chunks; ImageNet accuracies equal scikit-learn's; a failure stays local."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_retrieval_metrics_equal_openclips():
     assert set(theirs) == set(ours)
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(float(value)), name
-    assert 0.1 < ours["image_to_text_R@1"] < 0.9  # the compared numbers are not trivial
+    assert 0.1 < ours["image_to_text_R@1"] < 0.9  # neither 0 nor 1, so that the comparison above means something
 
 
 class ToyModel(nn.Module):
@@ -63,11 +63,11 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
 
 # --- ImageNet ---------------------------------------------------------------------------------------------------------
 
-PICTURES = 6  # of each class
+PICTURES = 6  # images per class
 
 
 def write_pictures(folder: Path, classes: list[str], ending: str = "png") -> Path:
-    """Write a folder of random images per class."""
+    """Write one folder of random images for each class; return ``folder``."""
     random = np.random.default_rng(0)
     for name in classes:
         (folder / name).mkdir(parents=True)
@@ -85,7 +85,7 @@ def two_templates(monkeypatch):
 
 @torch.no_grad()
 def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], ending: str = "png") -> torch.Tensor:
-    """Return the similarity of every image to each of the 1000 classes, computed directly."""
+    """Return the similarity of every image to each of the 1000 classes, computed without the package."""
     tokenizer = open_clip.get_tokenizer("demo-vit")
     columns = []
     for name in open_clip.IMAGENET_CLASSNAMES:
@@ -98,7 +98,7 @@ def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], en
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """Return an untrained model, its transform and its weights in a file."""
+    """Return an untrained model, its image transform and the path of a file with its weights."""
     add_model_configs()
     model, _, preprocess = open_clip.create_model_and_transforms("demo-vit")
     path = tmp_path_factory.mktemp("model") / "weights.pt"
@@ -111,7 +111,7 @@ def pretrained(tmp_path_factory):
 )
 def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained, two_templates, tmp_path):
     model, preprocess, weights = pretrained
-    # Classes that rank 1st, 3rd, ... for the first image, so that some predictions are correct and some are not.
+    # The true classes rank 1st, 3rd, 5th, ... for the first image, so that some predictions are correct and some are wrong.
     ranks = [0, 2, 4, 6, 300]
     placeholders = [f"rank{rank}" for rank in ranks]
     pictures = write_pictures(tmp_path / "pictures", placeholders, ending)
@@ -119,7 +119,7 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
     classes = [int(scores[group * PICTURES].argsort(descending=True)[rank]) for group, rank in enumerate(ranks)]
     targets = [label for label in classes for _ in range(PICTURES)]
     folder = tmp_path / "data" / "imagenetv2-matched-frequency-format-val"
-    for label in sorted(set(range(1000)) - set(classes)):  # all classes are required
+    for label in sorted(set(range(1000)) - set(classes)):  # the evaluation requires a folder for every class
         (folder / str(label)).mkdir(parents=True)
         shutil.copy(pictures / placeholders[0] / f"0.{ending}", folder / str(label))
     others = scores[:1].repeat(1000 - len(set(classes)), 1)
@@ -141,7 +141,7 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
 def imagenet_folders(root: Path, names: list[str]) -> imagenet.ImageNetFolders:
     for name in names:
         (root / name).mkdir(parents=True)
-        (root / name / "0.png").write_bytes(b"")  # opened at its first use
+        (root / name / "0.png").write_bytes(b"")  # an empty file is enough, because images are read at their first use
     return imagenet.ImageNetFolders(root)
 
 

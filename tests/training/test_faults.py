@@ -1,4 +1,4 @@
-"""External faults: nothing is lost silently, and unreadable files are not overwritten."""
+"""Faults outside the program: every loss is reported, and unreadable files are not overwritten."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ from tests.training.runs import (
 
 @pytest.fixture
 def two_trainers(shards, tmp_path):
-    """Return a run of two ranks after a few steps."""
+    """Start a run of two ranks, and yield it after three steps."""
     argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
     program = Program([*argv, "--rank-patience", "10"], 2, tmp_path / "output")
     try:
@@ -51,7 +51,7 @@ def whole(shards, tmp_path_factory):
 
 
 def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):
-    """A corrupt checkpoint is renamed, a foreign file stays, and torn lines of logs are removed."""
+    """Corrupt and foreign checkpoint files are renamed with their content; truncated log lines are removed."""
     shutil.copytree(whole, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     damaged = flip_a_bit(checkpoints / "epoch_2.pt")
@@ -71,7 +71,7 @@ def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tm
 
 @pytest.mark.parametrize("log", LOGS)
 def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path, log):
-    """The process was killed between the two lines, or a line is truncated."""
+    """An evaluation writes one line to each log. A kill between the two writes, or a truncated line, leaves only one."""
     shutil.copytree(whole, tmp_path / "run")
     lines = (tmp_path / "run" / log).read_text()
     (tmp_path / "run" / log).write_text(lines[:-9])
@@ -81,7 +81,7 @@ def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path
 
 
 def test_two_ranks_fall_back_together(shards, tmp_path):
-    """Rank 1 reads only what rank 0 has repaired; both use the same checkpoint."""
+    """Rank 0 renames corrupt files before rank 1 reads the folder, and both ranks load the same checkpoint."""
     argv = [*small_command(shards, tmp_path, "run", "fastclip", "--val-data", shards), "--batch-size", "8"]
     run_on_two_ranks([{"argv": argv}])
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
@@ -95,7 +95,7 @@ def test_two_ranks_fall_back_together(shards, tmp_path):
 
 
 def test_a_run_is_left_alone_that_exists_or_of_which_no_checkpoint_can_be_read(shards, whole, tmp_path):
-    """A new run in the folder would recommend a file that it has not trained."""
+    """Otherwise a new run could report an older run's checkpoint as its own."""
     shutil.copytree(whole, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
 
@@ -124,7 +124,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole,
             raise PermissionError(13, "Permission denied")
         return listdir(folder)
 
-    # As for a user other than root with the folder of another user.
+    # Root may list every folder, so the tests imitate a user without the permission.
     listdir, glob = os.listdir, Path.glob
     monkeypatch.setattr(os, "listdir", denied)
     monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
@@ -143,7 +143,7 @@ def test_two_ranks_end_together_where_the_checkpoints_are_out_of_reach(shards, t
 
 
 def run_that_loses_its_checkpoints(argv: list[str]) -> str:
-    """Train; from the third step on, rank 0 may not read checkpoints/. Return the result of the run."""
+    """Train, and deny rank 0 the access to checkpoints/ from the third step on. Return the error message of the run."""
 
     def denied(original):
         def call(path, *args, **options):
@@ -165,7 +165,7 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
-    """For example, the disk of checkpoints/ is not mounted."""
+    """The folder is empty, for example, if checkpoints/ is on a disk that is not mounted."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -180,7 +180,7 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
 
 
 def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
-    """Mid-epoch with other data: the folder must still describe the run's training data."""
+    """A mid-epoch resume with other data is rejected; config.json must still describe the data of the first launch."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=3) == signals.EXIT_AFTER_SIGTERM
     files = [tmp_path / "run" / name for name in ("config.json", "params.txt", "metrics.jsonl")]
@@ -204,7 +204,7 @@ def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatc
         program.kill()
     steps = [step for step, *_ in losses_of(tmp_path / "run")]
     assert steps == list(range(len(steps)))
-    assert run([*argv, "--epochs", "1"]) == 0  # the exit of the process released the lock
+    assert run([*argv, "--epochs", "1"]) == 0  # the killed process no longer holds the lock
 
 
 def test_trainers_end_with_torchrun(shards, tmp_path):
@@ -220,7 +220,7 @@ def test_trainers_end_with_torchrun(shards, tmp_path):
     wait_until(lambda: not any(is_alive(pid) for pid in trainers), 60)
     steps = [step for step, *_ in losses_of(tmp_path / "run")]
     assert run([*argv, "--batch-size", "16"], stop_after=2) == EXIT_AFTER_SIGTERM
-    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(len(steps) + 2))  # each once
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == list(range(len(steps) + 2))  # each step is logged once
 
 
 # --- signals and ranks that stop --------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_a_second_ctrl_c_ends_at_once_unless_torchrun_may_have_handed_it_on(by_t
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypatch):
-    """A rank may wait there for the step of another rank, and SLURM's signal would be lost."""
+    """The ranks may wait for each other in this collective. A signal that arrives then must not be lost."""
 
     def signalled(flag):
         signal.raise_signal(signal.SIGTERM)
@@ -286,7 +286,7 @@ def test_no_step_waits_for_the_other_ranks_to_agree(monkeypatch):
         assert requests.poll_ranks() == nothing
         signal.raise_signal(signal.SIGTERM)
         assert [requests.poll_ranks(), requests.poll_ranks(), requests.poll_ranks()] == [nothing, stop, nothing]
-        now = True  # before slow work
+        now = True  # the trainer passes now=True before slow work, such as an evaluation
         signal.raise_signal(signal.SIGTERM)
         assert [requests.poll_ranks(now=True), requests.poll_ranks(now=True)] == [stop, nothing]
 

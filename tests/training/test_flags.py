@@ -1,4 +1,4 @@
-"""The command line: OpenCLIP's flags keep their meaning, and our flags are checked against the chosen loss."""
+"""OpenCLIP's flags keep their meaning, and this package's flags are checked against the chosen loss."""
 
 import ast
 from pathlib import Path
@@ -34,16 +34,16 @@ def test_the_loss_takes_its_options_and_adams_eps_stays_adams():
 
 
 def test_our_flags_are_not_abbreviated():
-    """OpenCLIP's parser would accept --loss as --loss-dist-impl."""
+    """OpenCLIP's parser accepts abbreviations, so it would read --loss as --loss-dist-impl."""
     assert config_of("--loss", "neuclip").flags["loss_dist_impl"] is None
-    assert config_of("--batch-s", "8").loading.batch_size == 8  # as in OpenCLIP
+    assert config_of("--batch-s", "8").loading.batch_size == 8  # OpenCLIP's own flags may be abbreviated
 
 
 def test_explicit_flags_win_over_the_recipe():
     config = config_of("--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7")
     assert (config.model.name, config.optimizer.lr, config.loss.options["rho"]) == ("RN50", 3e-4, 7.0)
     assert "prototypes" in config.loss.given
-    loss = config_of("--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp").loss  # this loss has no prototypes
+    loss = config_of("--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp").loss  # NeuCLIP has no prototypes
     assert loss.options["normalizer"] == "mlp"
     assert "prototypes" not in loss.options
 
@@ -101,7 +101,7 @@ def test_the_names_of_openclips_main_branch_work():
 
 @pytest.mark.parametrize("path", sorted(Path(training.__file__).parent.glob("*.py")), ids=lambda path: path.name)
 def test_training_knows_no_loss_by_name(path):
-    """The registry lists losses and options; only the recipes, in a separate folder, contain names."""
+    """Losses and their options come from the registry. Only the recipes, in a separate folder, contain loss names."""
     imported = {node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
     asked = {f"openclip_ext.losses{module}" for module in ("", ".registry", ".options", ".heads")}
     assert {module for module in imported if module.startswith("openclip_ext.losses")} <= asked

@@ -1,4 +1,4 @@
-"""Faults found in hostile runs, each with the correct behavior."""
+"""Regression tests for faults that earlier stress tests found."""
 
 import json
 import multiprocessing
@@ -28,12 +28,12 @@ from tests.training.tiny import tiny_model
 
 
 def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
-    """Their parent is the server, which waits for them. Python 3.14 starts all workers this way."""
+    """Their parent process is the fork server, not the trainer. Python 3.14 starts all workers this way by default."""
     data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
-    # Spawned, because a fork would share the fork server of another test in this process.
+    # A spawned process gets its own fork server; a fork would share the server that another test started.
     trainer = multiprocessing.get_context("spawn").Process(target=train_with_a_fork_server, args=(data, sender))
     trainer.start()
-    sender.close()  # so that waiting for the trainer stops when the trainer exits
+    sender.close()  # otherwise recv() would wait forever if the trainer fails
     workers = receiver.recv()
     assert all(map(is_alive, workers))
     trainer.kill()
@@ -69,7 +69,7 @@ def lose_the_end(data: str) -> list[list[int]]:
 
 
 def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path):
-    """The other rank receives this before the step, not only at one of ten times in the epoch."""
+    """Before every step, each rank receives whether another rank has no samples left, so both stop at the same step."""
     (good,) = write_shards(tmp_path / "good", [160])
     lost = set(two_ranks().run(lose_the_end, good)[0][1][36:])
     (bad,) = write_shards(tmp_path / "bad", [160], {number: undecodable(number) for number in lost})

@@ -1,4 +1,4 @@
-"""Training tests that need a GPU. They also run on the CPU, to find their mistakes without a GPU."""
+"""Training tests for a GPU. They also run on the CPU, which finds mistakes in the tests themselves."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ WAYS = {
     "resnet": Way(dtype=torch.float64, tower="resnet"),
     "scaled": Way(dtype=torch.float64, scale=2.0**4, clip=0.1),
 }
-_CASES = [(name, "plain") for name in LOSSES if name != "tempnet"]  # its dropout differs between devices
+_CASES = [(name, "plain") for name in LOSSES if name != "tempnet"]  # TempNet's dropout differs between devices
 _CASES += [(name, way) for name in ("openclip", "neuclip") for way in ("accumulated", "resnet", "scaled")]
 _CASES += [("fastclip-v2", way) for way in WAYS if way != "plain"]
 
@@ -44,13 +44,13 @@ def take(training: TinyTraining, number: int, bad: bool = False) -> None:
         batch["image"][-1] = float("nan")
     if training.way.device.type == "cuda":
         batch = {name: value.pin_memory() for name, value in batch.items()}
-    # The first calls check the loop for mistakes, which syncs.
+    # In its first calls, the loss checks the training loop for mistakes, and these checks sync.
     with refusing_to_wait(training.way.device if number >= CHECKED_CALLS else CPU):
         training.step(parts_of(batch, training.way.micro_batches), number)
 
 
 def everything(training: TinyTraining) -> dict[str, torch.Tensor]:
-    """Return all tensors on the host, except counters, which also count skipped steps on a GPU."""
+    """Return copies of all tensors on the host, without counters: on a GPU, counters include skipped steps."""
     state = training.state() | {f"ema.{name}": value for name, value in training.step.ema.state_dict().items()}
     return {name: value.detach().cpu().clone() for name, value in state.items() if not name.endswith("_extra_state")}
 
@@ -59,7 +59,7 @@ def everything(training: TinyTraining) -> dict[str, torch.Tensor]:
     ("name", "way", "device"), all_on_a_gpu(_CASES, [("neuclip", "scaled"), ("fastclip-v2", "accumulated")])
 )
 def test_steps_do_not_wait_and_end_where_the_cpus_end(name, way, device):
-    """One step is non-finite: it is skipped, and reported to the host later."""
+    """One step is non-finite. It is skipped on the device, and the host receives the report later, without a sync."""
     results = []
     for where in (device, CPU):
         training = training_on(where, name, replace(WAYS[way], on_device=True))
@@ -108,7 +108,7 @@ def test_a_run_is_resumed(shards, tmp_path, device, more):
 
 @pytest.fixture
 def group_of_one(device, tmp_path):
-    """Make this process the only rank, with NCCL on a GPU."""
+    """Create a process group with this process as the only rank: NCCL on a GPU, otherwise gloo."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -1,9 +1,9 @@
-"""A training with a fault every few steps ends bitwise as an uninterrupted run: ``pytest FILE --soak 100`` takes hours.
+"""A training with a fault every few steps ends bitwise equal to an uninterrupted run (``pytest FILE --soak 100``: hours).
 
-Two ranks with two data workers each read shards from a file server on loopback, and some steps are non-finite. Random faults:
-processes are killed (all, a rank, a data worker) or signaled to exit; the file server is unavailable, interrupts transfers or
-stalls; the disk is full for some seconds (a tmpfs, for root only); the clock jumps. After an exit, the same command restarts
-the run.
+Two ranks with two data workers each read shards from a local file server, and some steps are non-finite. The random faults:
+all processes, one rank or one data worker is killed, or all ranks get SIGTERM; the file server is unavailable, interrupts
+transfers or stalls; the disk (a tmpfs that only root can mount) is full for some seconds; the clock jumps. When the program
+exits, the test starts the same command again.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def hostile_program(clock: Path, argv: list[str]) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder with 300 MiB, if this user may mount it."""
+    """Yield a folder on a disk of 300 MiB, or an ordinary folder if this user may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(folder)]
@@ -57,7 +57,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def afflict(fault: str, running: Program, server: Server, disk: Path, rng: random.Random) -> None:
-    """Cause one fault and end it."""
+    """Cause one fault. Temporary faults end by themselves, here or in the server."""
     trainers = running.trainers()
     if fault == "kill all":
         running.kill()
@@ -88,7 +88,7 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
 
 
 def reaches_a_step(running: Program, more: int) -> bool:
-    """Wait for more logged steps, up to a minute; return False if the program exits before."""
+    """Wait up to a minute for ``more`` further logged steps; return False if the program exits first."""
     wanted, deadline = running.text().count(" | loss ") + more, time.monotonic() + 60
     while not running.has_ended():
         if running.text().count(" | loss ") >= wanted or time.monotonic() > deadline:

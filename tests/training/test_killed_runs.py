@@ -1,9 +1,9 @@
-"""Runs that are killed at random times and restarted end as uninterrupted runs.
+"""Runs that are killed at random times and restarted end bitwise equal to uninterrupted runs.
 
-Model, optimizer, loss state and tables are equal bit for bit, logs line by line, and the files are the same. A run is killed
-(SIGKILL) up to three times: all processes at once, one rank, or only torchrun; about half of the time during a save. A restart
-may exit with a message, and is then repeated. The seed determines targets and times; the state of the program at a time also
-depends on the machine.
+Model, optimizer, loss state and tables are bitwise equal; the log lines and the checkpoint file names are equal. SIGKILL ends
+a run up to three times: all processes, one rank, or only torchrun. About half of the kills come during a save. If a restarted
+program exits with an error, it is started again. The seed fixes targets and times, but what the program does at such a time
+also depends on the machine.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ RESTARTS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """Time and target of a kill.
+    """The time and the target of one kill.
 
     Attributes:
-        after: event to wait for: the ``start`` of the program, a logged ``step``, or the start of a ``save``.
-        count: number of events.
-        delay: seconds after the last event.
+        after: event to wait for: the ``start`` of the program, logged ``step``, or the start of a ``save``.
+        count: number of such events to wait for.
+        delay: seconds between the last of these events and the kill.
         target: ``all`` processes, one ``rank``, or only ``torchrun``.
-        rank: rank to kill.
+        rank: the rank to kill if the target is ``rank``, modulo the number of trainers.
     """
 
     after: str
@@ -50,10 +50,10 @@ def drawn(rng: random.Random, ranks: int, torchrun: bool) -> Kill:
 
 
 def unfinished_saves(run: Path) -> set[tuple[str, int]]:
-    """Return the files of a killed save, which the next launch removes."""
+    """Return paths and modification times of temporary files that unfinished saves left; the next launch removes them."""
     found = set()
     for pattern in ("checkpoints/*.pt.tmp", "checkpoints/*.state/tmp_step_*"):
-        with contextlib.suppress(FileNotFoundError):  # finished or removed in the meantime
+        with contextlib.suppress(FileNotFoundError):  # a save renamed or removed the file after glob() listed it
             found |= {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in run.glob(pattern)}
     return found
 
@@ -66,7 +66,7 @@ class Victim:
         self._orphans: list[int] = []
 
     def go_on(self, kills: Sequence[Kill]) -> None:
-        """Start and kill the run until all kills are done or the run is complete."""
+        """Start the run repeatedly, and kill it once per entry of ``kills``, until it is complete."""
         left, refusals, starts = list(kills), [], 0
         try:
             while len(refusals) < RESTARTS:
@@ -85,7 +85,7 @@ class Victim:
                 send_kill(pid)
 
     def _killed(self, program: Program, kill: Kill) -> bool:
-        """Wait for the time and kill; return False if the program exited before."""
+        """Wait for the event of ``kill``, then kill its target; return False if the program exited first."""
         if not self._came(program, kill):
             return False
         time.sleep(kill.delay)
@@ -96,7 +96,7 @@ class Victim:
             send_kill(trainers[kill.rank % len(trainers)])
             program.wait()
         elif kill.target == "torchrun" and program.launcher is not None:
-            # The trainers save and exit by themselves during the restart.
+            # The trainers outlive torchrun; they save and exit while the next launch starts.
             program.launcher.kill()
             program.wait()
             self._orphans += trainers
@@ -125,7 +125,7 @@ class Victim:
 
 
 def check_drawn(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
-    """The cases cycle through all losses, on 1 and on 2 ranks."""
+    """Run one random case. Consecutive case numbers cycle through all losses, on one and on two ranks."""
     rng, losses = case.random(), list_losses()
     loss, ranks = losses[case.number % len(losses)], 1 + (case.number + case.number // len(losses)) % 2
     check(runs, logs, loss, ranks, [drawn(rng, ranks, torchrun) for _ in range(3)], torchrun)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: trained parameters, a file for stock OpenCLIP, a folder for peft, bitwise resumes, and two ranks."""
+"""LoRA: which parameters train, a checkpoint for stock OpenCLIP, a folder for peft, bitwise resumes, and two ranks."""
 
 import json
 import re
@@ -26,7 +26,7 @@ VIT, EVA = ({**TIMM, "timm_model_name": name} for name in ("vit_tiny_patch16_224
 BERT = {"hf_model_name": "BERT", "hf_tokenizer_name": "BERT", "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler"}
 OPENCLIPS = "attn mlp.c_fc mlp.c_proj"
 BERTS = "query key value attention.output.dense intermediate.dense output.dense"
-# The image tower, the text tower, and the layers of each that get adapters.
+# Image tower, text tower, and the layers that get adapters: those of the image tower, then those of the text tower.
 TOWERS = {
     "openclip": (VISION, TEXT, OPENCLIPS, OPENCLIPS),
     "timm": (VIT, TEXT, "attn.qkv attn.proj mlp.fc1 mlp.fc2", OPENCLIPS),
@@ -37,7 +37,7 @@ TOWERS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Return the flags of a run with adapters on a pretrained model, and the model's file."""
+    """Return the flags of a LoRA run on a pretrained model, and the path of the model's weights."""
     path = tmp_path_factory.mktemp("base") / "base.pt"
     torch.manual_seed(1)
     torch.save({"state_dict": open_clip.create_model(SMALL_MODEL).state_dict()}, path)
@@ -109,7 +109,7 @@ def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_
     assert run(measured) == 0
     alone, in_run = runs.results_of(tmp_path / "measured")[-1], runs.results_of(whole)[-1]
     assert alone["clip_val_loss"] == pytest.approx(in_run["clip_val_loss"], abs=1e-4)
-    # The base is still the pretrained one, bit for bit.
+    # Training did not change the base weights, bit for bit.
     unmerged = torch.load(path, weights_only=True)[lora.UNMERGED]["state_dict"]
     kept = {name.replace(".base_layer", ""): value for name, value in unmerged.items() if ".lora_" not in name}
     first = torch.load(base[1], weights_only=True)["state_dict"]
@@ -141,7 +141,7 @@ def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
 
 
 def test_without_weights_and_without_peft(shards, tmp_path, monkeypatch, caplog):
-    """test_mistakes.py covers rejected flags."""
+    """Without pretrained weights, LoRA only warns. Without the peft package, the run is rejected."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--lora-rank", "2", "--epochs", "1")
     assert run(argv) == 0 and "--lora-rank without --pretrained" in caplog.text
     monkeypatch.setitem(sys.modules, "peft", None)

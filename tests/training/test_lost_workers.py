@@ -1,6 +1,6 @@
-"""Data workers that hang or are killed mid-epoch: the run saves its steps and exits, and resumes bitwise.
+"""If a data worker hangs or is killed mid-epoch, the run saves its steps and exits. A resume continues bitwise equal.
 
-A run that is signaled to exit while it waits for a missing batch does the same.
+If SIGTERM arrives while the run waits for a missing batch, the run also saves and exits.
 """
 
 import functools
@@ -17,7 +17,7 @@ from openclip_ext.training.step import TrainStep
 from tests.training.programs import Program, Runs, differing, program
 from tests.training.runs import EXIT_AFTER_SIGTERM
 
-# The fault of the last rank's only data worker after the first step, and the reaction of the run.
+# What happens to the last rank's only data worker after the first step, and the flags of the run.
 FAULTS = {
     "hangs": ("--rank-patience", "3"),
     "is killed": ("--rank-patience", "30"),
@@ -43,12 +43,12 @@ def disturbed(fault: str, argv: list[str]) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_steps_before_are_saved_and_the_run_resumes_bitwise(fault: str, ranks: int, runs: Runs, tmp_path: Path):
     argv = runs.argv(tmp_path, "queueclip", ranks, "--workers", "1")
-    # Only the fault causes a save within an epoch.
+    # Saves by step count come too late, so that only the fault causes a mid-epoch save.
     fails = [*argv, "--save-every-steps", "100", *FAULTS[fault]]
     failed = Program(fails, ranks, tmp_path / "failed", target=functools.partial(disturbed, fault))
     statuses = failed.wait()
     expected = EXIT_AFTER_SIGTERM if "SIGTERM" in fault else 1
-    # The launcher may terminate the slower rank.
+    # After one rank exits, Program may terminate the other rank with SIGTERM.
     assert expected in statuses and set(statuses) <= {expected, -signal.SIGTERM}, failed.text()[-3000:]
     if "SIGTERM" in fault:
         assert "Stopped by a signal after step" in failed.text()

@@ -1,4 +1,4 @@
-"""Full runs: their files, programs that can read them, and errors for wrong input."""
+"""Full training runs: the files they write, the programs that can read these files, and errors for wrong input."""
 
 import functools
 import gzip
@@ -53,7 +53,7 @@ def test_the_run_folder_has_what_openclip_users_look_for(finished):
         "epoch_1.pt",
         "epoch_2.pt",
         "epoch_latest.pt",
-    }  # mid-epoch checkpoints are removed
+    }  # mid-epoch checkpoints are removed at the end of an epoch
     stock_model(finished / "checkpoints" / "epoch_latest.pt", SMALL_MODEL)
     saved = torch.load(finished / "checkpoints" / "epoch_latest.pt", weights_only=True)
     assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)
@@ -82,7 +82,7 @@ def test_logs_have_a_line_for_each_step_and_evaluation(finished):
 
 
 def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_path):
-    """The optimizer groups are equal, so users can switch to OpenCLIP's script and back."""
+    """This package and OpenCLIP's script use the same optimizer groups, so users can switch between the programs."""
     from open_clip_train import main as script
 
     assert run(command(shards, tmp_path, "ours", "openclip", "--epochs", "1")) == 0
@@ -96,7 +96,7 @@ def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_
 
 
 def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp_path, caplog):
-    """Weights and optimizer continue at its epoch; the loss's state starts from scratch, and the log reports this."""
+    """Weights and optimizer continue at the checkpoint's epoch. The loss state starts from scratch, which is logged."""
     content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
     content.pop("step")
     torch.save(content, tmp_path / "stock.pt")
@@ -109,12 +109,12 @@ def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp
 def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest", "--lr", "1")) == 0
-    for name in ("metrics.jsonl", "config.json"):  # the existing checkpoints were not trained with --lr 1
+    for name in ("metrics.jsonl", "config.json"):  # a complete run trains no step with --lr 1
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
 def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
-    """Including options of the loss that are new or removed; also if config.json does not list them."""
+    """The log reports loss options that were changed, added or removed, even if config.json is empty."""
     argv = small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest")
     assert run([*argv, "--rho", "3"], stop_after=2) == EXIT_AFTER_SIGTERM
     (tmp_path / "run" / "config.json").write_text("")
@@ -172,12 +172,12 @@ def test_a_full_disk_warns_in_the_run_and_fails_its_end(shards, tmp_path, caplog
         run(small_command(shards, tmp_path, "full", "openclip"))
     assert "epoch_1.pt could not be saved" in caplog.text
     assert "The run ended: the last checkpoint" in (tmp_path / "full" / "out.log").read_text()
-    assert len(losses_of(tmp_path / "full")) == 10  # training continued
+    assert len(losses_of(tmp_path / "full")) == 10  # training continued after the failed save
     assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
 
 
 def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
-    # Adam moves every parameter by the learning rate, so the features overflow.
+    # Adam changes every parameter by about the learning rate in a step, so the features overflow.
     more = ["--opt", "timm/adamw", "--lr", "1e30", "--warmup", "0", "--save-every-steps", "1", "--wd", "1e30"]
     with pytest.raises(TrainingDiverged, match="not finite after step"):
         run(small_command(shards, tmp_path, "diverged", "openclip", *more))
@@ -212,7 +212,7 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
         assert run(argv) == 0
     assert "the data server is down" in caplog.text
     assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
-    assert run(argv) == 0  # a restart runs missing evaluations
+    assert run(argv) == 0  # a restart runs the missing evaluation
     assert [line["epoch"] for line in results_of(tmp_path / "run")] == [1]
 
 
@@ -225,12 +225,12 @@ def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_pat
     more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "data"), "--eval-frequency", "2"]
     assert run(small_command(shards, tmp_path, "run", "openclip", *more, "--epochs", "3")) == 0
     evaluations = [line for line in metrics_of(tmp_path / "run") if "evaluation" in line]
-    assert [line["epoch"] for line in evaluations] == [2, 3]  # and after the last epoch
+    assert [line["epoch"] for line in evaluations] == [2, 3]  # after every second epoch, and after the last epoch
     assert 0.0 <= evaluations[0]["evaluation"]["datacomp/cifar10"] <= 1.0
 
 
 def test_the_treatment_of_equal_captions_reaches_the_loss(shards, tmp_path):
-    # Five backgrounds: every batch has equal captions.
+    # The captions are five background colors, so every batch of 8 contains equal captions.
     more = ["--caption-key", "json:background", "--accum-freq", "2", "--batch-size", "8", "--epochs", "1"]
     for treatment in ("negative", "positive"):
         assert run(small_command(shards, tmp_path, treatment, "fastclip", *more, "--equal-captions", treatment)) == 0

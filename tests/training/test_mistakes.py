@@ -1,4 +1,4 @@
-"""Mistakes on the command line, from each group of flags: exit status 2, and one line with the mistake and the fix."""
+"""A wrong command line exits with status 2, and prints one line with the mistake and its fix."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from openclip_ext.training.slips import refuse_slips
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
 
-# Flags, and a part of the error.
+# Pairs of wrong flags and a part of the expected error.
 MISTAKES = [
     ("--gama 0.5", "unrecognized arguments: --gama 0.5; did you mean --gamma?"),
     ("-loss neuclip", "did you mean --loss?"),
@@ -145,7 +145,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
-    if "--batch-size 16" in flags:  # the loader is created after the model
+    if "--batch-size 16" in flags:  # this mistake is found in the loader, which is created after the model
         monkeypatch.undo()
     monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags.split()])
     with pytest.raises(SystemExit) as stopped:

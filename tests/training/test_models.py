@@ -1,4 +1,4 @@
-"""Models with parameters that a contrastive loss does not train, and loading a run's model in stock OpenCLIP."""
+"""Models with parameters that a contrastive loss does not train; and loading a trained model in stock OpenCLIP."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def of_model(name: str) -> list[str]:
 
 @pytest.mark.parametrize("loss", ["neuclip", "siglip"])
 def test_a_logit_bias_trains_with_the_losses_that_use_it(shards, configs, tmp_path, loss):
-    """DDP fails at the second step if a parameter has no gradient."""
+    """DDP fails at the second step if a trainable parameter gets no gradient."""
     argv = [*command(shards, tmp_path, "run", loss, *of_model("tiny-biased")), "--batch-size", "8"]
     two_ranks().run(run_with_configs, str(configs), argv, group=False)
     assert len(losses_of(tmp_path / "run")) == 5
@@ -73,7 +73,7 @@ TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_poo
 
 
 def model_folder(path: Path, vision: dict, temperature: float = 0.01) -> str:
-    """Write a model folder as on the Hugging Face hub; return its name."""
+    """Write a model folder in the format of the Hugging Face hub; return the value for ``--model``."""
     path.mkdir()
     config = {"embed_dim": 32, "custom_text": True, "vision_cfg": vision, "text_cfg": TEXT}
     content = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
@@ -86,7 +86,7 @@ def model_folder(path: Path, vision: dict, temperature: float = 0.01) -> str:
 
 
 def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
-    """The run uses the model's temperature, as with --pretrained. OpenCLIP would ignore an additional --pretrained."""
+    """A model folder contains weights. The run starts from their temperature, and rejects an additional --pretrained."""
     name = model_folder(tmp_path / "plain", VISION)
     argv = command(shards, tmp_path, "run", "neuclip", *of_model(name), "--force-image-size", "64", "--lr", "1e-5")
     assert run(argv) == 0
@@ -99,7 +99,7 @@ def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
 
 @pytest.mark.parametrize("weight", ["contrastive", "caption"])
 def test_a_captioner_trains_in_two_processes_without_one_of_its_losses(shards, configs, tmp_path, weight):
-    """DDP fails at the second step if a parameter has no gradient."""
+    """DDP fails at the second step if a trainable parameter gets no gradient."""
     flags = [f"--coca-{weight}-loss-weight", "0", "--batch-size", "8"]
     argv = [*command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller")), *flags]
     two_ranks().run(run_with_configs, str(configs), argv, group=False)
@@ -141,7 +141,7 @@ def test_a_flag_without_effect_on_the_tower_is_told(caplog):
 
 
 def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
-    """OpenCLIP 3.3 does not initialize the projection of CoCa's decoder."""
+    """OpenCLIP 3.3 leaves the output projection of CoCa's decoder uninitialized; the package must initialize it."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(1000))
     options = {"pretrained": None, "precision": "fp32", "siglip_start": False}
@@ -150,7 +150,7 @@ def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
     assert float(model.text_decoder.text_projection.detach().std()) == pytest.approx(32**-0.5, rel=0.01)
 
 
-# A loss, the model, and flags that change the model or its transform.
+# Triples of a loss, a model, and flags that change the model or its image transform.
 PRINTED = [
     ("neuclip", "demo-resnet", ""),
     ("fastclip", "plain", "--force-image-size 64 --force-quick-gelu --force-context-length 8"),
@@ -165,7 +165,7 @@ PRINTED = [
 
 
 def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, capsys):
-    """Run in a process that never imports this package."""
+    """The printed lines run in a process that never imports this package."""
     program = ["import sys, torch, open_clip"]
     folders = {"plain": model_folder(tmp_path / "plain", VISION), "timm": model_folder(tmp_path / "timm", TIMM)}
     for loss, name, flags in PRINTED:

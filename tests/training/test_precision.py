@@ -1,4 +1,4 @@
-"""Every loss with every way to compute a step: precision, compiled, checkpointed, accumulated."""
+"""A step of every loss in each precision, compiled, with activation checkpointing, and with accumulated gradients."""
 
 import functools
 import shutil
@@ -24,11 +24,11 @@ from tests.training.tiny import (
     tiny_model,
 )
 
-# bfloat16 has 8 significant bits and float16 11: rounding errors are 0.2 % or 0.02 % on average, with dozens of roundings
-# between a weight and its gradient. Without rounding, only the order of additions differs.
+# Maximum relative errors. One rounding to bfloat16 (8 significant bits) has an error of 0.2 % on average, one to float16
+# (11 bits) 0.02 %, and a gradient takes dozens of roundings. In EXACT cases, only the order of additions differs.
 EXACT, IN_FLOAT32, IN_FLOAT16, IN_BFLOAT16 = 1e-12, 1e-5, 0.02, 0.1
 DOUBLE, MIXED = Way(dtype=torch.float64), Way(autocast=BFLOAT16)
-# How a step is computed, with the maximum relative error of value and gradient against the plain step in float64.
+# How a step is computed, and the maximum relative error of loss and gradient compared with the plain float64 step.
 WAYS = {
     "accumulated-checkpointed": (replace(DOUBLE, micro_batches=4, checkpointing=True), EXACT),
     "scaled": (replace(DOUBLE, scale=2.0**8, micro_batches=2), EXACT),
@@ -40,12 +40,12 @@ WAYS = {
 }
 
 
-# The loss, the gradient of all parameters as one vector, and the loss module.
+# A dict with the loss and the gradient of all parameters (as one vector), and the loss module.
 Result = tuple[dict[str, Tensor], ContrastiveLoss]
 
 
 def one_step(name: str, way: Way, compiled: nn.Module | None = None) -> Result:
-    """Take the first step of a training run."""
+    """Take the first step of a training; return its numbers and the loss module."""
     training = TinyTraining(name, way, compiled=compiled)
     terms = training.take(0)
     head = training.loss.model_head()
@@ -67,7 +67,7 @@ def assert_agrees(result: Result, expected: Result, error: float) -> None:
     assert numbers.keys() == expected[0].keys()
     for key, wanted in expected[0].items():
         assert float((numbers[key] - wanted).norm() / wanted.norm().clamp(min=1e-300)) <= error, key
-    assert loss.calls == 1  # the state counts the batch once, independent of its parts
+    assert loss.calls == 1  # the loss counts one call per batch, even if the batch has several micro-batches
     state = tensors(loss.state_dict())
     assert not any(torch.isinf(value).any() for value in state.values())
     if error == EXACT:
@@ -83,9 +83,9 @@ def test_a_step_agrees_with_the_plain_one(name, way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "error"), [("amp", IN_FLOAT16), ("amp_bf16", IN_BFLOAT16)])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # its dropout differs between devices
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # its dropout depends on the device
 def test_autocast_on_a_gpu(name, precision, error):
-    """CUDA's autocast, which a CPU cannot test, with float16 for ``amp``."""
+    """Test CUDA's autocast, which uses float16 for ``amp``; a CPU's autocast uses bfloat16."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")
@@ -96,11 +96,11 @@ def test_autocast_on_a_gpu(name, precision, error):
 
 @functools.cache
 def compiled_model(learns_logit_scale: bool, logit_bias: float | None, views: int) -> nn.Module:
-    """Return a compiled model with one layer, cached for losses that train the same parameters."""
+    """Return a compiled model with one layer; losses that train the same parameters share it."""
     names = [name for name in LOSSES if needs_of_model(name) == (learns_logit_scale, logit_bias, views)]
     model = tiny_model(layers=1)
     prepare(model, tiny_loss(names[0]))
-    model.double().compile(backend="eager")  # test_inductor_gives_the_same covers the others
+    model.double().compile(backend="eager")  # test_inductor_gives_the_same tests the default backend
     return model
 
 
@@ -118,7 +118,7 @@ def test_a_compiled_model_gives_the_same(name):
 
 
 def test_a_compiled_step_does_not_compile_again():
-    """The loss counts its calls; only the model is compiled, and it must not depend on the count."""
+    """The loss counts its calls. The compiled model must not depend on this count, or every step would compile again."""
     torch._dynamo.reset()
     training = TinyTraining("neuclip", Way(layers=1, micro_batches=2, compiled=True))
     for number in range(3):
@@ -157,7 +157,7 @@ def test_a_run_with_a_compiled_loss_equals_one_without(shards, tmp_path):
 
 @pytest.mark.parametrize("precision", ["amp", "amp_bf16", "bf16", "pure_bf16"])
 def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypatch):
-    """On a CPU, ``amp`` autocasts to bfloat16, PyTorch's default, and scales gradients."""
+    """On a CPU, ``amp`` uses bfloat16 (PyTorch's default for autocast), and scales the loss."""
     compiled = []
 
     def compile_quickly(model: nn.Module) -> nn.Module:

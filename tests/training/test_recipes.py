@@ -1,4 +1,4 @@
-"""The command line accepts every recipe, and lists the recipes."""
+"""The command line accepts every recipe and lists all recipes."""
 
 import re
 import shlex

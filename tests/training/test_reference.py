@@ -1,4 +1,4 @@
-"""Trainings with a reference model: bitwise resumes, two ranks, and rejected input."""
+"""Trainings with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
 
 
 def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):
-    """Two ranks draw other batches; the tests of the losses compare them with one process."""
+    """Two ranks get other batches than one, so this test only counts their steps; loss tests compare the numbers."""
     given = ("--reference", reference, *DISTILLED, "--force-patch-dropout", "0")
     half = ("--batch-size", "8")
     assert run(small_command(shards, tmp_path, "one", "queueclip", *given)) == 0

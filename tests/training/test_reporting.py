@@ -1,4 +1,4 @@
-"""Log messages of a run during training."""
+"""Warnings and other messages that a run logs during training."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ _CHANCE = math.log(64)
 
 
 def _warnings(infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: int) -> list[str]:
-    """Return the warnings for a run with these values in its logged steps."""
+    """Return the warnings of a run whose logged steps have these InfoNCE values."""
     reporter = Reporter(None, ReportingConfig(warmup=warmup), total_steps=1000, steps_per_epoch=1000)
     with caplog.at_level(logging.WARNING):
         for number, value in enumerate(infonce):
@@ -26,7 +26,7 @@ def _warnings(infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: in
     return [message for message in caplog.messages if "at chance" in message]
 
 
-# From two runs on icons: one with collapsed embeddings after 150 steps, and a good one.
+# InfoNCE of two runs on the icons data: the embeddings of the first run collapsed after 150 steps, the second run learned.
 _COLLAPSED = [5.9011, 3.9004, 3.4500, 4.3881, 4.1629, 4.1638, 4.1616, 4.1624, 4.1618, 4.1630, 4.1623]
 _HEALTHY = [5.9011, 4.1600, 4.1610, 4.1590, 3.9004, 3.8153, 3.4500, 3.1, 2.9, 2.8]
 

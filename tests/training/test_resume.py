@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted run bit for bit: every loss, 0 and 2 workers; every kind of state on 2 ranks."""
+"""A resumed run equals the uninterrupted run bit for bit: every loss, no or two workers; on two ranks every kind of state."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from tests.training.runs import (
     small_command,
 )
 
-# Optimizer steps into a run of 2 x 5, in the first epoch and in the second.
+# Steps after which a run of 2 epochs of 5 steps stops: in the first epoch, and in the second.
 EARLY, LATE = 3, 8
 TWO_WORKERS = ("--workers", "2")
 FEW_BAD = ("--max-bad-fraction", "0.1")
-# On two ranks these have no state, or the same kind of state as another loss here.
+# Skipped on two ranks: these losses have no state, or the kind of state that a tested loss has.
 ON_ONE_RANK = (
     "openclip",
     "siglip",
@@ -41,7 +41,7 @@ ON_TWO_RANKS = [loss for loss in LOSS_FLAGS if loss not in ON_ONE_RANK]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a function that returns the folder of an uninterrupted run of one rank, made at its first call."""
+    """Return a function that returns the folder of an uninterrupted run on one rank. Each run is made once."""
     folder, made = tmp_path_factory.mktemp("whole"), {}
 
     def make(shards: str, loss: str, *more: str) -> Path:
@@ -54,7 +54,7 @@ def whole(tmp_path_factory):
 
 
 def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *more: str) -> Path:
-    """Make a run that is stopped several times, each after a number of steps; return its folder."""
+    """Make a run, stop and resume it after each number of steps in ``stops``; return the folder of the complete run."""
     argv = small_command(shards, logs, "resumed", loss, *more, "--resume", "latest")
     for stop in stops:
         assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
@@ -64,25 +64,25 @@ def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *mor
 
 @pytest.mark.parametrize("loss", LOSS_FLAGS)
 def test_one_rank(whole, shards, tmp_path, loss):
-    """The run stops in the first epoch; two ranks stop in the second."""
+    """The run stops in the first epoch; the tests with two ranks stop in the second epoch."""
     assert_same_run(interrupted(shards, tmp_path, (EARLY,), loss), whole(shards, loss))
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "simclr", "cliplite"])
 def test_workers(whole, shards, tmp_path, loss):
-    """The run stops twice. The losses use different samples: pairs and indices, two views, captions that follow the flip."""
+    """The run stops twice. The losses load different samples: indices (fastclip), two views (simclr), flips (cliplite)."""
     resumed = interrupted(shards, tmp_path, (EARLY, LATE - EARLY), loss, *TWO_WORKERS)
     assert_same_run(resumed, whole(shards, loss, *TWO_WORKERS))
 
 
 def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
-    """It saves without a further step, with the learning rates of the last step."""
+    """The resumed run takes no further step, and must save the learning rates of the last step."""
     assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
 
 
 @pytest.fixture(scope="module")
 def damaged_shards(tmp_path_factory):
-    """Return shards in which 5 of 84 images do not decode."""
+    """Return the pattern of shards in which 5 of 84 images cannot be decoded."""
     folder = tmp_path_factory.mktemp("damaged")
     shards = make_shards(folder)
     for number in (3, 10, 30, 31, 70):
@@ -95,10 +95,10 @@ def damaged_shards(tmp_path_factory):
 
 
 def assert_bad_samples_are_counted(folder):
-    """The second epoch skips the bad samples of the first; no epoch has the 80 good samples for 5 steps.
+    """Check the steps and the counts: 79 good samples are too few for 5 steps of 16, and epoch 2 skips known bad samples.
 
-    With workers, the remaining samples of the first epoch get a new layout, and may include a bad sample again. Then the epoch
-    is a step shorter.
+    With workers, a resume distributes the remaining samples of the first epoch again. They may include a bad sample again,
+    and then this epoch is one step shorter.
     """
     lines = metrics_of(folder)
     steps = [[line["step"] for line in lines if "loss" in line and line["epoch"] == epoch] for epoch in (0, 1)]
@@ -118,7 +118,7 @@ def test_bad_samples_on_one_rank(whole, damaged_shards, tmp_path, more):
 
 
 def test_a_resume_goes_on_counting_bad_samples(damaged_shards, tmp_path):
-    """A count from 0 would not exceed the limit."""
+    """If each resume counted from 0, no launch would reach the limit."""
     argv = small_command(
         damaged_shards, tmp_path, "run", "fastclip", "--max-bad-fraction", "0.05", "--resume", "latest"
     )
@@ -138,7 +138,7 @@ def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(whole, damaged_
 
 @pytest.fixture(scope="module")
 def two_rank_runs(shards, damaged_shards, tmp_path_factory):
-    """Make all runs in one pair of processes, because starting processes takes longer than the runs."""
+    """Make all runs in the same two processes, because starting processes takes longer than the runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
     runs = []
 
@@ -172,7 +172,7 @@ def test_two_ranks(two_rank_runs, name):
 
 @pytest.mark.parametrize("loss", ["fastclip", "neuclip"])
 def test_two_ranks_go_on_where_one_stopped(two_rank_runs, loss):
-    """They resume mid-epoch at the first unseen sample; per-sample state is sharded again."""
+    """Two ranks resume the run of one rank mid-epoch, at the first unseen sample, and shard the per-sample state."""
     folder = two_rank_runs / f"{loss}-from-one"
     assert [step for step, *_ in losses_of(folder)] == list(range(10))
     state = torch.load(folder / "checkpoints" / "epoch_2.state" / "step_10" / "shared.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""A non-finite step is skipped: parameters, optimizer, loss state and running statistics stay equal bit for bit."""
+"""A non-finite step is skipped: parameters, optimizer, loss state and running statistics do not change in any bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,31 +19,31 @@ WAYS = {
     "on-device": Way(on_device=True),
     "on-device-scaled": Way(tower="resnet", on_device=True, scale=2.0**4, clip=0.1, micro_batches=2),
 }
-# Counters on the host, which count skipped steps on a GPU.
+# The suffix of counters that the host updates before it receives the device's result, so they include skipped steps.
 HOST_COUNTERS = "_extra_state"
-# Every loss with decisions on the host and as on a GPU; the other ways with a loss without state, with a table, and with
-# prototypes.
+# Every loss runs with the decision on the host ("accumulated") and on the device, as on a GPU. The other ways run with three
+# losses: without state, with a table, and with prototypes.
 CASES = [(name, way) for name in LOSSES for way in ("accumulated", "on-device")]
 CASES += [(name, way) for name in ("openclip", "fastclip-v2", "neuclip") for way in WAYS if (name, way) not in CASES]
 
 
 def nan_pixel(batch: Batch) -> None:
-    """Set one pixel of the last sample (of the last rank) to NaN."""
+    """Set one pixel of the batch's last sample to NaN; with several ranks, the last rank has this sample."""
     batch["image"].view(-1)[-1] = float("nan")
 
 
 def all_nan(batch: Batch) -> None:
-    """Make all samples invalid."""
+    """Set all pixels of all samples to NaN."""
     batch["image"].fill_(float("nan"))
 
 
 def changed(name: str, way: Way, spoil: Callable[[Batch], None] = nan_pixel) -> dict[str, Any]:
-    """Take two good steps, a bad step and a good step, and compare with a run without the bad step.
+    """Take two good steps, a bad step and a good step, and compare the result with a run without the bad step.
 
     Returns:
-        ``by_bad_step``: names of state that the bad step changed; ``later``: names of state that differs after the last step;
-        ``moved``: names of state that the last step changed; ``skipped``: number and samples of the steps that the guard
-        reports; ``samples``: samples of the bad step.
+        ``by_bad_step``: state that the bad step changed (names); ``later``: state that differs from the other run after the
+        last step; ``moved``: state that the last step changed; ``skipped``: the skipped steps that the guard reports, as
+        (step, samples, whether these samples are bad); ``samples``: samples of the bad step.
     """
     run, without = TinyTraining(name, way), TinyTraining(name, way)
     for number in range(2):
@@ -69,7 +69,7 @@ def test_a_bad_sample_changes_nothing(name, way):
     on_device = WAYS[way].on_device
     assert [item for item in result["by_bad_step"] if not (on_device and item.endswith(HOST_COUNTERS))] == []
     if not on_device:
-        assert result["later"] == []  # the run continues as if the batch had not existed
+        assert result["later"] == []  # the final state equals the state of a run without the bad batch
     assert result["skipped"] == [(2, result["samples"][-1:], True)]
     assert any("model" in item for item in result["moved"])
 
@@ -85,7 +85,7 @@ def test_a_batch_without_a_valid_sample_changes_nothing(name, way):
 
 
 def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
-    """No single sample is the cause: the full batch is reported, and the scale falls."""
+    """The loss scale, not a sample, is the cause. The guard reports the full batch, and the scaler halves the scale."""
     run = TinyTraining("neuclip", Way(scale=2.0**40, autocast=FLOAT16))
     before = run.state()
     run.take(0)
@@ -96,7 +96,7 @@ def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
 
 
 def test_the_guard_changes_nothing_in_good_steps():
-    """A decision on the device gives the same bits as one on the host."""
+    """Good steps with the decision on the device are bitwise equal to good steps with the decision on the host."""
     runs = [TinyTraining("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]
     for item in runs:
         for number in range(3):
@@ -136,7 +136,7 @@ def test_a_bad_sample_on_one_rank_changes_nothing_on_any(name, way):
 
 
 def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
-    """Set some (or all) samples of the steps ``numbers`` to NaN."""
+    """Set the last ``count`` samples (all if None) of the steps ``numbers`` to NaN."""
 
     def step(self, batches, number=0, take=TrainStep.__call__):
         for batch in batches if number in numbers else ():
@@ -148,7 +148,7 @@ def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
 
 
 def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, caplog):
-    """Only consecutive skipped steps would stop it."""
+    """Six steps are skipped, but only consecutive skipped steps count for --max-skipped-steps."""
     bad = [1, 2, 4, 5, 7, 8]
     spoiling(monkeypatch, bad, None)
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--max-skipped-steps", "3")) == 0
@@ -175,7 +175,7 @@ def test_bad_steps_in_a_row_end_the_run_with_the_last_good_state_saved(shards, t
 
 
 def test_a_run_that_trained_nothing_fails(shards, tmp_path, monkeypatch):
-    """It is shorter than --max-skipped-steps, and would otherwise end successfully."""
+    """The run has fewer steps than --max-skipped-steps, so this limit does not stop it."""
     spoiling(monkeypatch, range(10))
     with pytest.raises(TrainingDiverged, match="all 10 steps of the run were skipped"):
         run(small_command(shards, tmp_path, "run", "openclip"))
@@ -183,7 +183,7 @@ def test_a_run_that_trained_nothing_fails(shards, tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_counting(shards, tmp_path, monkeypatch):
-    """It counts skipped steps; and samples, if an epoch ended before the batch became smaller."""
+    """Skipped steps and samples continue from the checkpoint. A smaller batch after epoch 1 adds fewer samples per step."""
     spoiling(monkeypatch, {1, 3})
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=4) == EXIT_AFTER_SIGTERM

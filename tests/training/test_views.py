@@ -1,4 +1,4 @@
-"""Uni-modal runs: two views per image, only the image tower is trained, and the file is an ordinary checkpoint."""
+"""Image-only runs (SimCLR): two views per image, only the image tower trains, and the checkpoint is an ordinary one."""
 
 import random
 
@@ -19,7 +19,7 @@ LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
 
 
 def noise(image):
-    """An augmentation that draws from all three generators and keeps images distinguishable."""
+    """Augment an image: random numbers of torch, random and NumPy, then the mean color, which identifies the image."""
     random_numbers = torch.rand(3) + random.random() + np.random.random()
     return torch.cat([random_numbers, torch.tensor(np.asarray(image).mean(axis=(0, 1)) / 255)]).float()
 
@@ -43,10 +43,10 @@ def test_views_are_functions_of_seed_epoch_index_and_view(shards):
     with_workers, next_epoch = epoch_of(shards, 2, workers=2), epoch_of(shards, 2, epoch=1)
     for index, pixels in two.items():
         assert pixels.shape == (2, 6)
-        assert torch.equal(pixels[0], one[index])  # additional views do not change the first views
+        assert torch.equal(pixels[0], one[index])  # the first view does not depend on the number of views
         assert torch.equal(pixels, three[index][:2])
         assert torch.equal(pixels, with_workers[index])
-        assert torch.equal(pixels[0, 3:], pixels[1, 3:])  # of the same image
+        assert torch.equal(pixels[0, 3:], pixels[1, 3:])  # both views are of the same image
         assert not torch.equal(pixels[0, :3], pixels[1, :3])
     assert len({tuple(view.tolist()) for pixels in two.values() for view in pixels}) == 2 * len(two)
     assert all(not torch.equal(pixels, two[index]) for index, pixels in next_epoch.items() if index in two)
@@ -67,7 +67,7 @@ def test_an_ordinary_checkpoint(finished):
     start = open_clip.create_model("demo-vit").state_dict()
     for name, value in model.state_dict().items():
         if name == "logit_scale":
-            assert value == pytest.approx(np.log(10), rel=1e-6)  # the constant temperature of 0.1
+            assert value == pytest.approx(np.log(10), rel=1e-6)  # log(1 / 0.1): the temperature stays 0.1
         else:
             assert torch.equal(value, start[name]) == (not name.startswith("visual.")), name
     trained, projector = content[HEADS_KEY]["state_dict"], create_loss("simclr", embed_dim=64, seed=3).projector

@@ -1,4 +1,4 @@
-"""Averages of weights, learning rates of towers and layers, LAMB, and the best model: separately and in a resumed run."""
+"""Weight averages, learning rates per tower and layer, LAMB, and the best model: each alone, and together in a resumed run."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_depth_of_each_parameter(names, expected, layers):
 
 
 def _demo() -> nn.Module:
-    # Added last, it overrides a configuration with this name from another test.
+    # OpenCLIP uses the configuration that was added last. Another test may have added one with this name.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     return open_clip.create_model("demo-vit")
 
@@ -131,7 +131,7 @@ def test_the_schedule_keeps_the_scales():
         plain = next(group["lr"] for group in encoders if group[SCALE] == 1)
         assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
         assert optimizer.param_groups[-1]["lr"] == 3e-4
-    assert len({group[SCALE] for group in encoders}) == 5  # image, and four depths of two layers
+    assert len({group[SCALE] for group in encoders}) == 5  # image tower: 1; two-layer text tower: 4
 
 
 def test_a_short_run_takes_a_larger_rate():
@@ -145,7 +145,7 @@ def test_a_short_run_takes_a_larger_rate():
 
 
 def test_the_cosine_ends_at_its_floor():
-    """A cosine from lr to lr_min after the same warm-up; the factor of a tower scales both."""
+    """After the usual warm-up, the learning rate falls from lr to lr_min. A tower's factor scales both limits."""
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], SCALE: 0.5}], lr=1e-3)
     config = ScheduleConfig(epochs=2, warmup=10, lr=1e-3, lr_min=4e-5)
@@ -159,7 +159,7 @@ def test_the_cosine_ends_at_its_floor():
 
 
 def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
-    """OpenCLIP's checkpoints have ``fused=None``, with which an optimizer on a GPU cannot skip a step."""
+    """OpenCLIP's checkpoints store ``fused=None``. On a GPU, only a fused optimizer can skip a step without a sync."""
     model = nn.Linear(3, 2)
     stock = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -188,7 +188,7 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert not is_best({"top1": math.nan}, "top1", tmp_path, 3)
     assert is_best({"val_loss": 1.9}, "val_loss", tmp_path, 3)
     assert not is_best({"val_loss": 2.1}, "val_loss", tmp_path, 3)
-    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # the line of the model itself does not count
+    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # epoch 1 is this model itself
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
     assert "no such metric in this evaluation, found: top5" in caplog.text
@@ -210,7 +210,7 @@ def test_globs_exclude_parameters_from_weight_decay():
     usual = without_decay(model)
     assert {"positional_embedding", "visual.proj"}.isdisjoint(usual)
     wrapped = nn.Module()
-    wrapped.module = model  # the name in DistributedDataParallel
+    wrapped.module = model  # DistributedDataParallel adds the prefix "module." to the names
     for one in (model, wrapped):
         found = without_decay(one, "*positional_embedding", "visual.proj")
         assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
@@ -258,7 +258,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
     assert run(resumed) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    # Averaging does not change the training.
+    # Averaging the weights does not change the training itself.
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
     whole, plain = final_state(tmp_path / "whole"), final_state(tmp_path / "plain")["model"]
     assert differences(whole["model"][TRAINED_KEY], plain["state_dict"]) == []

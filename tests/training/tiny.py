@@ -1,4 +1,4 @@
-"""A tiny CLIP for fast steps with every loss, in all ways that training can compute a step."""
+"""A tiny CLIP model that trains fast with every loss, in all ways in which training can compute a step."""
 
 import contextlib
 import functools
@@ -27,19 +27,19 @@ FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
 BATCH, SAMPLES, WIDTH = 8, 40, 16
 IMAGE, CONTEXT, VOCABULARY = 16, 6, 50
 
-# Options that activate all parts of a loss within three steps.
+# Options with which all parts of a loss become active within three steps.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "openclip": {"local_loss": True, "gather_with_grad": True},
     "amorlip": {"gather_stage2": True, "fit_every": 2, "target_every": 2, "normalizer_lr": 1e-3},
     "neuclip": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
     "queueclip": {"prototypes": 12},
 }
-# All losses: a new loss is tested in one process, in two, and sharded, without changes to tests.
+# Every registered loss is included, so a new loss is tested in one process, in two, and sharded without changes to the tests.
 LOSSES = {name: _OPTIONS.get(name, {}) for name in registry.list_losses()}
 
 
 def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
-    """Return the model, with the same weights in each call."""
+    """Return the tiny model; every call returns the same weights."""
     torch.manual_seed(0)
     vision = {"image_size": IMAGE, "patch_size": 8, "layers": layers, "width": 16, "head_width": 8}
     if tower == "resnet":
@@ -49,19 +49,19 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
 
 
 def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
-    """Return the loss with the options above and additional ones."""
+    """Return the loss with its options of ``LOSSES``; ``options`` add to them or override them."""
     return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
 
 
 def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
-    """Set the initial temperature and freeze parameters that the loss does not train, as in training."""
+    """Prepare a model as training does: set the initial temperature, and freeze parameters that the loss does not train."""
     if loss.initial_logit_bias is not None:
         model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
     prepare_for(loss, model, set_logit_scale=True)
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
-    """Return the full batch of a step; captions end with the end-of-text token, the largest token."""
+    """Return the batch of all ranks in a step. Captions end with the end-of-text token, which has the largest number."""
     generator = torch.Generator().manual_seed(100 + number)
     shape = (3, size, size) if views == 1 else (views, 3, size, size)
     text = torch.randint(1, VOCABULARY - 1, (BATCH, CONTEXT), generator=generator)
@@ -74,7 +74,7 @@ def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, 
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """Return the batch in equal parts, in order."""
+    """Split a batch into ``count`` equal parts, in order."""
     chunks = {key: value.chunk(count) for key, value in batch.items()}
     return [{key: chunks[key][number] for key in chunks} for number in range(count)]
 
@@ -84,19 +84,19 @@ OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, 
 
 @dataclass(frozen=True)
 class Way:
-    """How the steps of a training are computed, in one process or several.
+    """How the steps of a training are computed, in one process or in several.
 
     Attributes:
         tower: ``vit`` or ``resnet``.
         layers: number of layers of the text tower, and of a ``vit``.
-        dtype: dtype of images and parameters, and of the loss's state with float64.
+        dtype: dtype of images and parameters. If it is float64, also the dtype of the loss state.
         scale: initial scale of a GradScaler. None means no GradScaler.
-        on_device: whether the guard decides without the host, as on a GPU.
-        norms_in_float32: as with ``--precision bf16``, in which only matrices have ``dtype``.
-        sharded: whether several processes shard the parameters (FSDP2) or replicate them (DDP).
-        reshard: whether sharded parameters are freed between forward and backward.
-        device: device of model, loss and steps.
-        options: additional options of the loss.
+        on_device: whether the non-finite step guard decides on the device, as on a GPU, or on the host.
+        norms_in_float32: whether only matrices have ``dtype``, and norms stay float32, as with ``--precision bf16``.
+        sharded: whether several processes shard the parameters (FSDP2). False means that they replicate them (DDP).
+        reshard: whether full parameters are freed between forward and backward, and gathered again.
+        device: device of the model, the loss and the batches.
+        options: options of the loss that add to or override those of ``LOSSES``.
     """
 
     tower: str = "vit"
@@ -118,13 +118,13 @@ class Way:
 
 
 class TinyTraining:
-    """A model, a loss and an optimizer, whose steps take this rank's part of fixed batches.
+    """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch.
 
     Args:
         name: name of the loss.
         way: how the steps are computed.
-        keep_whole: whether rank 0 keeps a full copy of a sharded model, to evaluate it.
-        compiled: a compiled model to reuse, which saves compile time; it starts from the initial weights.
+        keep_whole: whether rank 0 keeps a full copy of a sharded model, for evaluations.
+        compiled: a compiled model to reuse, to save compile time. Its weights are reset to the initial weights.
     """
 
     def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
@@ -143,7 +143,7 @@ class TinyTraining:
         self.model = parallel.distribute(model, config, way.device, keep_whole)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
-        # As in training; a sharded model has compiled its blocks.
+        # Compile the full model, as training does. A sharded model compiles its blocks instead.
         stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
@@ -152,11 +152,11 @@ class TinyTraining:
         self.model.train()
 
     def batch(self, number: int) -> Batch:
-        """Return the whole batch of a step."""
+        """Return the batch of all ranks in a step."""
         return tiny_batch(number, self.loss.views, size=32 if self.way.tower == "resnet" else IMAGE)
 
     def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
-        """Take a step and return the loss's terms; ``spoil`` changes the full batch before."""
+        """Take a step and return the terms of the loss. ``spoil`` first changes the full batch in place."""
         batch = self.batch(number)
         if spoil is not None:
             spoil(batch)
@@ -164,14 +164,14 @@ class TinyTraining:
         return self.step(parts_of(own, self.way.micro_batches), number)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all tensors, with names of a model without wrappers; of a sharded model only on rank 0."""
+        """Return the tensors of model, optimizer and loss, without DDP's prefix; with sharded parameters only on rank 0."""
         model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
         optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})
 
 
 def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a nested state, by dotted name."""
+    """Map dotted names to copies of the tensors in a nested state."""
     if isinstance(state, Tensor):
         return {prefix: state.detach().clone()}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
@@ -179,7 +179,7 @@ def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
-    """Compare tensors by name; NaN equals NaN."""
+    """Assert that tensors with the same name are close; NaN equals NaN."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         told = functools.partial("{}: {}".format, name)

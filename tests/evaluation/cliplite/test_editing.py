@@ -1,4 +1,4 @@
-"""Concept editing: the subspace against scikit-learn's PCA, removal of a concept, and the command."""
+"""Concept editing: the subspace is compared with scikit-learn's PCA; removal of a concept; and the command."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.evaluation import datasets
 
 
 def paired_embeddings(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return 30 pairs in 16 dimensions that differ along one direction, with other differences and large common variance."""
+    """Return both sides of 30 pairs (30, 16) and a direction (16). Pairs differ along it, with noise and a common part."""
     generator = torch.Generator().manual_seed(seed)
     direction = F.normalize(torch.randn(16, generator=generator), dim=0)
     common = 3 * torch.randn(30, 16, generator=generator)
@@ -30,7 +30,7 @@ def test_subspace_is_the_pca_of_pairwise_centred_embeddings_and_removal_its_comp
     agreement = (basis.double() @ torch.from_numpy(pca.components_).T).abs()
     torch.testing.assert_close(agreement, torch.eye(3, dtype=torch.float64), atol=1e-5, rtol=0)
     np.testing.assert_allclose(explained.numpy(), pca.explained_variance_ratio_, atol=1e-6)
-    # The planted direction is found, although the common content varies much more, and points to the first side.
+    # The first basis vector is ``direction``, although the common part varies much more. It points to the first side.
     assert float(basis[0] @ direction) > 0.99
     features = torch.randn(50, 16)
     expected = torch.stack([h - sum((h @ v) * v for v in basis) for h in features])

@@ -1,4 +1,4 @@
-"""Linear probes: features, the protocol against independent definitions, and the command with all data formats."""
+"""Linear probes: features, the results compared with scikit-learn's, and the command with all data formats."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
 
 
 def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
-    """Return three overlapping classes, each visible in a few of twelve dimensions, with noise."""
+    """Return a training and a test split with 12 features. Samples have zero to three classes; a class adds a direction."""
     generator = np.random.default_rng(seed)
     directions = generator.standard_normal((3, 12))
     splits = []
@@ -98,7 +98,7 @@ def test_voc_protocol_against_scikit_learn() -> None:
         assert result["per_class"][name] == pytest.approx(precisions[-1], abs=1e-12)
     assert result["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
     assert 0.4 < result["map"] < 1
-    assert len(set(result["costs"].values())) > 1  # the choice matters here
+    assert len(set(result["costs"].values())) > 1  # the classes need different costs
 
 
 def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
@@ -107,7 +107,7 @@ def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -
     difficult = train.labels.copy()
     difficult[train.labels == ABSENT] = DIFFICULT
     assert probe_voc07(Split(train.features, difficult, CLASSES), test) == base
-    # A wrong answer to an excluded image has no effect.
+    # A wrong prediction for an excluded test image has no effect.
     labels, features = test.labels.copy(), test.features.copy()
     labels[0, :], features[0] = DIFFICULT, 100.0
     ignored = probe_voc07(train, Split(features, labels, CLASSES))
@@ -126,7 +126,7 @@ def test_top1_probe_learns_digits() -> None:
 
 
 def write_devkit(folder: Path, per_split: int = 40) -> Path:
-    """Write a devkit of digits with the classes ``even`` and ``small`` (below 5); some digits are difficult."""
+    """Write a VOC devkit with digits. Its classes are ``even`` and ``small`` (below 5); some digits are marked difficult."""
     devkit = folder / "VOCdevkit" / "VOC2007"
     (devkit / "ImageSets" / "Main").mkdir(parents=True)
     (devkit / "JPEGImages").mkdir()
@@ -166,7 +166,7 @@ def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
         image.save(folder / f"{number}.png")
     datacomp = datasets.make_task(tmp_path, "mnist", count=60)
     output = tmp_path / "top1.json"
-    # Folders are in alphabetical order, DataComp's class names are not: rejected instead of confused.
+    # Class folders are sorted by name, but DataComp's class names are not. The labels would not match, so this is an error.
     arguments = ["--train", str(tmp_path / "train"), "--test"]
     with pytest.raises(ValueError, match="another order"):
         run(checkpoint, "top1", *arguments, str(datacomp))

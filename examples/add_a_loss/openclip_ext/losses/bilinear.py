@@ -1,4 +1,4 @@
-"""A logistic loss on a learned bilinear form of the two embeddings, within each process."""
+"""A logistic loss on a learned bilinear form of image and text embeddings. Each process uses only its own samples."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from openclip_ext.losses.method import Method, WholeLoss
 
 
 class BilinearHead(nn.Module):
-    """``image ↦ A·image``."""
+    """The learned matrix A, as a head that maps an image embedding to ``A·image``."""
 
     kind = "bilinear"
     evaluated = False
@@ -29,11 +29,11 @@ class BilinearHead(nn.Module):
 
 
 class BilinearLoss(ContrastiveLoss):
-    """``mean_ij softplus(∓ c·text_j·A·image_i)``, with minus for pairs and plus otherwise.
+    """The loss ``mean_ij softplus(∓ c·text_j·A·image_i)``: minus if i = j (a pair), otherwise plus; c is the logit scale.
 
     Args:
         embed_dim: embedding dimension.
-        seed: seed of the head's initial values.
+        seed: seed of the initial values of A.
     """
 
     def __init__(self, *, embed_dim: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class BilinearLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> BilinearHead:
-        """Return the bilinear form, which is trained with the model."""
+        """Return the head with A, which is trained and saved with the model."""
         return self.head
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""FastCLIP's moving averages at a temperature that falls linearly over the run."""
+"""FastCLIP's moving averages with a temperature that decreases linearly from epoch to epoch."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from openclip_ext.losses.method import Method, TemperaturePart
 
 
 class CoolingTemperature(TemperatureScheme):
-    """``τ(epoch) = max − (max − min)·epoch/epochs``.
+    """The temperature ``τ(epoch) = max − (max − min)·epoch/epochs``, the same for all samples.
 
     Args:
-        temperature_min, temperature_max: bounds.
+        temperature_min, temperature_max: the last and the first temperature (min and max in the equation).
         epochs: number of epochs of the run.
     """
 
@@ -25,7 +25,7 @@ class CoolingTemperature(TemperatureScheme):
         self.epochs = epochs
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the epoch's temperature for all anchors, ``(2, B)``."""
+        """Return the temperature of the current epoch for all image and text anchors, ``(2, B)``."""
         low, high = self.bounds
         tau = high - (high - low) * min(batch.epoch / self.epochs, 1.0)
         return torch.full_like(batch.positive, tau).expand(2, batch.size)

@@ -9,7 +9,7 @@ from openclip_ext.losses.method import Method
 
 
 class DecoupledContrastive(Unscaled):
-    """``−s_ii/τ + log Σ_{j≠i} exp(s_ij/τ)``."""
+    """The loss ``−s_ii/τ + log Σ_{j≠i} exp(s_ij/τ)`` of anchor i: the sum excludes the positive pair."""
 
     estimand = Estimand(
         "log(N·g), the sum over the negatives",

@@ -1,4 +1,4 @@
-"""Naive versions of the losses in docs/add-your-own-loss.md."""
+"""Naive float64 references of the losses in docs/add-your-own-loss.md."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.references.contrastive import (
 
 
 class SharedAverage:
-    """One moving average per side."""
+    """An estimator with one moving average for all images, and one for all texts."""
 
     def __init__(self, eps: float, gamma: float) -> None:
         self.eps, self.gamma = eps, gamma
@@ -33,7 +33,7 @@ class SharedAverage:
 
 
 class Cooling:
-    """FastCLIP with a temperature per epoch."""
+    """FastCLIP with a temperature that decreases from ``high`` to ``low`` by epoch."""
 
     def __init__(self, average: MovingAverage, low: float, high: float, epochs: int) -> None:
         self.loss, self.low, self.high, self.epochs = FastClip(average, "constant"), low, high, epochs
@@ -44,7 +44,7 @@ class Cooling:
 
 
 class Decoupled:
-    """Decoupled contrastive loss, with autograd through its definition."""
+    """Decoupled contrastive loss; autograd computes the gradients from the definition."""
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         images, texts, scale = leaves(images, texts, logit_scale)
