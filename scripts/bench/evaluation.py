@@ -1,6 +1,6 @@
 """Compare the samples per second of ``eval.datacomp`` and DataComp's harness, in one run on the same data.
 
-    python scripts/bench/evaluation.py --output evaluation.json
+    python -m scripts.bench.evaluation --output evaluation.json
 
 Upstream uses clip-benchmark's functions: it creates and loads the model for every task, computes the classifier class by class
 (``zero_shot_classifier``), and scores the images (``run_classification``). Ours loads the model once, encodes texts in batches
@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -25,20 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import clip_benchmark
-import harness
 import numpy as np
 import open_clip
 import torch
 from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics.zeroshot_classification import run_classification, zero_shot_classifier
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from openclip_ext.evaluation.data import read_classes
 from openclip_ext.evaluation.features import Encoder, resolve_precision
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
+from scripts.bench import harness
 
 # Timed parts.
 MODEL, PROMPTS, IMAGES = "model", "texts", "images"

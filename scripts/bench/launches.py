@@ -1,6 +1,6 @@
 """Count launches and host-device syncs of a training step with each loss, with PyTorch's profiler.
 
-    python scripts/bench/launches.py [--losses neuclip fastclip] [--output launches.json]
+    python -m scripts.bench.launches [--losses neuclip fastclip] [--output launches.json]
 
 The steps are the same as in ``tests/fake_cuda``, which counts them without a device: the model is tiny, so only launches
 matter. *fake* is the count of ``tests/fake_cuda``. Here an operation may launch several kernels or none.
@@ -9,13 +9,13 @@ matter. *fake* is the count of ``tests/fake_cuda``. Here an operation may launch
 import argparse
 from typing import Any
 
-import harness
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from openclip_ext.losses import registry
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
+from scripts.bench import harness
 from tests.fake_cuda import bounds
 from tests.fake_cuda.test_losses import CALLS, SOLVES_FROM
 from tests.training.tiny import OPTIMIZER, prepare, tiny_batch, tiny_loss, tiny_model

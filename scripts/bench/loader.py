@@ -1,6 +1,6 @@
 """Compare the samples per second of this training loader and OpenCLIP's, on the same shards in one run.
 
-    python scripts/bench/loader.py [--output results.json]
+    python -m scripts.bench.loader [--output results.json]
 
 OpenCLIP 3.3's loader needs webdataset below 0.2.96; here it has 0.2.86. The script installs 0.2.86 into a temporary folder
 (``pip install --target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform,
@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 
 from openclip_ext.data import reference as embeddings
+from scripts.bench import harness
 
 OLD_WEBDATASET = "0.2.86"
 BASELINE = "openclip"

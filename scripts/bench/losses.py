@@ -1,6 +1,6 @@
 """Compare time and memory of each loss alone, forward and backward, with ``open_clip.ClipLoss`` on the same batch.
 
-    python scripts/bench/losses.py [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
+    python -m scripts.bench.losses [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
 Inputs are random unit features on one device. Options have their defaults, except --prototypes. Solved
 temperatures are past their warm-up. The losses alternate; a ratio
@@ -13,10 +13,10 @@ import copy
 import math
 from functools import partial
 
-import harness
 import torch
 from open_clip.loss import ClipLoss
 
+from scripts.bench import harness
 from tests.fake_cuda.test_losses import SOLVES_FROM
 
 BASELINE = "ClipLoss"

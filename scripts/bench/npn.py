@@ -1,6 +1,6 @@
 """Compare the time of NeuCLIP's ``T_u`` prototype updates per step with the time of their matrix products alone.
 
-    python scripts/bench/npn.py [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
+    python -m scripts.bench.npn [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
 Candidates alternate in one run: only the two products of an update; our closed form; and ``autograd`` through the equations
 with ``torch.optim.Adagrad``. The throughput counts 8·B·m·d flops per update.
@@ -10,7 +10,6 @@ import argparse
 import math
 from functools import partial
 
-import harness
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -19,6 +18,7 @@ from openclip_ext import create_loss
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
 from openclip_ext.contrastive.normalizer import contrast_minibatch
 from openclip_ext.losses.neuclip import PrototypeNormalizer
+from scripts.bench import harness
 
 BASELINE = "matrix products"
 TAU = 0.07

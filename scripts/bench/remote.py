@@ -1,6 +1,6 @@
 """Compare reading speed from a server 50 ms away with webdataset's ``pipe:curl``, and measure the time to count samples.
 
-    python scripts/bench/remote.py [--output results.json]
+    python -m scripts.bench.remote [--output results.json]
 
 The server is a separate process on loopback. It answers each request after ``--latency`` seconds and sends up to
 ``--megabytes`` MB per second on each connection. Samples are read but not decoded. Counts come from the shards'
@@ -20,13 +20,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import webdataset
 
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.storage import Storage
+from scripts.bench import harness
 
 BASELINE = "pipe:curl"
 PIECE = 1 << 18

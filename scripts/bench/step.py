@@ -1,6 +1,6 @@
 """Compare the time of an optimizer step with each loss and with OpenCLIP's loss, in one run with data in memory.
 
-    python scripts/bench/step.py [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
+    python -m scripts.bench.step [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
 The losses alternate in blocks of steps; the ratio is the median over the rounds. Options have their defaults, except
 --prototypes.
@@ -9,7 +9,6 @@ The losses alternate in blocks of steps; the ratio is the median over the rounds
 import argparse
 from functools import partial
 
-import harness
 import open_clip
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import OptimizerConfig
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import Batch, StepSettings, TrainStep
+from scripts.bench import harness
 
 BASELINE = "openclip"
 NUM_SAMPLES = 20_000
