@@ -270,7 +270,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         assert content["epoch"] == best["epoch"]
         stock_model(tmp_path / name / "checkpoints" / "best.pt", SMALL_MODEL)
     best = str(tmp_path / "whole" / "checkpoints" / "best.pt")
-    with pytest.raises(UsageError, match=r"best.pt has the model alone.*--pretrained"):
+    with pytest.raises(UsageError, match=r"best.pt contains only the model.*--pretrained"):
         run([*small_command(shards, tmp_path, "other", "neuclip", *rates), "--resume", best])
 
 
