@@ -391,7 +391,7 @@ def markdown(report: Report) -> str:
     """Return the report as Markdown."""
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
-        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{command}\n```"]
+        parts += ["Train the recommended configuration for the length of its longest run:", f"```bash\n{command}\n```"]
     for title, rows in tables(report).items():
         parts += [f"## {title}", markdown_table(rows)]
     return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"

@@ -214,7 +214,7 @@ def test_globs_exclude_parameters_from_weight_decay():
     for one in (model, wrapped):
         found = without_decay(one, "*positional_embedding", "visual.proj")
         assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
-    with pytest.raises(UsageError, match=r"--wd-exclude proj: no trained parameter"):
+    with pytest.raises(UsageError, match=r"--wd-exclude proj: matches no trained parameter"):
         without_decay(model, "visual.proj", "proj")
 
 
