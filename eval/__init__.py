@@ -1,1 +1,1 @@
-"""Evaluation commands of a clone, such as ``python -m eval.datacomp``; the code is in :mod:`openclip_ext.evaluation`."""
+"""Evaluation commands in a clone, such as ``python -m eval.datacomp``. The code is in :mod:`openclip_ext.evaluation`."""

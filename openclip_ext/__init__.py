@@ -1,6 +1,6 @@
 """openclip_ext: global contrastive losses, index-aware data and exact resuming for OpenCLIP.
 
-Public names are imported on first use, so that ``import openclip_ext`` is fast. ``__init__.pyi`` has their types.
+Public names are imported on first use, so ``import openclip_ext`` is fast. ``__init__.pyi`` contains their types.
 """
 
 import importlib

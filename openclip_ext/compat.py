@@ -1,9 +1,9 @@
-"""All use of undocumented parts of OpenCLIP and torch, in one file.
+"""The only file that uses undocumented parts of OpenCLIP and torch.
 
-``open_clip`` has a public interface. ``open_clip_train``, the training script in the same package, has none. All use of
-``open_clip_train``, and of undocumented parts of ``open_clip``, is here, so that a new OpenCLIP release changes one file.
-``check_version`` checks the tested versions. torch and OpenCLIP are imported in the functions, because ``--help`` needs
-neither.
+``open_clip`` has a public interface. ``open_clip_train``, the training script in the same package, has none. All code that
+uses ``open_clip_train``, or undocumented parts of ``open_clip``, is here: for a new OpenCLIP release, only this file changes.
+``check_version`` checks that the installed version is a tested one. torch and OpenCLIP are imported inside functions, because
+``--help`` does not need them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 OPENCLIP_LOWEST = (3, 3)
 OPENCLIP_BELOW = (4, 0)
 
-# Names of OpenCLIP's own losses on our command line; the first is the default.
+# Names of OpenCLIP's own losses on our command line. The first one is the default.
 OPENCLIP_LOSSES = ("openclip", "siglip")
-# Initial values of the model's parameters with --siglip (open_clip_train/main.py).
+# With --siglip, arguments for the initial values of the model's parameters (from open_clip_train/main.py).
 SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
-# SigLipLoss's functions that send features to a neighbor; the bidirectional one has two tensors.
+# SigLipLoss's functions that send features to a neighbor rank. The bidirectional function sends two tensors.
 SIGLIP_EXCHANGES = (
     "open_clip.loss.neighbour_exchange_with_grad",
     "open_clip.loss.neighbour_exchange_bidir_with_grad",
@@ -40,7 +40,7 @@ def check_version() -> str:
     """Return OpenCLIP's version.
 
     Raises:
-        ImportError: the installed OpenCLIP is outside ``>=3.3,<4``.
+        ImportError: The installed OpenCLIP is outside ``>=3.3,<4``.
     """
     from open_clip import __version__
 
@@ -59,8 +59,8 @@ def check_version() -> str:
 def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
     """Return a parser of class ``kind`` with OpenCLIP's training flags, without importing ``open_clip``.
 
-    ``open_clip_train.params.parse_args`` creates the parser and parses with it in one function. It is called without
-    arguments, and its parser is captured.
+    ``open_clip_train.params.parse_args`` creates the parser and parses arguments in one function. So it is called without
+    arguments, and the parser that it creates is captured.
     """
     from open_clip_train import params
 
@@ -73,14 +73,14 @@ def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
     script: Any = params
     script.argparse = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": make})
     try:
-        inspect.unwrap(params.parse_args)([])  # without register(), which adds our flags
+        inspect.unwrap(params.parse_args)([])  # the original function, because register() wraps it to add our flags
     finally:
         script.argparse = argparse
     return made[0]
 
 
 def set_openclip_defaults(args: argparse.Namespace) -> None:
-    """Set the optimizer's defaults that depend on the model, if a flag has no value, as OpenCLIP does after parsing."""
+    """Set missing flags of the optimizer to OpenCLIP's defaults, which depend on the model. OpenCLIP also does this."""
     from open_clip_train.params import get_default_params
 
     if "timm" not in args.opt:
@@ -93,10 +93,10 @@ def set_openclip_defaults(args: argparse.Namespace) -> None:
 
 
 def init_device(args: argparse.Namespace) -> torch.device:
-    """Start ``torch.distributed`` under torchrun or SLURM; sets ``args.rank`` and others.
+    """Start ``torch.distributed`` under torchrun or SLURM; set ``args.rank`` and related flags; return the device.
 
-    The device becomes PyTorch's current device, because OpenCLIP leaves ``cuda:0`` current with ``--device cuda:1``. It always
-    has an index, which OpenCLIP omits in a single process.
+    The device is made PyTorch's current device, because with ``--device cuda:1``, OpenCLIP leaves ``cuda:0`` as the current
+    device. The device always has an index, which OpenCLIP omits in a single process.
     """
     import torch
     from open_clip_train.distributed import init_distributed_device
@@ -109,7 +109,7 @@ def init_device(args: argparse.Namespace) -> torch.device:
 
 
 def set_backends() -> None:
-    """Set OpenCLIP's backend settings for NVIDIA GPUs: TF32 matrix products and the fastest convolutions."""
+    """Set the same backend options for NVIDIA GPUs as OpenCLIP: TF32 matrix products and the fastest convolutions."""
     import torch
 
     if torch.cuda.is_available():
@@ -123,7 +123,7 @@ def setup_logging(log_path: str | None, level: int) -> None:
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)
-    # OpenCLIP sets every logger to the run's level, but torch's messages below a warning do not help users.
+    # OpenCLIP sets every logger to the run's level, but torch's messages below level WARNING do not help users.
     for name in logging.root.manager.loggerDict:
         if name.split(".")[0] == "torch":
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -152,15 +152,15 @@ def check_augmentation(settings: Mapping[str, Any]) -> None:
 def create_model(
     name: str, device: torch.device, *, pretrained: str | None, precision: str, siglip_start: bool, **options: Any
 ) -> tuple[Any, Callable, Callable]:
-    """Build the model and its transforms as ``open_clip_train.main`` does.
+    """Build the model and its transforms in the same way as ``open_clip_train.main``.
 
     Args:
-        name: ``--model``.
-        device: device of the model.
-        pretrained: tag or file, or None.
-        precision: ``--precision``.
-        siglip_start: whether to use SigLIP's initial ``logit_scale`` and ``logit_bias``.
-        options: further arguments of ``open_clip.create_model_and_transforms``.
+        name: Value of ``--model``.
+        device: Device of the model.
+        pretrained: Tag or file of the initial weights. None means random weights.
+        precision: Value of ``--precision``.
+        siglip_start: Whether to use SigLIP's initial ``logit_scale`` and ``logit_bias``.
+        options: Other arguments of ``open_clip.create_model_and_transforms``.
 
     Returns:
         The model (``output_dict=True``), the training transform and the evaluation transform.
@@ -175,14 +175,15 @@ def create_model(
     )
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
-        # OpenCLIP 3.3 leaves it uninitialized, and has this formula in a function that it does not call.
+        # OpenCLIP 3.3 does not initialize this parameter. The formula is from its function for this purpose, which it never
+        # calls.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
         logging.info("text_decoder.text_projection initialized: OpenCLIP leaves it uninitialized")
     return built
 
 
 def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
-    """Return the configuration of a model, as in OpenCLIP's JSON files; None if OpenCLIP has none."""
+    """Return a model's configuration, in the format of OpenCLIP's JSON files; None if OpenCLIP does not have the model."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -192,7 +193,7 @@ def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
 
 
 def hub_weights(name: str, cache_dir: str | None) -> str | None:
-    """Return the file of initial weights of a model named ``local-dir:`` or ``hf-hub:``, or None."""
+    """Return the file of initial weights if the model's name starts with ``local-dir:`` or ``hf-hub:``, else None."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -201,13 +202,13 @@ def hub_weights(name: str, cache_dir: str | None) -> str | None:
     if schema == "hf-hub":
         try:
             return factory.download_pretrained_from_hf(identifier, cache_dir=cache_dir)
-        except Exception:  # as OpenCLIP does, because the hub client raises many types
+        except Exception:  # OpenCLIP also ignores all errors, because the hub client raises many types
             return None
     return None
 
 
 def changed_preprocessing(model: Any) -> dict[str, Any]:
-    """Return arguments of ``create_model_and_transforms`` for the differences from OpenCLIP's default preprocessing."""
+    """Return the arguments of ``create_model_and_transforms`` by which a model's preprocessing differs from the default."""
     from dataclasses import asdict
 
     from open_clip.transform import PreprocessCfg
@@ -218,7 +219,7 @@ def changed_preprocessing(model: Any) -> dict[str, Any]:
 
 
 def converts_to_rgb(step: Any) -> bool:
-    """Return whether a step of OpenCLIP's transforms only converts an image to RGB."""
+    """Return whether a step of OpenCLIP's transform does nothing else than convert an image to RGB."""
     from open_clip.transform import MaybeConvertMode
 
     return isinstance(step, MaybeConvertMode)
@@ -230,10 +231,10 @@ def drops_patches(model: Any) -> bool:
 
 
 def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -> None:
-    """Freeze a text tower, including a captioner's, for which OpenCLIP has no function.
+    """Freeze a text tower. This also works for captioners (CoCa), for which OpenCLIP has no function.
 
     Raises:
-        UsageError: one of OpenCLIP's own towers, whose LayerNorm cannot stay trainable.
+        UsageError: It is one of OpenCLIP's own towers, and its LayerNorm parameters should stay trainable.
     """
     from open_clip.hf_model import HFTextEncoder
 
@@ -253,12 +254,12 @@ def is_timm(model: Any) -> bool:
 
 
 def is_captioner(model: nn.Module) -> bool:
-    """Return whether the model has a text decoder (CoCa), which only ``CoCaLoss`` trains."""
+    """Return whether the model has a text decoder (CoCa). Only ``CoCaLoss`` trains the decoder."""
     return hasattr(model, "text_decoder")
 
 
 def unused_by_captions(model: Any) -> list[nn.Parameter]:
-    """Return the trainable parameters of a captioner that its captions do not depend on."""
+    """Return a captioner's trainable parameters that have no effect on its captions."""
     import torch
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -272,12 +273,12 @@ def unused_by_captions(model: Any) -> list[nn.Parameter]:
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
-    """Return the embedding dimension of a model, or without a model, of its configuration.
+    """Return the embedding dimension of a model, or, if no model is given, of the model's configuration.
 
-    The model comes first, because OpenCLIP downloads the configuration of a hub model.
+    The model is preferred, because OpenCLIP would download the configuration of a hub model.
 
     Raises:
-        ValueError: neither has an embedding dimension.
+        ValueError: Neither the model nor the configuration has an embedding dimension.
     """
     import open_clip
     import torch
@@ -296,7 +297,7 @@ def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and ``torch.compile``."""
+    """Return the model without the wrappers of DistributedDataParallel and ``torch.compile``."""
     from torch import nn
 
     while True:
@@ -312,12 +313,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside the result of ``torch.compile``."""
+    """Return the original model from the result of ``torch.compile``; other models are returned unchanged."""
     return getattr(model, "_orig_mod", model)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return a model's BatchNorm layers of all types."""
+    """Return all BatchNorm layers of a model, of every type."""
     from torch import nn
 
     return [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
@@ -332,14 +333,14 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nested: Any) -> Any:
 
 
 def leaves(nested: Any) -> list[Any]:
-    """Return the leaves of nested lists, tuples and dictionaries."""
+    """Return all values in nested lists, tuples and dictionaries, as a flat list."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(nested)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step can be skipped by a tensor, without a host-device sync."""
+    """Return whether a tensor on the device can make the optimizer skip its step, without a host-device sync."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -357,15 +358,15 @@ def create_scheduler(
     cooldown_power: float,
     cooldown_end: float,
 ) -> Callable[[int], float]:
-    """Return OpenCLIP's learning-rate schedule: a function of the optimizer step that sets the learning rate of every group.
+    """Return OpenCLIP's learning rate schedule: a function that sets the learning rate of every group for a given step.
 
     Args:
         name: ``cosine``, ``const`` or ``const-cooldown``.
-        optimizer: its learning rates are set.
-        lr: learning rate after the warm-up.
-        warmup: steps of linear warm-up.
-        steps: optimizer steps of the whole run.
-        cooldown_steps, cooldown_power, cooldown_end: the end of ``const-cooldown``.
+        optimizer: The optimizer whose learning rates are set.
+        lr: Learning rate after the warm-up.
+        warmup: Number of steps of the linear warm-up.
+        steps: Number of optimizer steps of the full run.
+        cooldown_steps, cooldown_power, cooldown_end: Parameters of the end of ``const-cooldown``.
     """
     from open_clip_train import scheduler
 
@@ -380,14 +381,14 @@ def create_scheduler(
 
 
 def remote_sync(local: str, remote: str, protocol: str) -> bool:
-    """Copy the run folder to its remote location once; return whether it succeeded."""
+    """Copy the run folder to its remote location once; return whether the copy succeeded."""
     from open_clip_train.file_utils import remote_sync as sync
 
     return sync(local, remote, protocol)
 
 
 def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str) -> Any:
-    """Start OpenCLIP's background process that copies the run folder periodically."""
+    """Start OpenCLIP's background process, which copies the run folder at intervals."""
     from open_clip_train.file_utils import start_sync_process
 
     process = start_sync_process(every_seconds, local, remote, protocol)
@@ -404,11 +405,11 @@ def extend_script(
     parse_args: Callable[[Callable], Callable],
     train_one_epoch: Callable[[Callable], Callable],
 ) -> None:
-    """Extend functions of OpenCLIP's own training script in all modules that import them; extended functions stay unchanged.
+    """Replace functions of OpenCLIP's training script, in all modules that import them. A second call has no effect.
 
     Args:
-        create_loss, parse_args, train_one_epoch: map OpenCLIP's function to the function to use instead, which wraps it
-            (``functools.wraps``).
+        create_loss, parse_args, train_one_epoch: Functions that receive OpenCLIP's function of this name, and return the
+            function that replaces it. The replacement must use ``functools.wraps``.
     """
     import open_clip
     import open_clip.factory
@@ -416,7 +417,7 @@ def extend_script(
     import open_clip_train.train
 
     check_version()
-    # open_clip_train.main binds the functions by name when it is imported.
+    # If open_clip_train.main is already imported, it has its own references to the functions.
     script = sys.modules.get("open_clip_train.main")
     _replace("create_loss", create_loss, open_clip, open_clip.factory, script)
     _replace("parse_args", parse_args, open_clip_train.params, script)
@@ -424,7 +425,7 @@ def extend_script(
 
 
 def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any) -> None:
-    """Bind an extended function in all modules, unless the first module already has one."""
+    """Set the replaced function in all modules, unless the first module already has a replaced function."""
     function = getattr(modules[0], name)
     if not hasattr(function, "__wrapped__"):
         function = extended(function)

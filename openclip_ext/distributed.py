@@ -1,7 +1,8 @@
-"""Collectives that also work with one process, without gradients.
+"""Collectives without gradients, which also work with a single process.
 
-The exact gradients of the losses need no communication in the backward pass (see ``contrastive/global_loss.py``), so
-nothing here is differentiable. Without ``torch.distributed`` every function is the identity, or trivial.
+No collective here is differentiable, because the exact gradients of the losses need no communication in the backward pass (see
+``contrastive/global_loss.py``). Without ``torch.distributed``, the functions return their input, or the result for one
+process.
 """
 
 import functools
@@ -18,9 +19,10 @@ from openclip_ext.cli.errors import UsageError
 
 T = TypeVar("T")
 
-# One rank may evaluate or save for hours. ``training/heartbeat.py`` detects a stopped rank.
+# Long, because other ranks wait while one rank evaluates or saves for hours. A stopped rank is detected by its heartbeat
+# (``training/runtime/heartbeat.py``).
 _CONTROL_TIMEOUT = timedelta(hours=48)
-# Timeouts of a collective on GPUs: before the end of the first step, which compiles and tunes, and later.
+# Timeouts of a collective on GPUs: in the first step, which may compile and tune for long, and in later steps.
 START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)
 
 
@@ -40,7 +42,7 @@ def world_size() -> int:
 
 
 def check_world_size(created_with: int) -> None:
-    """Raise ValueError if a loss is used with another number of processes than at its creation."""
+    """Raise ValueError if the number of processes has changed since a loss was created."""
     if world_size() != created_with:
         raise ValueError(
             f"the loss was created with {created_with} process(es) and is used with {world_size()}. Create it after "
@@ -49,15 +51,16 @@ def check_world_size(created_with: int) -> None:
 
 
 def unconnected_processes() -> int:
-    """Return the launcher's number of processes if there are several but no process group, otherwise 0."""
+    """Return the number of processes that a launcher has started, if there are several and no process group; else 0."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched if launched > 1 and not is_initialized() else 0
 
 
 def check_equal_sizes(batch: Tensor) -> None:
-    """Raise ValueError on all ranks if their batches on the CPU have different sizes, because gloo would abort the processes.
+    """Raise ValueError on all ranks if the batch sizes of the ranks differ. In this case, gloo would abort the processes.
 
-    Batches on a GPU are not checked, because the communication takes as long as some steps. Compiled losses do not check.
+    Only batches on a CPU are checked, and not in a compiled graph. On a GPU, the communication of the check may take as long as
+    a step.
     """
     if world_size() > 1 and batch.is_cpu and not torch.compiler.is_compiling():
         sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
@@ -69,7 +72,7 @@ def check_equal_sizes(batch: Tensor) -> None:
 
 
 def is_master() -> bool:
-    """Return whether this process writes logs and checkpoints."""
+    """Return whether this process is rank 0, which writes logs and checkpoints."""
     return rank() == 0
 
 
@@ -78,10 +81,10 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate a tensor from all ranks along dimension 0, in rank order, without gradient. Collective: all ranks call it.
 
     Args:
-        tensor: ``(N, ...)``, with the same shape and dtype on every rank.
+        tensor: ``(N, ...)``, with equal shape and dtype on every rank.
 
     Returns:
-        ``(world_size * N, ...)``; with one process the detached input.
+        ``(world_size * N, ...)``. With one process, the detached input.
     """
     if world_size() == 1:
         return tensor.detach()
@@ -93,7 +96,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """Gather a tensor on the CPU as :func:`all_gather`, for any backend; does not synchronize with the GPU."""
+    """Gather a CPU tensor like :func:`all_gather`, with any backend. Does not synchronize with the GPU."""
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
@@ -120,20 +123,20 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 
 
 def _control_group() -> dist.ProcessGroup:
-    """Return a gloo group for objects and barriers, without GPU work, with a long timeout: one rank may evaluate for hours."""
+    """Return a gloo process group for objects and barriers. It needs no GPU work, and has a long timeout."""
     return _control_group_of(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
 def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create the group at the first use, and again after ``torch.distributed`` was restarted."""
+    """Create the group on first use, and again if ``torch.distributed`` has been restarted."""
     group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member of the group"
     return group
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process exited (gloo's error has no type)."""
+    """Return whether a collective failed because another process exited. gloo's error has no type of its own."""
     return isinstance(error, dist.DistBackendError) or ("gloo" in str(error) and "by peer" in str(error))
 
 
@@ -177,7 +180,7 @@ def on_master(action: Callable[[], T]) -> T:
 
 
 def any_rank(flag: int) -> int:
-    """Return the largest of all ranks' small non-negative numbers; does not synchronize with the GPU."""
+    """Return the maximum of a small non-negative number over all ranks. Does not synchronize with the GPU."""
     return any_rank_soon(flag)()
 
 
@@ -196,19 +199,19 @@ def any_rank_soon(flag: int) -> Callable[[], int]:
 
 
 def set_patience(patience: timedelta) -> None:
-    """Set the timeout of NCCL's watchdog for later collectives; waits for the GPU. Collective: all ranks call it.
+    """Set the timeout of NCCL's watchdog for later collectives. Synchronizes with the GPU. Collective: all ranks call it.
 
-    Collectives that are already running keep their timeout.
+    Collectives that are already running keep their old timeout.
     """
     if is_initialized() and dist.get_backend() == "nccl":
         barrier()
         torch.cuda.synchronize()
-        # PyTorch 2.14 made it public.
+        # The function is public since PyTorch 2.14.
         set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
         set_timeout(patience, dist.group.WORLD)
 
 
 def barrier() -> None:
-    """Wait for all ranks, if necessary for hours. Collective: all ranks call it."""
+    """Wait until all ranks have called this function, if necessary for hours. Collective: all ranks call it."""
     if world_size() > 1:
         dist.barrier(group=_control_group())

@@ -1,7 +1,7 @@
-"""MkDocs hook: add pages from outside of docs/, and rewrite links to files outside of docs/.
+"""MkDocs hook: add pages from outside docs/, and rewrite links to files outside docs/.
 
-In the repository, links are relative to the file of their page. On the site, a link to a page points to that page. A link to
-another file of the repository points to ``repo_url``; without ``repo_url`` it becomes plain text.
+In the repository, links are relative to the file that contains them. On the site, a link to a file that is a page points to
+this page. A link to another file points to the repository at ``repo_url``; without ``repo_url``, it becomes plain text.
 """
 
 import os
@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# File of the repository -> page of the site.
+# File in the repository -> page on the site.
 PAGES_OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -25,7 +25,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside of docs/."""
+    """Add the pages whose files are outside docs/."""
     for source, page in PAGES_OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if linked in pages:
             return f"{image}[{text}]({_relative(pages[linked], page.file.src_uri)}{anchor})"
         if not linked.exists() or not linked.is_relative_to(ROOT):
-            return link.group()  # broken; MkDocs reports it
+            return link.group()  # a broken link, which MkDocs reports
         if not config.repo_url:
             return text
         kind = "tree" if linked.is_dir() else "blob"

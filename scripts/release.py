@@ -1,7 +1,7 @@
 """Build the archives of a release and check them: ``python scripts/release.py DIST --repository https://HOST/OWNER/NAME``.
 
-A package index shows README.md outside of the repository, where relative links are broken. So the archives are built from a
-copy of the sources with absolute links.
+A package index shows README.md outside the repository, where relative links do not work. So the archives are built from a copy
+of the sources with absolute links.
 """
 
 import argparse
@@ -18,8 +18,8 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*\]\()(?!\w+:|#)([^)\s
 
 
 def make_links_absolute(text: str, repository: str, version: str) -> str:
-    """Return Markdown whose relative links point to a version's files in the repository."""
-    # Figures need "raw", the file itself; "blob" is its page.
+    """Return Markdown in which relative links point to the files of a version in the repository."""
+    # A figure's link needs "raw", which is the file itself. "blob" is a page that shows the file.
     return _LINK.sub(
         lambda link: f"{link[1]}{repository}/{'raw' if link[1].startswith('!') else 'blob'}/{version}/{link[2]})", text
     )
@@ -29,10 +29,10 @@ def build(output: Path, repository: str, version: str, *options: str) -> None:
     """Build and check the source archive and the wheel.
 
     Args:
-        output: folder for the archives.
-        repository: address of the repository.
-        version: tag, branch or commit that the links point to.
-        options: flags for ``python -m build``.
+        output: Folder for the archives.
+        repository: Address of the repository.
+        version: Tag, branch or commit to which the links point.
+        options: Flags for ``python -m build``.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)

@@ -1,1 +1,1 @@
-"""Code that all commands share: the console program, options and flags, errors, messages."""
+"""Code that all commands use: the console program, options and flags, errors and messages."""

@@ -1,4 +1,4 @@
-"""Code of all command lines: exit statuses, argument types, progress bars."""
+"""Code that all command lines use: exit statuses, argument types and progress bars."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program; exit with status 2 and one line after a ValueError or OSError, with 130 after Ctrl-C."""
+    """Run a program. A ValueError or OSError prints one line and exits with status 2; Ctrl-C exits with status 130."""
     try:
         with until_pipe_breaks():
             main(sys.argv[1:])
@@ -27,12 +27,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """Return tqdm's bar, updated rarely in a log file, where each update is a line."""
+    """Return a tqdm progress bar. In a log file, it is updated rarely, because each update is a line."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """Parse the name of a device of this machine."""
+    """Check the name of a device, and return it. ArgumentTypeError if this machine does not have the device."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:
@@ -52,7 +52,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence all log messages up to WARNING, such as OpenCLIP's about a model without weights."""
+    """Suppress log messages up to level WARNING, such as OpenCLIP's warning about a model without weights."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Messages and stored settings without secrets and without control characters."""
+"""Remove secrets and control characters from messages and stored settings."""
 
 import contextlib
 import logging
@@ -17,16 +17,17 @@ _WORD = (
 )
 _HEADER = r"\b(?:(?:proxy-)?authorization|x-[\w-]*(?:token|key)|private-token|cookie)"
 _VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s&#;|<>'"]+)"""
-# The text before a secret, and the secret.
+# Patterns with two parts: the text before a secret, and the secret itself.
 _SECRETS = [
     re.compile(f"(?i)({before}){secret}")
     for before, secret in (
-        # https://USER:PASSWORD@host, https://TOKEN@host; but not abfs://container@account
+        # Matches https://USER:PASSWORD@host and https://TOKEN@host. Does not match abfs://container@account.
         (r"\b(?:https?|ftps?)://", r"[^\s/'\"]+(?=@)"),
         (r"\b[a-z][\w+.-]*://", r"[^\s/'\":@]*:[^\s/'\"]*(?=@)"),
-        # ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=..., --password=...; not s3://bucket/token=1/..., nor ?key=00000.tar
+        # Matches ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=..., --password=...
+        # Does not match s3://bucket/token=1/... and ?key=00000.tar.
         (rf"(?<![\w/.%-])(?:[\w.%-]*?{_WORD}[\w.%-]*|sig)=|[?&]key=(?![^\s&]*\.tar)", _VALUE),
-        # curl --oauth2-bearer ..., --http-password ..., -u USER:PASSWORD, -H 'Authorization: Bearer ...'
+        # Matches arguments of curl: --oauth2-bearer ..., --http-password ..., -u USER:PASSWORD, -H 'Authorization: Bearer ...'
         (rf"(?<!\S)--(?:[\w-]*?{_WORD}[\w-]*|oauth2-bearer)\s+", _VALUE),
         (r"(?<!\S)(?:-u\s*|--(?:proxy-)?user[\s=]+)", r"(?:'[^']*:[^']*'|\"[^\"]*:[^\"]*\"|[^\s:'\"]+:[^\s'\"]*)"),
         (rf"{_HEADER}\s*:\s*(?:(?:bearer|basic|token)\s)?", r"[^\s'\"]+"),
@@ -38,7 +39,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_secrets(value: Any) -> Any:
-    """Mask passwords and tokens in texts with a URL or a ``pipe:`` command, also inside lists and dictionaries."""
+    """Mask passwords and tokens in all texts that contain a URL or a ``pipe:`` command, also in lists and dictionaries."""
     if isinstance(value, dict):
         return {name: without_secrets(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -59,7 +60,7 @@ def for_people(text: str) -> str:
 
 @contextlib.contextmanager
 def until_pipe_breaks() -> Iterator[None]:
-    """Exit quietly when the reader of the output has closed it, as ``| head`` does."""
+    """Exit without an error message if the reader of the output closes the pipe, for example ``| head``."""
     try:
         yield
         sys.stdout.flush()
@@ -67,19 +68,19 @@ def until_pipe_breaks() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
-            raise  # another pipe broke
-        # Python flushes standard output again when it exits.
+            raise  # the broken pipe is not standard output
+        # Python flushes standard output at exit, which would fail again. So replace it by the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a text as :func:`for_people` returns it, to ``file`` (default: standard output)."""
+    """Print a text, with :func:`for_people` applied, to ``file``. None (default) means standard output."""
     print(for_people(text), file=file or sys.stdout, flush=True)
 
 
 class LogFilter(logging.Filter):
-    """A filter of the root logger that applies :func:`for_people` to this package's messages."""
+    """A logging filter that applies :func:`for_people` to the messages of this package."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.pathname.startswith(_PACKAGE):

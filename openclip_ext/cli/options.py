@@ -1,7 +1,8 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
-A configuration declares its flags as fields with :func:`flag`. The parser and ``--help`` are made from these fields, and
-:func:`from_flags` fills a configuration from parsed flags. A field without a help text is a flag of OpenCLIP's own parser.
+A configuration is a dataclass whose fields :func:`flag` declares as flags. The parser and ``--help`` are built from these
+fields, and :func:`from_flags` fills a configuration from parsed flags. A field without help text is a flag that OpenCLIP's own
+parser has.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ _METADATA = "flag"
 
 
 class OptionError(ValueError):
-    """An error in ``option``; its message has Python's form (``gamma=0.5``), which :func:`with_flags` converts."""
+    """An error in the value of ``option``. The message contains ``gamma=0.5``; :func:`with_flags` converts it to a flag."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +29,7 @@ class OptionError(ValueError):
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return ``; did you mean ...?`` with the most similar known word, or an empty text."""
+    """Return ``; did you mean ...?`` with the most similar known word, or an empty text if none is similar."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else ""
@@ -38,9 +39,9 @@ _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 
 def with_flags(message: str, options: "Mapping[str, Option]") -> str:
-    """Return an :class:`OptionError`'s message with flags: ``--gamma 0.5`` for ``gamma=0.5``.
+    """Convert an :class:`OptionError`'s message: ``gamma=0.5`` becomes ``--gamma 0.5``.
 
-    ``options`` contains the options whose flags are not their names with hyphens, by name.
+    ``options`` contains, by name, the options whose flag differs from the name with hyphens.
     """
 
     def as_flag(assignment: re.Match[str]) -> str:
@@ -63,17 +64,17 @@ class Option:
     """An option of a loss, or a flag of the training program.
 
     Attributes:
-        name: the keyword of ``create_loss``, or the flag's Python name.
-        type: ``bool`` options become ``--name`` and ``--no-name``.
-        default: the value, unless the loss or its parts have their own default.
-        symbol: the papers' symbol.
-        choices: the accepted values. None (default) means any.
-        flag: the flag. Empty (default) means the name with hyphens.
-        nullable: accepts None ("none" on the command line), which ``help`` explains.
-        openclip_flag: OpenCLIP's parser has this flag.
-        ablation: has no flag, only ``--loss-option NAME=VALUE``.
-        hint: advice for users who gave a rejected value.
-        is_list: the flag takes any number of values, each of ``type``.
+        name: Keyword of ``create_loss``, or the flag's Python name.
+        type: Type of the value. ``bool`` options have flags ``--name`` and ``--no-name``.
+        default: Default value. A loss or its parts may have another default.
+        symbol: Symbol in the papers.
+        choices: Accepted values. None (default) means any value.
+        flag: The flag. Empty (default) means the name with hyphens.
+        nullable: Whether None is accepted ("none" on the command line); ``help`` explains its meaning.
+        openclip_flag: Whether OpenCLIP's parser has this flag.
+        ablation: Whether the option has no own flag, only ``--loss-option NAME=VALUE``.
+        hint: Advice in the error message for a rejected value.
+        is_list: Whether the flag accepts any number of values, each of ``type``.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Option:
         object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
 
     def check(self, value: Any) -> Any:
-        """Return ``value`` as the option's type; OptionError if it is not accepted."""
+        """Convert ``value`` to the option's type; OptionError if the value is not accepted."""
         if value is None and self.nullable:
             return None
         wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self._accepted()}")
@@ -119,7 +120,7 @@ class Option:
         return converted
 
     def parse(self, text: str) -> Any:
-        """Convert a text of the command line as :meth:`check` does; ``none`` is None for a nullable option."""
+        """Convert a text from the command line with :meth:`check`. ``none`` means None if the option is nullable."""
         if self.nullable and text.lower() == "none":
             return None
         if self.type is bool:
@@ -138,19 +139,19 @@ class Option:
 
 
 def as_words(flag: str, value: Any) -> list[str]:
-    """Return the words of a command line that set a flag."""
+    """Return the command-line words that set a flag to a value."""
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict):
         return [flag, *(f"{name}={setting}" for name, setting in value.items())]
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
-    # The equals sign keeps argparse from reading a negative number as a flag.
+    # With an equals sign, argparse does not read a negative number as a flag.
     return [f"{flag}={'none' if value is None else value}"]
 
 
 def option_as_words(option: Option, value: Any) -> list[str]:
-    """Return the words of a command line that set an option of a loss."""
+    """Return the command-line words that set an option of a loss to a value."""
     if option.ablation:
         return [f"--loss-option={option.name}={'none' if value is None else str(value).lower()}"]
     return as_words(option.flag, value)
@@ -173,20 +174,20 @@ def flag(
     needs: str = "",
     **limits: Any,
 ) -> Any:
-    """Declare a field of a configuration that a flag sets.
+    """Declare a configuration's field whose value comes from a flag.
 
     Args:
-        help: the flag's effect; empty for OpenCLIP's flags.
-        dest: the flag's Python name, if it differs from the field's name.
-        needs: Python name of the flag without which this one has no effect.
-        limits: further fields of :class:`Option`: ``minimum``, ``choices``, and so on.
+        help: Effect of the flag; empty for OpenCLIP's flags.
+        dest: The flag's Python name, if it differs from the field's name.
+        needs: Python name of another flag, without which this flag has no effect.
+        limits: Other attributes of :class:`Option`: ``minimum``, ``choices``, and so on.
     """
     declared = {"help": help, "dest": dest, "needs": needs, "limits": limits}
     return dataclasses.field(default=default, metadata={_METADATA: declared})
 
 
 def flag_fields(config: type) -> list[dataclasses.Field]:
-    """Return the fields that flags set."""
+    """Return the fields of a configuration whose values come from flags."""
     return [field for field in dataclasses.fields(config) if _METADATA in field.metadata]
 
 
@@ -196,7 +197,7 @@ def python_name(field: dataclasses.Field) -> str:
 
 
 def own_options(configs: Iterable[type]) -> list[Option]:
-    """Return the flags of some configurations, without those of OpenCLIP's parser."""
+    """Return the flags of the given configurations, without the flags that OpenCLIP's parser has."""
     return [
         _option(config, field)
         for config in configs
@@ -206,7 +207,7 @@ def own_options(configs: Iterable[type]) -> list[Option]:
 
 
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
-    """Create a configuration from the values of all flags by Python name; ``others`` replaces or adds fields."""
+    """Create a configuration. ``flags`` has the values of all flags by Python name. ``others`` replaces or adds fields."""
     fields = (field for field in flag_fields(config) if field.name not in others)
     values = {field.name: flags[python_name(field)] for field in fields}
     for field in flag_fields(config):
@@ -216,9 +217,9 @@ def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:
-    """Raise OptionError for a flag of a configuration that is out of range, or that needs another flag.
+    """Raise OptionError if a configuration's flag is out of range, or if it needs another flag that is not given.
 
-    ``flags`` has the values of all flags by Python name. None is not checked.
+    ``flags`` contains the values of all flags by Python name. A value of None is not checked.
     """
     for field in flag_fields(config):
         declared, name = field.metadata[_METADATA], python_name(field)

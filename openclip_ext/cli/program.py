@@ -1,6 +1,6 @@
 """The console program: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
 
-It imports only the chosen command, so that ``openclip-ext --help`` is fast.
+It imports only the module of the given command, so ``openclip-ext --help`` is fast.
 """
 
 import importlib
@@ -16,27 +16,27 @@ from openclip_ext.cli.options import nearest
 
 
 class Command(NamedTuple):
-    """A module that ``python -m`` runs, and its line in ``--help``."""
+    """A command: the module that ``python -m`` runs, and the summary in ``--help``."""
 
     module: str
     summary: str
 
 
 COMMANDS = {
-    "train": Command("openclip_ext.training.main", "train CLIP: OpenCLIP's flags and ours"),
-    "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training before it is submitted"),
+    "train": Command("openclip_ext.training.main", "train CLIP; accepts OpenCLIP's flags and ours"),
+    "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training run before it is submitted"),
     "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
-    "manifest": Command("openclip_ext.data.manifest", "count the samples of shards and fix their indices"),
-    "plan": Command("openclip_ext.diagnostics.plan", "memory and communication of a training before it starts"),
+    "manifest": Command("openclip_ext.data.manifest", "count the samples of shards, which defines their indices"),
+    "plan": Command("openclip_ext.diagnostics.plan", "predict the memory and communication of a training run"),
     "compare": Command("openclip_ext.compare", "find the best loss for your data"),
     "estimation-error": Command(
-        "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with the exact ones"
+        "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with exact values"
     ),
     "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in data"),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
-    "export": Command("openclip_ext.export", "turn a checkpoint into a folder that OpenCLIP and transformers load"),
-    "download": Command("openclip_ext.evaluation.download", "fetch DataComp's evaluation sets, and check them"),
+    "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
+    "download": Command("openclip_ext.evaluation.download", "download DataComp's evaluation sets, and check them"),
     "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),
     "report": Command("openclip_ext.evaluation.report", "compare evaluated runs in tables and charts"),
 }
@@ -47,7 +47,7 @@ usage: openclip-ext [--help] [--version] [--completion] COMMAND ...
 commands (openclip-ext COMMAND --help describes one):
 {commands}
 
-eval "$(openclip-ext --completion)" lets bash, and zsh with bashcompinit, complete commands, flags and losses."""
+eval "$(openclip-ext --completion)" turns on completion of commands, flags and losses in bash, and in zsh with bashcompinit."""
 _COMPLETION = """\
 _openclip_ext() {{
   local words="{commands}"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line, by default the process's own arguments.
 
     Raises:
-        SystemExit: with the command's exit status; 2 for an unknown command, 130 after Ctrl-C.
+        SystemExit: The status is the command's exit status, 2 for an unknown command, or 130 after Ctrl-C.
     """
     try:
         with until_pipe_breaks():
@@ -84,7 +84,7 @@ def _run(name: str, *rest: str) -> None:
         print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        # An earlier call in this process may have imported it.
+        # An earlier call in this process may have imported the module, for which runpy prints a warning.
         warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:

@@ -35,26 +35,28 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 
-# Share of --minutes reserved for runs that are slower than planned.
+# Fraction of --minutes that is reserved for runs that are slower than planned.
 _RESERVE = 0.1
-# Share of --minutes for measuring the throughput, and its maximum.
+# Fraction of --minutes for measuring the throughput, and the maximum of this time.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A setting stops after this share of a run if another setting is ahead by this many half widths of the interval over the
-# samples. One half width is not enough, because the interval of one seed does not cover other seeds. In
-# docs/benchmarks/icons, 7 of 249 pairs of settings that were 3 points apart at a quarter of their runs changed places later.
+# When a run of a setting may stop early: after this fraction of the run, if another setting is better by this many half widths
+# of the interval over samples. One half width is not enough, because the interval of one seed does not cover other seeds. In
+# docs/benchmarks/icons, 249 pairs of settings differed by 3 points at a quarter of their runs; 7 of them changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
 def main(argv: list[str]) -> None:
-    """Compare losses and write the report; exit with status 130 after a signal, and with 1 without a result."""
-    started = time.monotonic() - time.process_time()  # includes the imports
+    """Compare losses and write the report. The exit status is 130 after a signal, and 1 if there is no result."""
+    started = time.monotonic() - time.process_time()  # the start of the process, because the imports count, too
     config, training = parse(argv)
     deadline = started + 60 * config.minutes
     try:
-        with held(config.folder):  # also protects the cache
-            if not read_plan(config, training):  # rejects a folder of other flags before the data are decoded
+        with held(config.folder):  # locks the folder, including the cache in it
+            if not read_plan(
+                config, training
+            ):  # called first, to reject a folder of other flags before decoding the data
                 _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, deadline)
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> None:
 
 
 def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
-    """Raise ValueError if the time is too short for the minimum number of steps."""
+    """Raise ValueError if ``seconds`` are too short for runs with the minimum number of steps."""
     batch = training.loading.batch_size * training.loading.accum_freq
     needed = planner.least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
     if seconds * (1 - _RESERVE) < needed:
@@ -83,11 +85,11 @@ def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds:
 
 
 class Comparison:
-    """A comparison in one output folder, until a deadline of ``time.monotonic()``.
+    """A comparison in one output folder. ``deadline`` is a value of ``time.monotonic()``.
 
     Attributes:
-        plan: content of ``plan.json``; empty before the first plan.
-        contests: runs of the planned stages whose losses and settings are known.
+        plan: Content of ``plan.json``; empty before the first plan.
+        contests: The runs of each planned stage whose losses and settings are already chosen.
     """
 
     def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
@@ -98,12 +100,12 @@ class Comparison:
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         jobs = config.folder / "jobs"
-        # No job outlives the comparison, unless --slurm has another time.
+        # SLURM's time limit of a job is --minutes, unless --slurm has another time.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, __name__, jobs, parameters, self.stop)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
-        # The most samples of a run: the full batches of ``--epochs`` epochs.
+        # Maximum number of samples of a run: all full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
         self.contests: list[Contest] = []
         self.plan = read_plan(config, training)
@@ -112,7 +114,7 @@ class Comparison:
         self._open_stages()
 
     def run(self) -> bool:
-        """Execute all stages until the time is over or a signal arrives; return whether a signal arrived."""
+        """Execute all stages until the deadline or a signal; return whether a signal arrived."""
         try:
             if not self.plan:
                 self._plan_tuning()
@@ -128,7 +130,7 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def _open_stages(self) -> None:
-        """Add the contests of planned stages; a stage has the best runs of the finished stage before."""
+        """Add the contests of planned stages. A stage has the best settings of the stage before, which must be finished."""
         for stage in self.plan.get("stages", [])[len(self.contests) :]:
             if not self.contests:
                 tried = {loss: found[: self.plan["tried"]] for loss, found in self.candidates.items()}
@@ -167,7 +169,10 @@ class Comparison:
         self._open_stages()
 
     def _plan_tuning(self) -> None:
-        """Measure the batch's error and the baseline's throughput; plan the first stage as if all losses cost the same."""
+        """Plan the first stage, assuming that all losses cost as much as the baseline.
+
+        The baseline's throughput, and the error of a batch's normalizers, are measured first.
+        """
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(space.BASELINE, *self.candidates[space.BASELINE][0], 10_000 * self.pilot.batch)
         probes = self.workers.run([partial(self.pilot.probe, run, seconds)] * self.config.processes)
@@ -184,14 +189,14 @@ class Comparison:
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
     def _drop_unstarted_stage(self) -> None:
-        """Drop a stage that an earlier call planned but did not start, so that this call plans it for its own time."""
+        """Remove a stage that an earlier call planned but did not start. This call plans it again, for its own time."""
         stages, rows = self.plan["stages"], self.results.rows
         if 1 < len(self.contests) == len(stages) and not any(run.id in rows for run in self.contests[-1].decided(rows)):
             self.contests.pop()
             self._write_plan(stages=stages[:-1])
 
     def _begin_stage(self) -> bool:
-        """Start the next stage, planned from the costs so far; return False if there is no time for it."""
+        """Plan and start the next stage, with the costs measured so far; return False if there is no time for it."""
         known, stages, last = self.results.known, self.plan["stages"], self.contests[-1]
         if len(self.contests) == len(stages):
             costs = measured_costs(last, winners(last, known), known)
@@ -207,7 +212,7 @@ class Comparison:
         return True
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a row that stops a run if another setting is clearly ahead at equal samples, else None."""
+        """Return a final row, which stops a run, if another setting is clearly better after as many samples; else None."""
         self._running[name] = so_far
         if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
@@ -223,7 +228,7 @@ class Comparison:
         return None
 
     def _work(self) -> bool:
-        """Execute the remaining runs of the stage; return False if the time ends first."""
+        """Execute the remaining runs of the stage; return False if the deadline comes first."""
         contest, rows = self.contests[-1], self.results.rows
         samples = self.plan["stages"][len(self.contests) - 1]["samples"]
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
@@ -248,7 +253,7 @@ class Comparison:
             return self.workers.work_off(tasks, on_end, has_time)
 
     def write_report(self, notes: list[str]) -> bool:
-        """Write the report of the finished runs; return whether it recommends a loss."""
+        """Write the report of the finished runs; return whether the report recommends a loss."""
         if not self.plan:
             print("no run is finished yet, so there is no report")
             return False
@@ -281,7 +286,7 @@ class Comparison:
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the training command line of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in ("--lr", "--epochs", "--warmup"):  # set below
+        for flag in ("--lr", "--epochs", "--warmup"):  # removed here, because they are set below
             ours.add_argument(flag)
         _, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
@@ -296,7 +301,7 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; empty if there is none."""
+    """Return the plan in the output folder; empty if there is none. ValueError if it is corrupt or of other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
         return {}
@@ -310,7 +315,7 @@ def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]
 
 
 def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
-    """Return the runs that enter the next stage: the best settings of the baseline and of the best losses."""
+    """Return, by loss, the runs whose settings enter the next stage: the best of the baseline and of the best losses."""
 
     def mean_score(loss: str) -> float:
         return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
@@ -324,7 +329,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
 
 
 def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> planner.Costs | None:
-    """Return the costs of some losses' finished runs; None if a loss has no finished run."""
+    """Return the costs of the given losses, from their finished runs; None if a loss has no finished run."""
     rows = [results[run.id] for run in contest.decided(results) if results.get(run.id, {}).get("curve")]
     per_sample = {}
     for loss in losses:
@@ -336,7 +341,7 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of all that determines the runs, except the data and each run's loss and options."""
+    """Return a digest of everything that determines all runs, without the data and each run's loss and options."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
     parts = [asdict(getattr(training, name)) for name in names]
     return config_digest([parts, config.anchors, config.population, versions()])

@@ -23,7 +23,7 @@ from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_flag, add_loss_flags, take_loss_options
 
-# Python names of the training flags that have the same meaning in compare; others are rejected.
+# Python names of the training flags that compare accepts, with the same meaning. Other flags are rejected.
 _USED_FLAGS = """
     train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
@@ -37,22 +37,26 @@ _USED_FLAGS = """
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Arguments of ``openclip-ext compare``; ``training`` contains the training flags as given."""
+    """Arguments of ``openclip-ext compare``. ``training`` contains the training flags as the user gave them."""
 
     shards: str
     losses: tuple[str, ...]
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
-    val: str | None = flag(None, "validation data, as SHARDS (default: a tenth of SHARDS is held out)")
-    classes: str | None = flag(None, "file with a class name per line; a sample's member cls is a line number, from 0")
-    minutes: float = flag(30.0, "time for this call", exclusive_minimum=0)
+    val: str | None = flag(None, "validation data, in the form of SHARDS (default: a tenth of SHARDS is held out)")
+    classes: str | None = flag(
+        None, "file with a class name per line; a sample's member cls has the line number, from 0"
+    )
+    minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
-    processes: int = flag(0, "number of runs at a time; 0: one for each GPU, or each core", minimum=0)
-    executor: str = flag("local", "run on this machine, or as SLURM jobs through submitit", choices=("local", "slurm"))
-    slurm: str = flag("", "parameters of the jobs for sbatch, by submitit's names: partition=gpu,gpus_per_node=1")
-    cache: float = flag(8.0, "GiB of decoded images, on disk", exclusive_minimum=0)
-    anchors: int = flag(1000, "number of samples whose normalizers are compared with the exact ones", minimum=1)
-    population: int = flag(10_000, "number of training samples for the exact normalizers", minimum=2)
+    processes: int = flag(0, "number of runs at a time; 0 means one per GPU, or one per core without a GPU", minimum=0)
+    executor: str = flag(
+        "local", "execute runs on this machine, or as SLURM jobs (submitit)", choices=("local", "slurm")
+    )
+    slurm: str = flag("", "sbatch parameters of the jobs, by submitit's names: partition=gpu,gpus_per_node=1")
+    cache: float = flag(8.0, "maximum GiB of decoded images on disk", exclusive_minimum=0)
+    anchors: int = flag(1000, "number of samples whose normalizers are compared with their exact values", minimum=1)
+    population: int = flag(10_000, "number of training samples from which exact normalizers are computed", minimum=2)
 
     @property
     def folder(self) -> Path:
@@ -60,11 +64,11 @@ class CompareConfig:
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the configurations of the comparison and of the trainings."""
+    """Return the configuration of the comparison, and the configuration of its training runs."""
     add_model_configs()
     parser = _parser()
     args, training = parser.parse_known_args(argv)
-    # In ``--model ViT-B-32 SHARDS``, the parser, which has no ``--model``, reads the model as SHARDS.
+    # This parser has no ``--model``, so in ``--model ViT-B-32 SHARDS`` it would read ``ViT-B-32`` as SHARDS.
     _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
     if unknown:
         raise UsageError(f"{unknown[0]} before SHARDS: give SHARDS first, then the training flags")
@@ -91,9 +95,9 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
-    """Return the training's configuration; reject flags that have another meaning here or no effect."""
+    """Return the configuration of the training runs; UsageError for flags that have no effect or another meaning here."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
-        raise UsageError("--recipe has the settings of one loss at a paper's length; remove it")
+        raise UsageError("--recipe contains one loss's settings for a paper's run length; remove it")
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
@@ -134,9 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openclip-ext compare", allow_abbrev=False, description=description)
     parser.add_argument("shards", metavar="SHARDS", help="training data, as in --train-data")
     default = ",".join(space.DEFAULT_LOSSES)
-    parser.add_argument("--losses", default=default, help=f"separated by commas (default: {default})")
+    parser.add_argument("--losses", default=default, help=f"losses, separated by commas (default: {default})")
     for option in own_options([CompareConfig]):
         add_flag(parser, option, default=option.default)
-    group = parser.add_argument_group("options of the losses, for all that use them")
+    group = parser.add_argument_group("options of the losses; each applies to all losses that use it")
     add_loss_flags(group, hidden={"loss", "normalizer", "views", *space.SEARCHED_OPTIONS})
     return parser

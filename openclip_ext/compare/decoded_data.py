@@ -1,7 +1,7 @@
-"""Decode the data of many short runs once: images into a memory-mapped file, texts into tokens.
+"""Decode the data once for many short runs: images into a memory-mapped file, and texts into tokens.
 
-Runs use the training loader, so the order of samples and the augmentation depend only on the seed. A training set that does
-not fit into the cache is read from its files.
+Runs use the training loader, so the order of samples and the augmentation depend only on the seed. If the training set does
+not fit into the cache, each run reads and decodes its files.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.text import find_causal_tower, shrink
 from openclip_ext.files.writing import write_atomically
 
-# Maximum size of stored images relative to the model's input, so that random crops lose no visible detail.
+# Maximum shorter side of stored images, as a multiple of the model's input side. With 2, crops lose no visible detail.
 _LARGEST = 2
 _PIXELS, _TABLE = "pixels.bin", "samples.json"
-# Number of images from which the size of all images is estimated.
+# Number of images from which the total size of the cache is estimated.
 _PROBE = 100
 
 
@@ -42,21 +42,21 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Cache:
-    """Decoded samples in a folder; ``rows`` selects and orders them."""
+    """Decoded samples in a folder. ``rows`` selects samples and sets their order."""
 
     folder: Path
     rows: tuple[int, ...]
 
     @classmethod
     def open(cls, folder: Path) -> "Cache":
-        """Return a cache of all samples in a folder."""
+        """Return the cache of all samples in a folder."""
         return cls(folder, tuple(range(len(cls(folder, ())._table["captions"]))))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def part(self, positions: Sequence[int]) -> "Cache":
-        """Return a cache of some of these samples."""
+        """Return a cache of the samples at these positions."""
         return Cache(self.folder, tuple(self.rows[position] for position in positions))
 
     @cached_property
@@ -104,14 +104,14 @@ def write_cache(
     """Decode a data set into a folder, or open the folder if it is complete.
 
     Args:
-        image_size: side of the model's images.
-        limit: maximum bytes of the decoded images.
-        classes: number of classes, read from each sample's member ``cls``. None (default) reads no classes.
+        image_size: Side of the model's input images in pixels.
+        limit: Maximum bytes of the decoded images.
+        classes: Number of classes. Each sample's class is read from its member ``cls``. None (default) reads no classes.
 
     Raises:
-        DoesNotFit: the images are larger than the limit.
-        BadDataError: more samples are unreadable than ``--max-bad-fraction`` allows.
-        ValueError: a class is missing or out of range.
+        DoesNotFit: The images are larger than the limit.
+        BadDataError: More samples are unreadable than ``--max-bad-fraction`` allows.
+        ValueError: A class is missing or out of range.
     """
     if (folder / _TABLE).exists():
         return Cache.open(folder)
@@ -158,7 +158,7 @@ def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
-    """Return pixels ``(H, W, 3)`` uint8, with the shorter side at most ``side``."""
+    """Return the pixels ``(H, W, 3)`` uint8 of an image, resized if its shorter side is longer than ``side``."""
     if (shorter := min(image.size)) > side:
         width, height = (max(1, round(length * side / shorter)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -182,7 +182,7 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
 
 
 class _CachedSource(Source):
-    """A cache as a source of the training loader; a sample's index is its position."""
+    """A source for the training loader that reads a cache. A sample's index is its position in the cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -197,7 +197,7 @@ class _CachedSource(Source):
 
 
 class Tokens(NamedTuple):
-    """Distinct texts of a run, and their tokens ``(T, L)``."""
+    """The ``T`` distinct texts of a run and their tokens ``(T, L)``."""
 
     texts: tuple[str, ...]
     rows: np.ndarray
@@ -209,13 +209,13 @@ class Tokens(NamedTuple):
 
 
 class KnownTexts:
-    """A tokenizer that looks up known texts; it shrinks the model's text tower to their length and vocabulary.
+    """A tokenizer that looks up the tokens of known texts, and shrinks the text tower to their length and vocabulary.
 
-    The model changes in place if its text tower is causal and fully trained, see :func:`shrink`. Without known texts, the
-    model stays unchanged and the tokenizer is used.
+    The tower is only shrunk, in place, if it is causal and all parameters are trained (see :func:`shrink`). Without known
+    texts (``tokens`` is None), the model does not change, and ``tokenizer`` is called.
 
     Attributes:
-        vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all.
+        vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all tokens.
     """
 
     vocabulary: Tensor | None = None
@@ -229,28 +229,28 @@ class KnownTexts:
         self._rows = torch.from_numpy(tokens.rows.astype(np.int64))
         tower = find_causal_tower(model)
         if tower is not None and all(parameter.requires_grad for parameter in model.parameters()):
-            # A text ends at its last token that is not 0; 0 is also the token "!".
+            # 0 is both the padding and the token "!", so a text ends at its last token that is not 0.
             length = int(tokens.rows.nonzero()[1].max(initial=0)) + 1
             self.vocabulary, self._rows = self._rows[:, :length].unique(return_inverse=True)
             shrink(tower[1], self.vocabulary, length)
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
-        """Return the tokens ``(N, L)``."""
+        """Return the tokens ``(N, L)`` of ``N`` texts."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         return self._rows[[self._place[text] for text in texts]] if self._place else self._tokenizer(texts)
 
 
 @dataclass(frozen=True)
 class PilotData:
-    """The data for training and scoring runs.
+    """The data with which runs are trained and scored.
 
     Attributes:
-        train: decoded training samples, or their files.
-        val: samples for the choice among settings.
-        test: samples for the reported numbers.
-        names: class names, if any.
-        tokens: tokens of all texts; None if the training texts are not in memory.
-        reference: a reference model's embeddings of the training samples. None (default) means no reference model.
+        train: Decoded training samples, or their files.
+        val: Samples for choosing settings.
+        test: Samples for the reported results.
+        names: Class names, if any.
+        tokens: Tokens of all texts; None if the training texts are not in memory.
+        reference: A reference model's embeddings of the training samples. None (default) means no reference model.
     """
 
     train: Cache | DataSpec
@@ -265,7 +265,7 @@ class PilotData:
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
     ) -> TrainLoader:
-        """Return the training loader over these samples."""
+        """Return the training loader for the training samples."""
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)

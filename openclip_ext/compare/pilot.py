@@ -1,4 +1,4 @@
-"""Perform the runs of a comparison: train, score by retrieval, and measure normalizers."""
+"""Perform the runs of a comparison: train, score by retrieval, and measure the errors of normalizers."""
 
 import base64
 import resource
@@ -26,13 +26,16 @@ from openclip_ext.training.config import TrainingConfig
 
 IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
 RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
-# Minimum number of batches in the population of the exact normalizers.
+# Minimum size of the population for exact normalizers, in batches.
 _BATCHES = 8
 
 
 @dataclass(frozen=True)
 class ComparePilot:
-    """Runs of a comparison, for worker processes; normalizers of ``anchors`` samples are exact over ``population`` samples."""
+    """The runs of a comparison, as tasks for worker processes.
+
+    Exact normalizers of ``anchors`` samples are computed over ``population`` training samples.
+    """
 
     config: TrainingConfig
     data: PilotData
@@ -44,9 +47,10 @@ class ComparePilot:
         return self.config.loading.batch_size * self.config.loading.accum_freq
 
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Train and score a run; ``seen`` receives the number of samples of each step, and sometimes the row so far.
+        """Train and score a run; return its row of results.
 
-        A row's ``points`` are the reciprocal ranks of the validation half by number of samples, which can stop a setting.
+        ``seen`` is called with the number of samples of each step, and after each score with the row so far. The row's
+        ``points`` are reciprocal ranks in the validation half, by number of training samples. They can stop a setting.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
@@ -73,28 +77,32 @@ class ComparePilot:
             "points": points,
             "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
-        # Measuring takes as long as a short run, so only the second seed does it, with the best setting of each loss.
+        # Measuring normalizers takes as long as a short run. So it is only done in runs with the second seed, which only the
+        # best setting of each loss has.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
         row |= {} if normalizers is None else {"normalizers": normalizers}
         return row | {"all_seconds": time.perf_counter() - start}
 
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
-        """Return the errors of a batch's normalizers before training, and costs in seconds.
+        """Return the errors of a batch's normalizers before training, and the costs of a run in seconds.
 
-        ``per_sample`` is the time of training on a sample, measured for ``seconds``; ``per_run`` is the rest of a run.
+        ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is a run's time for everything
+        else.
         """
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        training = PilotRun(self.config, self.data, run, device)  # the first is in evaluation mode now
+        training = PilotRun(
+            self.config, self.data, run, device
+        )  # a new run, because the first is now in evaluation mode
         rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             now = time.perf_counter()
-            if step == 1:  # slower than the others
+            if step == 1:  # not measured, because the first step is slower
                 first = now
             elif now - first > seconds:
                 break
@@ -105,11 +113,11 @@ class ComparePilot:
         return found | {"per_sample": per_sample, "per_run": rest}
 
     def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
-        """Return errors of the loss's and the batch's log-normalizers against many training samples; None after divergence.
+        """Return the errors of the loss's and the batch's log-normalizers, compared with exact values; None if it diverged.
 
-        Model and loss stay in evaluation mode.
+        The model and the loss are in evaluation mode afterwards.
         """
-        # A batch has no error against itself, so the population is larger.
+        # The population must be larger than a batch, because a batch has no error compared with itself.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()
@@ -123,8 +131,8 @@ class ComparePilot:
         measure = partial(of_run, **vars(found))
         is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
         own = measure(training.loss) if is_global else None
-        # The loss's temperatures are better, because they may differ by sample. But a normalizer that contains the positive
-        # pair is a different quantity.
+        # Measure the batch's error at the loss's temperatures, which may differ between samples. This is not possible if the
+        # loss's normalizers contain the positive pair, which makes them a different quantity.
         comparable = own is not None and not training.loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
@@ -135,9 +143,9 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Return ranks ``(N,)`` from 0 of retrieval in both directions, and of zero-shot classification with class names.
+    """Return each sample's ranks ``(N,)``, from 0, in retrieval in both directions, and in zero-shot classification.
 
-    In retrieval, any sample with the same caption is right.
+    Classification needs class ``names``. In retrieval, any sample with the same caption is right.
     """
     captions, classes = samples.captions(), samples.classes()
     to_classify = [names] if names and classes is not None else []
@@ -155,17 +163,17 @@ def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> di
 
 
 def recall(found: Mapping[str, Tensor]) -> float:
-    """Return R@1, the mean of both directions."""
+    """Return R@1, averaged over both directions."""
     return float(sum((found[name] == 0).double().mean() for name in RETRIEVAL) / 2)
 
 
 def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
-    """Return reciprocal ranks ``(N,)``, the mean of both directions; they need fewer samples than R@1 to rank models."""
+    """Return reciprocal ranks ``(N,)``, averaged over both directions. They need fewer samples than R@1 to rank models."""
     return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
 def pack(values: Tensor) -> str:
-    """Encode values from 0 to 1 as text, to three digits."""
+    """Encode values from 0 to 1 as text, with three digits each."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
@@ -175,7 +183,7 @@ def unpack(packed: str) -> Tensor:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of tensors on the GPU, or the peak resident memory of the process on a CPU."""
+    """Return the peak memory in bytes: of tensors on a GPU, or of the process (resident memory) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,44 +1,45 @@
-"""Choose the number of candidates, the length of runs and the next stage, from the time and the measured throughput."""
+"""Choose the number of candidates, the length of runs, and the next stage, for a given time and the measured throughput."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 SEEDS = (0, 1, 2)
-# Maximum number of seeds if there is time left.
+# Maximum number of seeds. More than three are only used if time is left.
 MOST_SEEDS = 6
-# Settings of each loss that enter the next stage, which chooses among them. In docs/benchmarks/icons, the best setting was
-# among the two best at a quarter of the runs in 83 % of 46 cases.
+# Number of settings per loss that enter the next stage. In docs/benchmarks/icons, in 83 % of 46 cases, the setting that was
+# best at the end of the runs was one of the two best at a quarter of the runs.
 FINALISTS = 2
-# Losses besides the baseline that enter the next stage.
+# Number of losses that enter the next stage, in addition to the baseline.
 CONTENDERS = 2
-# The first stage leaves time for runs longer by the first factor; a new stage must be longer by the second.
+# Ratios of run lengths. The first stage leaves time for runs that are 2.5 times as long. A new stage must have runs that are
+# at least 1.5 times as long.
 _PLANNED_LONGER, _LONGER = 2.5, 1.5
-# Shorter runs are hardly above chance.
+# Minimum number of steps of a run. The results of shorter runs are hardly better than chance.
 _LEAST_STEPS = 20
-# Candidates of each loss in the first stage, and the steps that its runs need for that, or --epochs. Long runs matter more
-# than many candidates: on icons, queueclip's gain grew from 0.1 points after 1,700 steps to 8.7 after 5,500
-# (docs/experiments/batch-sizes.md).
+# Pairs of the number of candidates per loss in the first stage, and the steps of a run that must be possible with it (or
+# --epochs, if shorter). Long runs matter more than many candidates: on icons, queueclip's gain grew from 0.1 points after
+# 1,700 steps to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
 _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
-# For each loss: a run of every finalist, and the other seeds of the best one.
+# Number of runs per loss in a later stage: one run of every finalist, and the other seeds of the best finalist.
 _STAGE_RUNS = FINALISTS + len(SEEDS) - 1
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of training on a sample by loss, and of the rest of a run, with all processes busy."""
+    """Training seconds per sample, by loss, and seconds per run for everything else, while all processes are busy."""
 
     per_sample: Mapping[str, float]
     per_run: float
 
     def fitting(self, seconds: float, runs: int) -> float:
-        """Return the samples of a run if one process performs ``runs`` runs of each loss in this time."""
+        """Return how many samples a run may have if one process performs ``runs`` runs of each loss in ``seconds``."""
         return (seconds / runs - len(self.per_sample) * self.per_run) / sum(self.per_sample.values())
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of runs of equal length: samples of each run, and seeds."""
+    """A stage of runs of equal length: the number of samples per run, and the seeds."""
 
     samples: int
     seeds: Sequence[int]
@@ -47,9 +48,9 @@ class Stage:
 def plan_tuning(
     costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
 ) -> tuple[int, Stage]:
-    """Plan the first stage for ``seconds``; return the number of candidates of each loss, up to ``most_tried``, and the stage.
+    """Plan the first stage for ``seconds``; return the number of candidates per loss (up to ``most_tried``) and the stage.
 
-    It has one seed, or all seeds if there is nothing to choose for a second stage.
+    The stage has one seed, or all seeds if there are so few candidates that no second stage is needed.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
@@ -66,7 +67,10 @@ def plan_tuning(
 
 
 def _first_stage(tried: int, losses: int) -> tuple[int, float]:
-    """Return the runs of each loss in the first stage and its share of the time: 1 if a second has nothing to choose."""
+    """Return the number of runs per loss in the first stage, and the stage's fraction of the time.
+
+    The fraction is 1 if there are so few candidates that no second stage is needed.
+    """
     if tried <= FINALISTS and losses <= 1 + CONTENDERS:
         return _STAGE_RUNS, 1.0
     later = _STAGE_RUNS * min(losses, 1 + CONTENDERS)
@@ -74,20 +78,20 @@ def _first_stage(tried: int, losses: int) -> tuple[int, float]:
 
 
 def least_seconds(per_sample: float, losses: int, processes: int, batch: int) -> float:
-    """Return the seconds of the shortest comparison, if training on a sample takes ``per_sample``."""
+    """Return the duration in seconds of the shortest comparison, if training takes ``per_sample`` seconds per sample."""
     runs, share = _first_stage(FINALISTS, losses)
     return _LEAST_STEPS * batch * per_sample * losses * runs / (processes * share)
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
-    """Plan the next stage with the costs of its losses: longer runs if the time allows, else more seeds, else None."""
+    """Plan the next stage with the costs of its losses: longer runs, if not possible more seeds, else None."""
     fitting = costs.fitting(seconds * processes, _STAGE_RUNS)
     longer = int(min(fitting, most_samples) // batch) * batch
     if longer >= _LONGER * last.samples:
         return Stage(longer, SEEDS)
     if len(last.seeds) == 1:
         return replace(last, seeds=SEEDS)
-    # A round of runs lasts as long as its slowest run.
+    # All processes work in rounds, and a round lasts as long as its slowest run.
     rounds = math.ceil(len(costs.per_sample) / processes)
     run_seconds = costs.per_run + last.samples * max(costs.per_sample.values())
     if len(last.seeds) >= MOST_SEEDS or rounds * run_seconds > seconds:
@@ -96,9 +100,12 @@ def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: 
 
 
 def equal_epochs(samples: int, batch: int, num_samples: int) -> tuple[int, int]:
-    """Divide a length into equal epochs of full steps, up to the data set's size; return their number and samples of each."""
+    """Divide ``samples`` into equal epochs of full batches; return the number of epochs and the samples per epoch.
+
+    An epoch has at most ``num_samples`` samples.
+    """
     longest, steps = num_samples // batch, samples // batch
-    # One of the two is close to the requested length.
+    # At least one of these two numbers of epochs gives a length close to the requested one.
     counts = (max(1, steps // longest), math.ceil(steps / longest))
     epochs = max(counts, key=lambda count: count * min(longest, steps // count))
     return epochs, min(longest, steps // epochs) * batch

@@ -1,6 +1,7 @@
-"""Execute several runs at a time, each in its own process, one for each GPU or core.
+"""Execute several runs in parallel, each in its own process. There is one process per GPU or core.
 
-A process is a fork of a server that has imported all modules, so it starts fast. A run that fails affects no other run.
+Processes start fast, because they are forks of a server process that has imported all modules. If a run fails, other runs
+continue.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ import torch
 from openclip_ext.data.processes import available_cores
 
 _POLL_SECONDS = 0.3
-# First word of the failure of a task that a signal killed.
+# The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
-# A process runs ``task(device, seen)``. ``seen`` receives the number of samples of each step, or a dictionary with the task's
-# intermediate result.
+# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, or with a
+# dictionary that is its intermediate result.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
 # Receives a task's name and intermediate result; returns a final result to stop the task, else None.
@@ -34,14 +35,14 @@ class _Running(NamedTuple):
 
 
 class TaskPool(ABC):
-    """A pool that runs some tasks at a time. Subclasses define the place.
+    """A pool that executes a limited number of tasks in parallel. Subclasses define where tasks are executed.
 
     Args:
-        processes: maximum number of tasks at a time.
-        judge: called with every intermediate result; decides whether to stop the task.
+        processes: Maximum number of tasks at a time.
+        judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
 
     Attributes:
-        samples: number of samples that all tasks have processed so far.
+        samples: Number of samples that all tasks have processed so far.
     """
 
     def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
@@ -61,10 +62,10 @@ class TaskPool(ABC):
 
     @abstractmethod
     def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
-        """Read a task's messages; return its result and failure if it has ended or should stop."""
+        """Read a task's messages. If the task has ended or must stop, return its result and failure, else None."""
 
     def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Wait briefly for tasks to end; return name, result and failure of the tasks that have ended."""
+        """Wait briefly for tasks to end; return name, result and failure of each task that has ended."""
         self._wait()
         found = []
         for name, entry in list(self._running.items()):
@@ -77,12 +78,12 @@ class TaskPool(ABC):
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Run tasks until none is left; return False if ``keep_going`` returned False first, which kills the running tasks.
+        """Execute tasks until none is left. If ``keep_going`` returns False before, kill the running tasks; return False.
 
         Args:
-            pending: returns the tasks that have not ended and can start, by name, the most urgent first.
-            on_end: called with name, result and failure of each task; the result is None after a failure.
-            keep_going: called several times a second; whether to continue.
+            pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
+            on_end: Called with name, result and failure of each task. The result is None after a failure.
+            keep_going: Called several times per second. Returns whether to continue.
         """
         try:
             while keep_going():
@@ -100,7 +101,7 @@ class TaskPool(ABC):
             self._running.clear()
 
     def run(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """Run tasks and return their results, in order."""
+        """Execute tasks and return their results, in the order of the tasks."""
         results: dict[str, dict[str, Any]] = {}
 
         def on_end(name: str, result: dict[str, Any] | None, failure: str) -> None:
@@ -114,7 +115,7 @@ class TaskPool(ABC):
 
 
 class ProcessPool(TaskPool):
-    """A pool of processes on this machine; their server imports the module ``preload``."""
+    """A pool of processes on this machine. The server process, from which they are forked, imports ``preload``."""
 
     _running: dict[str, _Running]
 
@@ -149,7 +150,7 @@ class ProcessPool(TaskPool):
                     return message
                 elif stopped := self._judge(name, message):
                     return stopped, ""
-        except (EOFError, OSError):  # an OSError if the process ended within a message
+        except (EOFError, OSError):  # OSError means that the process ended while it was sending a message
             entry.process.join()
             return None, _exit_reason(entry.process.exitcode)
         return None
@@ -164,7 +165,7 @@ def _exit_reason(status: int) -> str:
 
 
 def failure_words(failure: str) -> str:
-    """Return a sentence about a run that failed or was killed."""
+    """Return a clause that says how a run failed or was killed."""
     return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 
@@ -174,19 +175,19 @@ def default_processes() -> int:
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the main process handles Ctrl-C
     if torch.cuda.is_available():
         device = torch.device("cuda", slot % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, available_cores() // processes))
-    with contextlib.suppress(OSError):  # the main program has ended
+    with contextlib.suppress(OSError):  # the main process may have ended
         sender.send(outcome(task, device, sender.send))
 
 
 def outcome(task: Task, device: torch.device, seen: Callable[[Any], None]) -> tuple[dict[str, Any] | None, str]:
-    """Run a task; return its result and failure."""
+    """Execute a task; return its result (None after a failure) and the text of its failure (empty if none)."""
     try:
         return task(device, seen), ""
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Report finished runs as Markdown and as a self-contained HTML page."""
+"""Write the report of the finished runs, as Markdown and as a self-contained HTML page."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from openclip_ext.evaluation.statistics import Difference, group_numbers, paired
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
 
-# Gains in R@1 up to this are negligible.
+# Gains in R@1 up to this value (one point) are negligible.
 _NEGLIGIBLE = 0.01
 _METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
 
@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Training, data and time limits of a comparison; ``most_epochs`` is --epochs in full batches."""
+    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs without incomplete batches."""
 
     data: str
     model: str
@@ -45,14 +45,14 @@ class LossResult:
     """Results of a loss with its best setting.
 
     Attributes:
-        scores: mean over seeds by metric; ``R@1`` is the mean of both directions.
+        scores: Mean over seeds, by metric. ``R@1`` is averaged over both directions.
         each_seed: R@1 of each seed.
-        gain: R@1 minus ``openclip``'s in runs of this length, averaged over the seeds that both have; None without one.
-        difference, zero_shot_difference: gain with its interval; None with fewer than two such seeds.
-        gains: epochs, gain and number of seeds for all lengths, the shortest first.
+        gain: R@1 minus ``openclip``'s R@1 in runs of the same length, averaged over common seeds; None without common seeds.
+        difference, zero_shot_difference: Gains with intervals; None with fewer than two common seeds.
+        gains: Epochs, gain and number of seeds of each run length, the shortest first.
         curves: ``(samples, seconds, R@1)`` for each seed.
-        normalizers: errors of the log-normalizers of the loss and of the batch, at the end of the second seed.
-        command: the training command line.
+        normalizers: Errors of the loss's and the batch's log-normalizers, at the end of the second seed's run.
+        command: The training command line.
     """
 
     loss: str
@@ -79,13 +79,13 @@ class Report:
     """Content of the report.
 
     Attributes:
-        recommended: the loss to use.
-        text_of_judgement: a sentence on the error of a batch before training.
-        results: results of the losses, the best first.
-        runs: means of each setting over its seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
-        stopped: number of runs that stopped because another setting of their loss was clearly ahead.
-        left_behind: losses that did not reach the last stage.
-        chance: R@1 of guessing.
+        recommended: The loss to use.
+        text_of_judgement: A sentence about the error of a batch's normalizers before training.
+        results: Results of the losses, the best first.
+        runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
+        stopped: Number of runs that were stopped because another setting of the same loss was clearly better.
+        left_behind: Losses that did not reach the last stage.
+        chance: R@1 of random guessing.
     """
 
     about: About
@@ -112,11 +112,11 @@ def make_report(
     """Return the report of the finished runs.
 
     Args:
-        contests: the runs of each stage.
-        results: rows of finished, stopped and failed runs.
-        judged: the batch's errors before the first run.
-        captions: captions of the test samples.
-        command_line: returns the training command line of a run.
+        contests: The runs of each stage.
+        results: Rows of finished, stopped and failed runs.
+        judged: Errors of a batch's normalizers before training.
+        captions: Captions of the test samples.
+        command_line: Function that returns the training command line of a run.
     """
     groups = group_numbers(captions)
     stages = [{loss: _finished(one.best(loss, results), results) for loss in one.families} for one in contests]
@@ -124,7 +124,7 @@ def make_report(
     for loss in contests[0].families:
         own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
         if own:
-            # The last stage in which the loss has an interval, or the last in which it has a pair.
+            # Choose the last stage with two or more common seeds, which give an interval; else the last with one common seed.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
@@ -156,7 +156,7 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of guessing, the mean of both directions; a group's samples have equal captions, which rank once."""
+    """Return R@1 of random guessing, averaged over both directions. Samples of a group have equal captions, ranked once."""
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
@@ -171,7 +171,7 @@ def _epochs(row: Row, about: About) -> float:
 
 
 def _gain_at(rows: Mapping[int, Row], baseline: Mapping[int, Row], about: About) -> tuple[float, float, int] | None:
-    """Return epochs, mean gain over the baseline and number of common seeds; None without a common seed."""
+    """Return epochs, mean gain over the baseline, and number of common seeds; None without a common seed."""
     gains = [_recall(rows[seed]) - _recall(baseline[seed]) for seed in rows if seed in baseline]
     return (_epochs(next(iter(rows.values())), about), statistics.fmean(gains), len(gains)) if gains else None
 
@@ -219,7 +219,7 @@ def _loss_result(
 
 
 def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
-    """Return each sample's hits ``(N,)``, averaged over some metrics."""
+    """Return ``(N,)``: 1 for each sample with a hit, else 0, averaged over the metrics."""
     return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
 
 
@@ -238,7 +238,7 @@ def _difference(
 
 
 def _leader(found: Sequence[LossResult]) -> LossResult:
-    """Return the best loss that beats the baseline with confidence, or the best loss if there is none."""
+    """Return the best loss whose interval is above 0 (compared with the baseline), or the best loss if there is none."""
     sure = [result for result in found if result.difference is not None and result.difference.low > 0]
     return max(sure or found, key=_gain)
 
@@ -253,9 +253,10 @@ def conclude(
     to_best: Mapping[str, Difference | None],
     failures: Sequence[str] = (),
 ) -> tuple[str, str | None]:
-    """Return a sentence with the result and the effect of longer runs, and the recommended loss.
+    """Return sentences about the result and the effect of longer runs, and the recommended loss.
 
-    ``to_best`` has the difference of the best loss to each in runs of the same length, ``failures`` the failures of runs.
+    ``to_best`` contains the difference between the best loss and each loss in runs of the same length. ``failures`` contains
+    the failures of runs.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
@@ -281,13 +282,13 @@ def conclude(
 
 
 def outlook(best: LossResult, about: About) -> list[str]:
-    """Return sentences on the growth of a loss's gain with the length of the runs, and on the length that may decide.
+    """Return sentences about how a loss's gain grows with the run length, and which length may give a clear result.
 
-    The growth with each doubling is an extrapolation from the shortest and the longest runs, which may have different
+    The growth per doubling of the length is extrapolated from the shortest and the longest runs. They may have different
     settings and few seeds.
     """
     gap = best.difference
-    # Runs end with a full batch, slightly before --epochs.
+    # The longest runs are slightly shorter than --epochs, because they have only full batches.
     if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
         return []
     shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
@@ -298,7 +299,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
             f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
             f"this continues, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-        # The length at which an interval of the same width excludes 0.
+        # Doublings of the length after which the interval, with the same width, excludes 0.
         doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
     else:
         sentence = f"Longer runs than {best.epochs:.1f} epochs may change this."
@@ -313,7 +314,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
 
 
 def points(difference: Difference) -> str:
-    """Format a difference in points with its interval, such as ``+4.1 (3.2 to 5.0)``."""
+    """Format a difference and its interval in percentage points, such as ``+4.1 (3.2 to 5.0)``."""
     return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
 
 
@@ -340,7 +341,7 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """Return paragraphs that explain the numbers."""
+    """Return paragraphs that explain the results."""
     return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
 
 
@@ -351,7 +352,7 @@ def _shown_difference(result: LossResult) -> str:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    """Return the tables by title, each with a head row."""
+    """Return the tables by title. The first row of a table is its head."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
@@ -362,7 +363,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
-        # The interval comes early to fit the screen of a phone.
+        # The interval is an early column, to be visible on a small screen.
         head = [one.loss, _shown_difference(one), _plain(one.scores["R@1"]), f"{one.epochs:.1f}"]
         result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
@@ -390,7 +391,7 @@ def markdown(report: Report) -> str:
     """Return the report as Markdown."""
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
-        parts += ["Train the recommended configuration, at the pilot's length:", f"```bash\n{command}\n```"]
+        parts += ["Train the recommended configuration for the length of its longest run:", f"```bash\n{command}\n```"]
     for title, rows in tables(report).items():
         parts += [f"## {title}", markdown_table(rows)]
     return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"
@@ -398,7 +399,7 @@ def markdown(report: Report) -> str:
 
 def page(report: Report) -> str:
     """Return the report as an HTML page with learning curves as inline SVG."""
-    # The losses that were left behind have shorter runs.
+    # Losses that did not reach the last stage are not drawn, because their runs are shorter.
     drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
         line_chart(Chart("R@1", _curves(drawn, column), label, from_zero=True), size=(520, 300))
@@ -418,7 +419,7 @@ def page(report: Report) -> str:
 
 
 def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
-    """Return the losses' R@1 in percent over samples (column 0) or seconds, averaged over the seeds that all have."""
+    """Return curves of R@1 in percent over samples (``column`` 0) or seconds (1), averaged over common seeds."""
     common = min(len(one.curves) for one in results)
     found = []
     for number, one in enumerate(results):

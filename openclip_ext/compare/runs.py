@@ -1,4 +1,4 @@
-"""Runs, their order (all settings with one seed, then the best settings with the other seeds), and their results."""
+"""Runs, their results and their order: first all settings with one seed, then the best settings with the other seeds."""
 
 import hashlib
 import json
@@ -9,22 +9,22 @@ from typing import Any
 
 from openclip_ext.files import json_lines
 
-# Rows of finished runs by the run's id.
+# Rows of results by run id.
 Results = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A complete description of a training run, except the code; its row of results starts with these fields.
+    """A description of a training run, complete except for the code. Its row of results starts with these fields.
 
     Attributes:
-        data: digest of the data, and of all that no other field describes.
-        schedule: name of the combination of batch size and length.
-        batch_size: samples of an optimizer step.
-        seed: seed of initial weights, order and augmentation.
-        family: settings of a family compete; families are compared.
-        setting: ``loss`` and ``options`` for ``create_loss``, and further keys of the experiment.
-        epoch_samples: samples of an epoch. None (default) means all, in full batches.
+        data: Digest of the data, and of everything that no other field describes.
+        schedule: Name of the combination of batch size and length.
+        batch_size: Samples per optimizer step.
+        seed: Seed of initial weights, order and augmentation.
+        family: Name of a family of settings. The best setting of each family is compared with the other families.
+        setting: ``loss`` and ``options`` for ``create_loss``, and other keys that an experiment defines.
+        epoch_samples: Samples per epoch. None (default) means all samples, in full batches.
     """
 
     data: str
@@ -40,9 +40,10 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return a digest of the run without the names of family and schedule.
+        """Return a digest of the run that ignores the names of family and schedule.
 
-        The rows in docs/benchmarks have these ids, so they must not change, even without ``epoch_samples``.
+        The rows in docs/benchmarks have these ids, so the ids must not change. Runs without ``epoch_samples`` have the ids
+        from before this field existed.
         """
         content = {name: value for name, value in asdict(self).items() if name not in ("family", "schedule")}
         if self.epoch_samples is None:
@@ -54,32 +55,32 @@ class Run:
 class Contest:
     """A comparison of equally tuned families with paired seeds.
 
-    ``families`` has for each family a run of every setting with the first seed; the first family is the baseline.
+    ``families`` contains, for each family, the runs of all its settings with the first seed. The first family is the baseline.
     """
 
     families: Mapping[str, Sequence[Run]]
     seeds: Sequence[int]
 
     def ranked(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of a family's settings, the best first; empty while some are unfinished."""
+        """Return a family's runs with the first seed, the best first; empty while one of them is unfinished."""
         tried = self.families[family]
         if any(run.id not in results for run in tried):
             return []
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs decided so far, a list for each setting with its seeds; the best setting comes first."""
+        """Return the runs chosen so far: one list per setting, with its seeds. The best setting comes first."""
         best = self.best(family, results)
         if not best:
             return [[run] for run in self.families[family]]
         return [best, *([run] for run in self.ranked(family, results)[1:])]
 
     def best(self, family: str, results: Results) -> list[Run]:
-        """Return the runs of the best setting with all seeds; empty before it is chosen."""
+        """Return the runs of the best setting with all seeds; empty before the best setting is chosen."""
         return [replace(run, seed=seed) for run in self.ranked(family, results)[:1] for seed in self.seeds]
 
     def decided(self, results: Results) -> list[Run]:
-        """Return all decided runs in the order of seeds and settings, so that pairs are complete early."""
+        """Return all runs chosen so far, ordered by seed, then by setting. So pairs with equal seeds are complete early."""
         placed = [
             (self.seeds.index(run.seed), place, run)
             for family in self.families
@@ -94,27 +95,27 @@ class Contest:
 
 
 def score(row: Mapping[str, Any]) -> float:
-    """Return the validation score that chooses settings; it is negative for a run that stopped or failed."""
+    """Return a run's validation score, by which settings are chosen. It is negative if the run stopped or failed."""
     return row["val"]["mean"]
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of a file by id without broken lines; empty if there is no file."""
+    """Return the rows of a file by run id. Broken lines are skipped. Empty if there is no file."""
     return {row["id"]: row for row in json_lines.read(path) if "id" in row}
 
 
 class ResultsFile:
-    """A file with a JSON line for each finished run; callers lock its folder.
+    """A file with a JSON line for each finished run. Callers must lock its folder.
 
     Attributes:
-        rows: rows of finished runs by id.
-        failed: rows of failed runs, which are not in the file, so that the next call runs them again.
+        rows: Rows of finished runs by id.
+        failed: Rows of failed runs by id. They are not written to the file, so the next call executes these runs again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with path.open("ab") as file:
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)  # removes an incomplete last line
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)  # removes the incomplete last line of a killed process
         self.rows = read_results(path)
         self.failed: dict[str, dict[str, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""Perform one run on decoded data with the trainer's parts, without checkpoints, logs and other processes."""
+"""Perform one run on decoded data with the trainer's parts, in one process, without checkpoints and logs."""
 
 import itertools
 import math
@@ -22,13 +22,13 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule, l
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
 _CHUNK = 256
-# Shares of a run at which it is scored.
+# A run is scored after these fractions of its steps.
 _CURVE = (0.125, 0.25, 0.5, 1.0)
 CURVE_POINTS = len(_CURVE)
 
 
 def seconds_a_sample(config: TrainingConfig) -> float:
-    """Return the seconds of a forward and backward pass per sample on one thread, the minimum of a step."""
+    """Return the seconds per sample of a forward and backward pass on one thread, a lower bound for a training step."""
     add_model_configs()
     device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
     with without_warnings():
@@ -50,28 +50,28 @@ def seconds_a_sample(config: TrainingConfig) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds_of_a_pass()  # warms up
+        seconds_of_a_pass()  # warm-up
         return seconds_of_a_pass() / batch
     finally:
         torch.set_num_threads(threads)
 
 
 def warmup_steps(asked: int, steps: int) -> int:
-    """Return the warm-up steps of a run of ``steps`` steps: ``asked``, but at most a tenth of the run."""
+    """Return the number of warm-up steps in a run of ``steps`` steps: ``asked``, limited to a tenth of the run."""
     return min(asked, steps // 10)
 
 
 class PilotRun:
-    """One run that trains as the training program does; subclasses override the differences of an experiment.
+    """One run that trains like the training program. Experiments override methods in subclasses.
 
     Args:
-        config: the training's configuration, of which the run replaces loss, learning rate and length.
+        config: The training configuration. The run replaces its loss, learning rate and length.
 
     Attributes:
-        batch: samples of an optimizer step.
-        steps: optimizer steps of the run, all with full batches.
-        seconds: time of the training steps so far.
-        diverged: whether the run ended early after too many consecutive skipped steps.
+        batch: Samples per optimizer step.
+        steps: Number of optimizer steps of the run, all with full batches.
+        seconds: Duration of the training steps so far.
+        diverged: Whether the run ended early after too many consecutive skipped steps.
     """
 
     def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
@@ -102,11 +102,11 @@ class PilotRun:
         self.diverged = False
 
     def shared_options(self) -> dict[str, Any]:
-        """Return default options for losses that use them."""
+        """Return default options, each for all losses that use the option."""
         return {"seed": self.run.seed, "epochs": self.run.epochs}
 
     def prepare(self) -> None:
-        """Set the initial state of model and loss."""
+        """Set the initial state of the model and the loss."""
         weights = self.config.model.weights
         if weights:
             load_pretrained_heads(self.loss, weights)
@@ -119,7 +119,7 @@ class PilotRun:
         return logit_scale_lr(self.loss.logit_scale_lr, self.steps)
 
     def normalize(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function from a batch of images to the model's input; None if batches are the input."""
+        """Return the function that converts a batch of images to the model's input; None if no conversion is needed."""
         return self.built.images.normalize
 
     def build_loader(self) -> Any:
@@ -128,11 +128,11 @@ class PilotRun:
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
     def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
-        """Return the model's input for some samples of a scored set."""
+        """Return the model's input for some rows of the samples to score."""
         return torch.stack([self.built.preprocess_val(samples.image(row)) for row in rows])
 
     def run_steps(self) -> Iterator[int]:
-        """Train step by step; yield the number of steps so far."""
+        """Train step by step; after each step, yield the number of steps so far."""
         length = self.config.length
         number = 0
         self.model.train()
@@ -157,10 +157,10 @@ class PilotRun:
     def train(
         self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
     ) -> list[list[float]]:
-        """Train to the end; return the curve: samples, seconds of training and score at some points of the run.
+        """Train to the end; return a curve, whose points are samples, training seconds and score.
 
-        ``seen`` receives the number of samples of each step, ``score`` the number of samples so far. With ``each_epoch``, the
-        points are the ends of epochs.
+        ``seen`` is called with the number of samples of each step, and ``score`` with the number of samples so far. With
+        ``each_epoch``, there is a point at the end of each epoch.
         """
         points = {max(1, round(share * self.steps)) for share in _CURVE}
         if each_epoch:
@@ -173,12 +173,12 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median temperature of the last step's anchors, else the model's temperature."""
+        """Return the median temperature of the last step's anchors, or the model's if the loss has no temperatures."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @torch.no_grad()
     def embed(self, samples: Cache, *texts: Sequence[str]) -> list[Tensor]:
-        """Return float32 embeddings ``(N, d)`` of the samples' images, and of each list of texts, in evaluation mode."""
+        """Return float32 embeddings ``(N, d)`` of the samples' images and of each list of texts, in evaluation mode."""
         was_training = self.model.training
         model: Any = with_heads(self.model.eval(), self.loss.model_head())
         found = []

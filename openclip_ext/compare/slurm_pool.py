@@ -1,4 +1,4 @@
-"""Execute several runs at a time as SLURM jobs, through the package submitit.
+"""Execute several runs in parallel as SLURM jobs, with the package submitit.
 
 All nodes need access to the folder of the jobs, the data and this environment.
 """
@@ -16,11 +16,11 @@ from openclip_ext.compare.process_pool import KILLED, Judge, ProcessPool, Task, 
 from openclip_ext.files.writing import write_atomically
 
 _POLL_SECONDS = 1.0
-# Time between two calls of squeue; more calls would load the controller.
+# Time between two calls of squeue. More frequent calls would be a high load for SLURM's controller.
 _QUEUE_SECONDS = 10.0
-# Time between two progress files of a job.
+# Time between two updates of a job's progress file.
 _PROGRESS_SECONDS = 5.0
-# Time for a job that has left the queue to write its result, and for a network file system to show it.
+# Time to wait for the result of a job that has left the queue, because a network file system may show files with a delay.
 _GRACE_SECONDS = 30.0
 _MINUTES_PER_DAY = 24 * 60
 
@@ -34,9 +34,9 @@ class SlurmPool(TaskPool):
     """A pool of SLURM jobs, each on the GPU that SLURM assigns, if any.
 
     Args:
-        jobs: maximum number of jobs at a time.
-        folder: folder for the jobs' files.
-        parameters: of ``sbatch``, by submitit's names, such as ``partition=gpu,gpus_per_node=1``.
+        jobs: Maximum number of jobs at a time.
+        folder: Folder for the jobs' files.
+        parameters: Parameters of ``sbatch``, by submitit's names, such as ``partition=gpu,gpus_per_node=1``.
 
     Raises:
         UsageError: submitit or SLURM is missing, or a parameter is unknown.
@@ -71,7 +71,7 @@ class SlurmPool(TaskPool):
         self._running[name] = _Job(self._executor.submit(_work, task, progress), progress)
 
     def _kill(self, entry: _Job) -> None:
-        if not entry.job.paths.result_pickle.exists():  # scancel complains about a job that has ended
+        if not entry.job.paths.result_pickle.exists():  # scancel prints an error for a job that has ended
             entry.job.cancel(check=False)
 
     def _read(self, name: str, entry: _Job) -> tuple[dict[str, Any] | None, str] | None:
@@ -82,15 +82,15 @@ class SlurmPool(TaskPool):
             if result is not None and (stopped := self._judge(name, result)):
                 return stopped, ""
         if entry.job.paths.result_pickle.exists():
-            error = entry.job.exception()  # submitit's own, such as a module that the node lacks
+            error = entry.job.exception()  # an error outside of the task, such as a missing module on the node
             return entry.job.result() if error is None else (None, str(error))
         left = self._left_queue.get(entry.job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
-            return None, f"{KILLED} by SLURM or before it began; its log: {entry.job.paths.stderr}"
+            return None, f"{KILLED} by SLURM or before it started; its log: {entry.job.paths.stderr}"
         return None
 
     def _read_queue(self) -> None:
-        """Record when jobs left the queue; submitit would need accounting, which many clusters lack."""
+        """Record when jobs leave the queue. submitit's own check needs SLURM accounting, which many clusters lack."""
         now = time.monotonic()
         if now - self._queue_time < _QUEUE_SECONDS:
             return
@@ -108,7 +108,7 @@ def _parsed(parameters: str) -> dict[str, int | str]:
 
 
 def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
-    """Run a task in its job; write the number of samples and the intermediate result to ``progress``."""
+    """Execute a task inside its job; write the number of samples and the intermediate result to ``progress``."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     samples, written, result = 0, 0.0, None
 

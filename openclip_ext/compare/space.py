@@ -1,6 +1,6 @@
-"""List the candidates of each loss: settings of the temperature, each with several learning rates.
+"""List the candidates of each loss: temperature settings, each with several learning rates.
 
-Each loss tries the same number of candidates, the first of :func:`candidates`.
+A comparison tries the same number of candidates of each loss: the first ones in :func:`candidates`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from openclip_ext.losses.options import REFERENCE_OPTIONS
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# Options for runs of a few epochs: a moving average over many epochs is too slow
-# (docs/experiments/papers-claims.md#ablations), and an MLP that restarts in each epoch does not become accurate.
+# Options for runs of a few epochs. There, a moving average over many epochs adapts too slowly
+# (docs/experiments/papers-claims.md#ablations), and an MLP that is reset in each epoch does not become accurate.
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
     "gamma_schedule": "constant",
@@ -23,10 +23,10 @@ FOR_SHORT_RUNS: Mapping[str, Any] = {
     "target_every": 1,
 }
 SEARCHED_OPTIONS = ("temperature_scheme", "temperature", "rho", "rho_end", "rho_switch", "lr_tau")
-# Number of settings at the first learning rate that come before other learning rates.
+# Number of settings that are tried with the first learning rate before other learning rates are tried.
 _BEFORE_RATES = 4
 
-# Options for ``create_loss``.
+# Options of ``create_loss``, by name.
 Options = dict[str, Any]
 
 
@@ -42,18 +42,18 @@ def _learned(rho: float) -> Options:
     return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
-# Settings of losses made of parts, the most promising first (tables of docs/results.md); {} is the published setting.
+# Settings of the losses that consist of parts, the most promising first (see docs/results.md). {} is the published setting.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
 )
-# Settings of OpenCLIP's loss, which has no ρ if it learns the temperature. In a few hundred steps with large batches, a high
-# constant temperature is better (docs/experiments/batch-sizes.md#small-and-large-batches).
+# Settings of OpenCLIP's loss, which has no option ρ if the temperature is learned. In runs of a few hundred steps with large
+# batches, a high constant temperature is better (docs/experiments/batch-sizes.md#small-and-large-batches).
 _BASELINE_SETTINGS: Sequence[Options] = (
     *({}, {"temperature_scheme": "global", "temperature": 0.03}, _constant(0.1), _constant(0.05)),
     *(_solved(4.0), _solved(5.0), _constant(0.03)),
 )
-# Settings of losses that keep their own temperature scheme.
+# Settings of losses that always use their default temperature scheme, by scheme.
 _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
     "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{
@@ -64,11 +64,11 @@ _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
 
 
 def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[str]]:
-    """Return the settings that a loss accepts, the most promising first, and the reasons against the others.
+    """Return the settings that a loss accepts, the most promising first, and the reasons why it rejects other settings.
 
-    Settings with equal options are returned once. They include the user's ``fixed`` options that the loss uses.
+    Settings with equal options are returned once. All settings include the user's ``fixed`` options that the loss uses.
     """
-    if loss == BASELINE:  # trainings with a reference model are compared with a training without it
+    if loss == BASELINE:  # the baseline has no reference model, even if the other losses have one
         fixed = {name: value for name, value in fixed.items() if name not in REFERENCE_OPTIONS}
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
@@ -92,12 +92,12 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
 
 
 def own_scheme(loss: str) -> str:
-    """Return a loss's default temperature scheme: ``global`` for OpenCLIP's losses, which learn a temperature."""
+    """Return a loss's default temperature scheme. For OpenCLIP's losses it is ``global``, a learned temperature."""
     return registry.find_method(loss).temperature_scheme or "global"
 
 
 def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that a loss uses with these options; empty if the combination is invalid."""
+    """Return all options that a loss uses if ``options`` are given; empty if the combination is invalid."""
     try:
         return registry.options_used_by(loss, **options)
     except ValueError:
@@ -105,7 +105,7 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return settings and learning rate factors in the order of trial: settings first, because they matter more."""
+    """Return pairs of setting and learning rate factor in the order of trial: settings first, because they matter more."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]

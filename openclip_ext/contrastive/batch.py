@@ -1,7 +1,7 @@
-"""The samples of one step: as passed by the caller, gathered from all processes, and compared at given temperatures.
+"""The samples of one step, in three stages: passed by the caller, gathered from all processes, compared at temperatures.
 
-Tensors with a leading dimension of 2 contain the two sides: 0 for image anchors (against the texts), 1 for text anchors
-(against the images).
+The leading dimension of 2 in many tensors is the side: 0 for image anchors, which are compared with texts, and 1 for text
+anchors, which are compared with images.
 """
 
 import functools
@@ -19,7 +19,7 @@ from openclip_ext.state.sharded_table import group_count, group_mean
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
-    """Return a cached property. Dynamo cannot trace the lock that ``functools.cached_property`` has before Python 3.12."""
+    """Return a cached property. ``functools.cached_property`` has a lock before Python 3.12, which Dynamo cannot trace."""
     kept = "_" + compute.__name__
 
     @functools.wraps(compute)
@@ -36,21 +36,21 @@ class LocalBatch:
     """Checked inputs of one call of a loss, in this process.
 
     Attributes:
-        image, text: ``(B_local, d)`` as passed by the caller (any float dtype, with gradient).
+        image, text: ``(B_local, d)`` from the caller, of any float dtype, with gradient.
         logit_scale: 0-d, with gradient.
         index: ``(B_local,)`` int64. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
-        dtype: dtype of the computation.
-        epoch: epoch of the run, from 0; in a compiled graph a 0-d tensor, see :class:`HostNumber`.
-        call: number of earlier calls in training mode; in a compiled graph a 0-d tensor.
-        learning: whether this call is in training mode.
-        views: 2 if the samples are two views each of half as many images. ``image`` then contains the first views of all
-            images followed by the second ones, ``text`` the second views followed by the first ones. A sample's own embedding
-            is therefore also on the other side.
+        dtype: Dtype of the computation.
+        epoch: Epoch of the run, from 0. In a compiled graph a 0-d tensor, see :class:`HostNumber`.
+        call: Number of earlier calls in training mode. In a compiled graph a 0-d tensor.
+        learning: Whether this call is in training mode.
+        views: 2 if each image has two views. There are then half as many images as samples. ``image`` contains the first views
+            of all images, then the second views; ``text`` contains the second views, then the first views. So each embedding
+            is on both sides.
         labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
-        positives_attract: whether samples with equal labels are positives; if not, they are only excluded from the negatives.
+        positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
         in_range: ``(B_local,)`` bool, whether an index is in the data set. None without an index.
-        num_samples: size of the data set. None without an index.
+        num_samples: Size of the data set. None without an index.
     """
 
     image: Tensor
@@ -75,7 +75,7 @@ class LocalBatch:
         return (scale > 0) & (scale < math.inf)
 
     def detached(self) -> "LocalBatch":
-        """Return the inputs without graph and index, to keep them after the step."""
+        """Return a copy without graph and index, which can be stored after the step."""
         return replace(
             self,
             image=self.image.detach(),
@@ -88,29 +88,29 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class GatheredBatch:
-    """``B`` samples that are compared with one another: detached, in the dtype of the loss.
+    """``B`` samples that are compared with one another. Their features are detached, and have the dtype of the loss.
 
-    A sample with a non-finite feature or an index out of range is masked: ``valid`` is False and its features are zero. Values
-    computed from it are therefore finite, and its :attr:`share` of 0 removes them.
+    A sample with a non-finite feature or an index out of range is masked: ``valid`` is False, and its features are set to 0.
+    So all values computed from it are finite, and its :attr:`share` of 0 removes them from means.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii``; with :attr:`positive_means` ``(2, B)``, means over the positives.
-        valid: ``(B,)`` bool.
-        ignored: ``(B,)`` bool, the masked samples.
+        positive: ``(B,)`` similarities ``s_ii``; with :attr:`positive_means`, ``(2, B)`` means over the positives.
+        valid: ``(B,)`` bool, False for masked samples.
+        ignored: ``(B,)`` bool, True for masked samples.
         count: 0-d, number of valid samples, at least 2 of each view.
-        negatives: number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
-        logit_scale: 0-d; 1 if the caller's logit scale is not finite and positive.
+        negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
+        logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
-        ok: 0-d bool, whether the logit scale is finite and positive and at least two samples (of each view) are valid, with
-            different labels if there are labels. If False, no sample is valid.
+        ok: 0-d bool, whether the logit scale is finite and positive, and at least two samples of each view are valid, with
+            different labels if there are labels. If False, all samples are masked.
         index: ``(B,)`` int64, or None.
-        first: position of this process's first sample.
-        local_size: number of this process's samples.
-        world_size: number of processes with samples in this batch.
-        epoch, call, learning, views: as in :class:`LocalBatch`.
-        labels: ``(B,)`` int64, or None; samples with equal labels are not negatives of each other.
-        positive_means: ``(2, B, d)``, mean of each anchor's positives, on the other side. None means one positive per anchor.
+        first: Position of this process's first sample.
+        local_size: Number of this process's samples.
+        world_size: Number of processes whose samples are in this batch.
+        epoch, call, learning, views: As in :class:`LocalBatch`.
+        labels: ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
+        positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
     """
 
     features: Tensor
@@ -135,7 +135,7 @@ class GatheredBatch:
 
     @property
     def size(self) -> int:
-        """Number of samples, masked ones included."""
+        """Number of samples, including masked samples."""
         return self.features.shape[1]
 
     @_computed_once
@@ -153,12 +153,12 @@ class GatheredBatch:
 
     @_computed_once
     def share(self) -> Tensor:
-        """``(B,)``, each sample's share of the mean over valid samples."""
+        """``(B,)``, each sample's weight in the mean over valid samples; 0 for masked samples."""
         return self.valid / self.count
 
     @_computed_once
     def scale_to_tau(self) -> Tensor:
-        """0-d derivative of ``τ = 1/logit_scale``; 0 if no sample is valid."""
+        """0-d derivative of ``τ = 1/logit_scale`` with respect to the logit scale; 0 if no sample is valid."""
         return -(self.ok / self.logit_scale.square())
 
     @property
@@ -168,18 +168,18 @@ class GatheredBatch:
 
     def sample_index(self) -> Tensor:
         """Return the index ``(B,)``, for a loss with ``needs_index``."""
-        assert self.index is not None, "the loss declares needs_index"
+        assert self.index is not None, "the loss must declare needs_index"
         return self.index
 
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
-        """Return the mean over valid samples, along the last dimension of ``(..., B)``.
+        """Return the mean of ``values`` ``(..., B)`` over valid samples, along the last dimension.
 
-        ``values`` are finite also for masked samples. If they cover only ``anchors``, returns their contribution to the mean.
+        ``values`` must be finite, even for masked samples. If they are only of ``anchors``, return their part of the mean.
         """
         return values @ self.share[anchors]
 
     def gather_local(self, values: Tensor) -> Tensor:
-        """Gather ``(rows, B_local)`` of all processes to ``(rows, B)``. Collective: all ranks call it."""
+        """Gather values ``(rows, B_local)`` from all processes to ``(rows, B)``. Collective: all ranks call it."""
         if self.world_size == 1:
             return values
         rows = values.shape[0]
@@ -187,7 +187,10 @@ class GatheredBatch:
         return gathered.transpose(0, 1).reshape(rows, -1)
 
     def through_positive(self, coefficients: Tensor) -> Tensor:
-        """Return the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` (0 for masked anchors) in this process's features."""
+        """Return the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` with respect to this process's features.
+
+        ``coefficients`` must be 0 for masked anchors.
+        """
         if self.positive_means is None:
             return coefficients.sum(dim=0)[:, None] * self.features[:, self.local].flip(0)
         assert self.labels is not None
@@ -202,11 +205,11 @@ class BatchAtTemperature:
     """A gathered batch at given temperatures, with the sums over each anchor's negatives.
 
     Attributes:
-        batch: the samples.
+        batch: The samples.
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
-        batch_estimate: computes :attr:`log_estimate`, which depends on the objective.
-        of_all: computes :meth:`of_all_processes`. None means that these are the samples of all processes.
+        batch_estimate: Function that computes :attr:`log_estimate`, which depends on the objective.
+        of_all: Function for :meth:`of_all_processes`. None means that ``batch`` already has all processes' samples.
     """
 
     batch: GatheredBatch
@@ -241,13 +244,13 @@ class BatchAtTemperature:
         return log_math.log_add(self.log_gap_sums, 1.0)
 
     def of_all_processes(self) -> "BatchAtTemperature":
-        """Return all processes' samples at their temperatures. Collective: all ranks call it."""
+        """Return the samples of all processes at their temperatures. Collective: all ranks call it."""
         return self if self.of_all is None else self.of_all()
 
 
 @torch.no_grad()
 def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
-    """Return the samples of all processes, or with ``gather=False`` of this process, in the dtype of the loss, with masks."""
+    """Return the samples of all processes (if ``gather``) or of this process, masked, in the dtype of the loss."""
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
     index, labels, valid = batch.index, batch.labels, batch.finite
@@ -260,7 +263,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         valid = finite_rows(features)
     if index is not None:
         in_range = batch.in_range if world_size == 1 else is_in_range(index, batch.num_samples)
-        assert in_range is not None, "an index comes with its range"
+        assert in_range is not None, "set together with the index"
         valid = valid & in_range
     number = valid.sum(dtype=batch.dtype)
     ok = batch.scale_ok & (number >= 2 * batch.views)
@@ -269,11 +272,11 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     if labels is not None:
         equal = group_count(labels, valid)
         negatives = (count - equal).clamp(min=1)
-        # Either every valid sample has a negative, or none has.
+        # If one valid sample has no negative, all labels are equal, and no sample has a negative.
         ok = ok & (valid & (equal < number)).any()
     valid = valid & ok
     ignored = ~valid
-    # In place, because torch.stack copied them.
+    # An in-place operation is safe here, because torch.stack has copied the features.
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
     positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
     if labels is not None and batch.positives_attract:
@@ -303,23 +306,23 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 
 def finite_rows(features: Tensor) -> Tensor:
-    """Return which samples ``(B,)`` of two sides ``(2, B, d)`` have only finite features."""
-    # The maximum propagates NaN, which compares as False. Much faster than isfinite and all.
+    """Return ``(B,)`` bool: whether both sides of a sample, in ``(2, B, d)``, have only finite features."""
+    # The maximum is NaN if a feature is NaN, and then the comparison is False. This is much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 
 def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
-    """Return which positions ``(B,)`` are in ``[0, num_samples)``."""
-    assert num_samples is not None, "a loss that needs an index knows its range"
+    """Return ``(B,)`` bool: whether each index is in ``[0, num_samples)``."""
+    assert num_samples is not None, "set in every loss that needs an index"
     return index.clamp(0, num_samples - 1) == index
 
 
 def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean of ``(2, B, d)`` over the samples with the label of each sample."""
+    """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with its label."""
     rows = features.transpose(1, 2).flatten(0, 1)
     return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 
 
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Return which samples ``(B_local,)`` have only finite features."""
+    """Return ``(B_local,)`` bool: whether a sample has only finite features."""
     return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))

@@ -1,4 +1,4 @@
-"""The most recent samples' embeddings, from which prototypes restart, or which replace them."""
+"""A queue of the most recent samples' embeddings. NeuCLIP's prototypes restart from it; queueclip uses it directly."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,14 @@ from openclip_ext.contrastive.batch import GatheredBatch
 
 
 class EmbeddingQueue(nn.Module):
-    """Ring buffer (first in, first out) of the ``capacity`` most recent samples' embeddings of both sides.
+    """Ring buffer (first in, first out) of the embeddings of the ``capacity`` most recent samples.
 
-    Masked samples never enter. Of a batch larger than the capacity it keeps the first valid samples, in order.
+    Masked samples are not added. If a batch is larger than the capacity, its first valid samples are added, in order.
 
     Attributes:
-        rows: ``(2, capacity, d)``, texts and images: the anchors of each side are compared with these.
+        rows: ``(2, capacity, d)``: texts, with which image anchors are compared, and images, for text anchors.
         next: 0-d, the row of the next sample.
-        filled: 0-d, number of rows in use.
+        filled: 0-d, the number of rows in use.
     """
 
     rows: Tensor
@@ -38,7 +38,7 @@ class EmbeddingQueue(nn.Module):
         self.filled.add_(added).clamp_(max=self.capacity)
 
     def assigned_rows(self, batch: GatheredBatch) -> Tensor:
-        """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that do not enter."""
+        """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that are not added."""
         candidates, positions, is_new = self._placement(batch)
         rows = torch.full((batch.size,), -1, device=positions.device)
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
@@ -51,7 +51,7 @@ class EmbeddingQueue(nn.Module):
         return candidates, positions, batch.valid[candidates]
 
     def repeated(self) -> Tensor:
-        """Return the embeddings ``(2, capacity, d)``, the oldest first; repeated until the queue is full."""
+        """Return the embeddings, the oldest first. If the queue is not full, they are repeated to ``(2, capacity, d)``."""
         position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
@@ -63,12 +63,12 @@ class EmbeddingQueue(nn.Module):
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
-    """Return the content of a queue of ``number`` samples after this batch only: ``(2, number, d)``."""
+    """Return the rows ``(2, number, d)`` of a queue with capacity ``number`` that contains only this batch."""
     order = _valid_first(batch)
     filled = batch.valid.sum().clamp(min=1, max=number)
     return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
 
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
-    """Return the positions ``(B,)`` of the samples, valid samples first, otherwise in order."""
+    """Return the positions ``(B,)`` of the samples: first the valid samples, then the masked samples, each in order."""
     return torch.argsort(batch.ignored.view(torch.uint8), stable=True)

@@ -1,15 +1,16 @@
 """How a loss treats two samples with equal captions.
 
-Web data repeat captions. OpenCLIP's loss, and every loss here by default, uses the image of another sample with the same
-caption as a negative. A loss that receives labels (equal for equal captions), or a mask of such pairs, has a choice.
-``P_i`` are the samples with the label of anchor ``i``, including ``i``; ``N_i`` are all others:
+In web data, several samples may have equal captions. By default, every loss here, like OpenCLIP's loss, uses the image of
+another sample with the same caption as a negative. A loss that receives labels (equal for equal captions), or a mask of pairs
+with equal captions, has three choices. ``P_i`` are the samples with the label of anchor ``i``, including ``i``; ``N_i`` are
+all other samples:
 
 - ``negative``: the negatives are all ``j ≠ i``; labels are not used;
 - ``mask``: the negatives are ``N_i``, in every sum and in every count;
-- ``positive``: as ``mask``, and the mean of ``s_ij`` over ``P_i`` replaces ``s_ii``.
+- ``positive``: the same as ``mask``, but the mean of ``s_ij`` over ``P_i`` also replaces ``s_ii``.
 
-With a negligible ``ε`` the loss is then the mean over the positives of ``−s_ip + τ·log mean_{j∈N_i} exp(s_ij/τ)``: the
-supervised contrastive loss (Khosla et al., NeurIPS 2020, 'out') without the positives in the denominator.
+With ``positive`` and a negligible ``ε``, the loss is the mean of ``−s_ip + τ·log mean_{j∈N_i} exp(s_ij/τ)`` over the positives
+``p``. This is the supervised contrastive loss (Khosla et al., NeurIPS 2020, 'out') without positives in the denominator.
 Page: ``docs/equal-captions.md``.
 """
 
@@ -29,11 +30,13 @@ NEGATIVE, POSITIVE = "negative", "positive"
 def read_labels(positives: object, batch: LocalBatch) -> Tensor:
     """Return ``positives`` as labels, ``(B_local,)`` int64, on the device of the features.
 
-    They are ``(B_local,)`` int64 labels, or the ``(B_local, B_local)`` bool mask of the pairs with equal captions. A mask is
-    checked: on the CPU always, on other devices in the first two calls in training mode, because that synchronizes.
+    ``positives`` are ``(B_local,)`` int64 labels, or a ``(B_local, B_local)`` bool mask of the pairs with equal captions. The
+    mask's consistency is checked always on the CPU. On other devices, where the check synchronizes, it is only checked in the
+    first two calls in training mode.
 
     Raises:
-        ValueError: they are missing, have a wrong shape or dtype, are an inconsistent mask, or a mask with several processes.
+        ValueError: ``positives`` is missing, has a wrong shape or dtype, or is an inconsistent mask; or there are several
+            processes, which a mask does not support.
     """
     size = len(batch.image)
     if positives is None:
@@ -58,7 +61,7 @@ def _is_tensor(value: object, dtype: torch.dtype, *shape: int) -> TypeGuard[Tens
 
 
 def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
-    """Return the position of each sample's first positive, which may be the sample itself: ``(B,)``."""
+    """Return labels ``(B,)``: the position of each sample's first positive, which may be the sample itself."""
     if distributed.world_size() > 1:
         raise ValueError(
             f"positives: a mask cannot compare captions across {distributed.world_size()} processes: pass labels, an int64 "

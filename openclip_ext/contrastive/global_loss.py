@@ -1,14 +1,14 @@
-"""Global contrastive loss: an objective over estimated log-normalizers, with a temperature scheme.
+"""Global contrastive loss: an objective of estimated log-normalizers, with a temperature scheme.
 
-One step: gather the embeddings, get the temperatures from the scheme, sum over each anchor's negatives
-(:class:`Similarities`), get ``α`` from the normalizer, and compute the gradients by the objective.
+A step has these parts: gather the embeddings, get the temperatures from the scheme, sum over each anchor's negatives
+(:class:`Similarities`), get ``α`` from the normalizer, and compute the gradients of the objective.
 
-The gradient is exact without communication in the backward pass. For given ``α`` and ``τ`` it is linear in the pairs'
-weights. A process with all embeddings and all ``α_i`` can therefore compute the gradients of its own embeddings, as anchors
-and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars, the backward pass nothing.
-Gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
-parameters' gradients: the average is the gradient of one process with the full batch. The gradient of a global temperature
-is the mean over this process's own anchors.
+The gradient is exact, although the backward pass has no communication. For given ``α`` and ``τ``, the gradient is linear in
+the weights of the pairs. So a process that has all embeddings and all ``α_i`` can compute the gradient with respect to its own
+embeddings, both as anchors and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars.
+The gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
+gradients of the parameters. Their average is then the gradient of a single process with the full batch. The gradient of a
+global temperature is the mean over this process's own anchors.
 """
 
 import math
@@ -52,7 +52,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean of ``values`` (without graph), 0-d, with a given gradient for each ``(tensor, gradient)``."""
+    """Return the 0-d mean of ``values``. Its gradient with respect to ``tensor`` is ``gradient``, for each of ``pairs``."""
     tensors, gradients = zip(*pairs, strict=True)
     return _WithGradients.apply(values, len(pairs), *tensors, *gradients)
 
@@ -60,17 +60,17 @@ def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor
 class GlobalContrastiveLoss(ContrastiveLoss):
     """A loss with an objective, a normalizer (estimator of the log-normalizers) and a temperature scheme.
 
-    :func:`openclip_ext.create_loss` creates it by the papers' names. Equations: ``docs/methods/README.md``.
+    :func:`openclip_ext.create_loss` creates a loss by its name in the papers. Equations: ``docs/methods/README.md``.
 
     Args:
-        objective, normalizer, temperature: the parts.
-        embed_dim, num_samples: sizes, if a part of the loss needs them.
-        views: as in :class:`LocalBatch`.
-        reference_dim, steer, distill, reference_temperature: see :mod:`openclip_ext.contrastive.steering`.
-        equal_captions: see :mod:`openclip_ext.contrastive.equal_captions`.
+        objective, normalizer, temperature: The parts.
+        embed_dim, num_samples: Sizes, if a part of the loss needs them.
+        views: As in :class:`LocalBatch`.
+        reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
+        equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
-        ValueError: the parts are incompatible (:func:`incompatibility`), or do not support this choice of ``equal_captions``.
+        ValueError: The parts are incompatible (:func:`incompatibility`), or do not support this choice of ``equal_captions``.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return batch_at_tau, similarities
 
     def _estimate(self, batch_at_tau: BatchAtTemperature) -> tuple[Estimate, Tensor]:
-        """Return the normalizer's estimate, in training mode after its update, and ``exp(−α)(ε+g)``, ``(2, B)``."""
+        """Return the normalizer's estimate and ``exp(−α)(ε+g)`` ``(2, B)``. In training mode, update the normalizer first."""
         estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
-        # The estimate of a masked sample is arbitrary. From here on all values are finite.
+        # The estimate of a masked sample is arbitrary. With 0 instead, all following values are finite.
         alpha = estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0)
         return replace(estimate, alpha=alpha), log_math.saturating_exp(batch_at_tau.log_estimate - alpha)
 
@@ -184,12 +184,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         weight_ratio: Tensor,
         with_gap: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of this process's images and texts ``(2, B_local, d)``.
+        """Return the gradients with respect to this process's images and texts, ``(2, B_local, d)``.
 
-        With ``with_gap`` also return ``Σ_j w_ij (s_ij − s_ii)`` of its anchors, ``(2, B_local)``.
+        With ``with_gap``, also return ``Σ_j w_ij (s_ij − s_ii)`` of this process's anchors, ``(2, B_local)``.
         """
         batch, objective = batch_at_tau.batch, self.objective
-        # The value is the mean of two sides, and DistributedDataParallel averages the gradients of the processes.
+        # 0.5, because the value is the mean of two sides. DistributedDataParallel divides by the number of processes.
         half = 0.5 * batch.world_size
         factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
         if estimate.batch_share:
@@ -200,7 +200,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         gradients, mean_similarity = similarities.gradients(batch_at_tau.log_sums, factor * weight_sum, with_gap)
         in_positive = (factor * objective.positive_pair(batch_at_tau, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
-            # The common case needs no additional buffer of the features' size.
+            # Without several positives per anchor, no additional buffer of the features' size is needed.
             own = batch.features[:, batch.local].flip(0)
             gradients.addcmul_(in_positive.sum(dim=0)[:, None], own)
         else:
@@ -215,7 +215,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _tau_gradient(
         self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
     ) -> Tensor:
-        """Return the derivative of this process's anchors' terms in their temperatures, ``(2, B_local)``."""
+        """Return ``(2, B_local)``: the derivative of each anchor's term with respect to its temperature, in this process."""
         of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
         tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
         gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
@@ -267,7 +267,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         index: Tensor | None = None,
         reference: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalizer's prediction for these samples. Collective: all ranks call it."""
+        """Return the log-normalizers that the normalizer predicts for these samples. Collective: all ranks call it."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
             batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
@@ -296,9 +296,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call, for the logs. Synchronizes with the device.
 
-        ``infonce`` is the plain mini-batch loss at the same temperatures, over the samples that were compared with one
-        another, and ``chance`` is its value for equal embeddings. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``, 1 for an
-        estimate that agrees with the batch.
+        ``infonce`` is the mini-batch InfoNCE loss at the same temperatures, over the same samples. ``chance`` is the value of
+        InfoNCE if all embeddings are equal. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``. It is 1 if the estimate agrees
+        with the batch.
         """
         self._raise_if_out_of_range()
         if self._last is None:
@@ -344,7 +344,7 @@ def incompatibility(
 
 
 def _label_incompatibility(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
-    """Return why a loss of these parts does not support this choice of ``equal_captions``; empty if it does."""
+    """Return why a loss of these parts does not support a choice of ``equal_captions``; empty if the loss supports it."""
     if choice != NEGATIVE and normalizer.refuses_labels:
         return f"{normalizer.refuses_labels}; use negative, or another loss"
     if choice == POSITIVE and objective.estimand.includes_positive:
@@ -356,7 +356,7 @@ def _label_incompatibility(choice: str, objective: type[Objective], normalizer: 
 
 @dataclass(frozen=True)
 class _Report:
-    """Values of a step for :meth:`GlobalContrastiveLoss.metrics`, without the embeddings, which would use memory."""
+    """Values of a step for :meth:`GlobalContrastiveLoss.metrics`. Embeddings are not included, to save memory."""
 
     valid: Tensor
     share: Tensor

@@ -1,6 +1,6 @@
-"""Warnings about mistakes of the training loop that change results without an error, once each.
+"""Warn once about each mistake of a training loop that changes results without an error.
 
-Only the first two calls of a loss read values, because this synchronizes with the device.
+Values of tensors are read only in the first two calls of a loss, because reading synchronizes with the device.
 """
 
 import math
@@ -15,9 +15,10 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 
 CHECKED_CALLS = 2
-# Half-precision features differ from unit norm by less.
+# Accepted difference from unit norm. Half-precision features have a smaller difference.
 _TOLERANCE = 0.05
-# The largest value of OpenCLIP's parameter log(1/τ). A logit scale is rarely this small: it starts at 10 or 14.3.
+# The largest value of OpenCLIP's parameter log(1/τ). A value up to this is probably a logarithm that was passed by mistake,
+# because a logit scale is rarely so small: it starts at 10 or 14.3.
 _LARGEST_LOG_SCALE = math.log(100)
 
 _STATE = "Each such call updates its state, as one optimizer step. "
@@ -38,16 +39,19 @@ _WARNINGS = {
 
 
 class LoopChecks:
-    """Checks of the loop that calls a loss, outside of its state. ``epoch_is_known`` after ``start_epoch`` or a restore."""
+    """Checks of the loop that calls a loss. They are not part of the loss's state.
+
+    ``epoch_is_known`` is True after ``start_epoch`` or after a restore.
+    """
 
     def __init__(self) -> None:
         self.epoch_is_known = False
         self._warned: set[str] = set()
-        # Whether the backward pass of the last checked call ran. None means that it has no backward pass.
+        # Whether the backward pass of the last checked call has run. None means that the call needs no backward pass.
         self._backward_ran: bool | None = None
 
     def warn(self, mistake: str, **found: Any) -> None:
-        """Warn of a mistake, once."""
+        """Log the warning about a mistake, unless it was logged before."""
         if mistake not in self._warned:
             self._warned.add(mistake)
             warnings.warn(_WARNINGS[mistake].format(**found), stacklevel=2)
@@ -60,7 +64,7 @@ class LoopChecks:
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
     ) -> None:
-        """Warn about features without unit norm and a scale that looks like its logarithm; ValueError for a wrong scale."""
+        """Warn if features have no unit norm, or if the logit scale looks like its logarithm; ValueError if it is invalid."""
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])
@@ -84,7 +88,7 @@ class LoopChecks:
         self._backward_ran = None
 
     def finish_call(self, terms: Iterable[Tensor]) -> None:
-        """Record when the backward pass of this call runs."""
+        """Register hooks that record whether the backward pass of this call runs."""
 
         def note(gradient: Tensor) -> None:
             self._backward_ran = True

@@ -1,4 +1,4 @@
-"""Changes of the model for a loss: its temperature, frozen parameters, and batch normalization."""
+"""Prepare a model for a loss: the model's temperature, frozen parameters, and batch normalization."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from openclip_ext import compat
 from openclip_ext.contrastive.loss import ContrastiveLoss
 
-# The model's parameter ``log(1/τ)``.
+# Name of the model's parameter ``log(1/τ)``.
 LOGIT_SCALE = "logit_scale"
-# Outputs of a model that are one number, not a row per sample.
+# Names of the model's outputs that are one number instead of a row per sample.
 SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the initial temperature, if ``set_logit_scale``, and freeze what the loss does not train.
+    """Set the model's initial temperature, if ``set_logit_scale``, and freeze the parameters that the loss does not train.
 
-    DistributedDataParallel fails on a parameter without a gradient.
+    They are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
     """
     logit_scale = model.get_parameter(LOGIT_SCALE)
     if set_logit_scale and loss.initial_logit_scale is not None:
@@ -34,14 +34,17 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     if loss.trains_captions_only and compat.is_captioner(model):
         for parameter in compat.unused_by_captions(model):
             parameter.requires_grad_(False)
-    if loss.views > 1:  # images pass only through the visual tower
+    if loss.views > 1:  # such a loss uses images only, and so only the visual tower
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
 
 
 @contextlib.contextmanager
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
-    """Keep BatchNorm's running statistics in the first of two forward passes, so that a batch counts once."""
+    """Do not update BatchNorm's running statistics inside the ``with`` block.
+
+    For the first of two forward passes of the same batch, which must update the statistics only once.
+    """
     layers: list[Any] = compat.batch_norms(model)
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     momenta = [layer.momentum for layer in layers]

@@ -17,14 +17,15 @@ from openclip_ext.contrastive.temperature import global_temperatures
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated log-normalizers of a batch, and the gradient of them that reaches the encoders.
+    """Estimated log-normalizers of a batch, and their gradient for the encoders.
 
     Attributes:
-        alpha: ``(2, B)``.
-        batch_share: λ if ``exp(α)`` contains ``λ·(ε+g)`` of this batch, through which gradients flow.
-        feature_gradient: maps weights ``(2, B_local)`` of this process's anchors to ``Σ weight·∇α``, the other part of α's
-            gradient, for this process's images and texts ``(2, B_local, d)``. None (default) means no gradient.
-        tau_slope: ``∂α/∂τ`` of this process's anchors ``(2, B_local)``, if it is part of the temperature's gradient; or None.
+        alpha: ``(2, B)`` log-normalizers ``α``.
+        batch_share: λ, if ``exp(α)`` contains the term ``λ·(ε+g)`` of this batch. Gradients flow through this term.
+        feature_gradient: Function for the other part of the gradient of ``α``. It maps weights ``(2, B_local)`` of this
+            process's anchors to ``Σ weight·∇α`` for this process's images and texts, ``(2, B_local, d)``. None (default)
+            means no gradient.
+        tau_slope: ``∂α/∂τ`` of this process's anchors, ``(2, B_local)``, if it is part of the temperature's gradient, or None.
     """
 
     alpha: Tensor
@@ -36,17 +37,18 @@ class Estimate:
 class Normalizer(nn.Module):
     """An estimator of the log-normalizers ``α`` and its state.
 
-    Every process calls it with the same batch and gets the same result, so its state needs no synchronization. Masked samples
-    (``batch.valid`` is False) do not change the state. Keyword-only arguments of the constructor are options of the loss.
+    Every process calls the normalizer with the same batch and gets the same result, so the state needs no synchronization.
+    Masked samples (``batch.valid`` is False) do not change the state. Keyword-only arguments of the constructor are options of
+    the loss.
 
     Attributes:
-        estimates: the supported estimands. None means any. A subclass must declare it.
-        needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether it has schedules that depend on the epoch.
-        differentiable: whether its estimate can have a gradient in the embeddings.
-        refuses_labels: why it cannot exclude samples with equal labels; empty if it can.
-        contrasts_locally: whether the encoders' loss can use each process's own samples only. :meth:`step` then learns from
-            ``batch_at_tau.of_all_processes()``.
+        estimates: The supported estimands. None means any. A subclass must declare it.
+        needs_index: Whether the normalizer needs ``batch.index``.
+        depends_on_epoch: Whether it has schedules that depend on the epoch.
+        differentiable: Whether its estimate can have a gradient with respect to the embeddings.
+        refuses_labels: The reason why it cannot exclude samples with equal labels; empty if it can.
+        contrasts_locally: Whether the encoders' loss can use only each process's own samples. :meth:`step` then updates the
+            state with ``batch_at_tau.of_all_processes()``.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -57,15 +59,15 @@ class Normalizer(nn.Module):
     contrasts_locally: bool = False
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Update the state with a training batch and estimate its log-normalizers."""
+        """Update the state with a training batch, and estimate the batch's log-normalizers."""
         return self.predict(batch_at_tau)
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Estimate log-normalizers from the stored state, without changing it."""
+        """Estimate a batch's log-normalizers from the stored state, without changing the state."""
         raise NotImplementedError
 
     def start_epoch(self, epoch: int) -> None:
-        """Start epoch ``epoch`` (from 0); called once per epoch."""
+        """Start epoch ``epoch`` (from 0). The training loop calls it once per epoch."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return metrics for the logs."""
@@ -73,7 +75,7 @@ class Normalizer(nn.Module):
 
 
 class MinibatchNormalizer(Normalizer):
-    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation], biased and stateless, as in OpenCLIP's loss."""
+    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation] of OpenCLIP's loss: biased, without state."""
 
     estimates = None
 
@@ -83,7 +85,7 @@ class MinibatchNormalizer(Normalizer):
 
 @torch.no_grad()
 def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
-    """Return a batch at the model's temperature, for losses that need it only for their logs; see :func:`gather_batch`."""
+    """Return a batch at the model's temperature, for losses that only need it for logs. ``gather``: see `gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
@@ -91,9 +93,10 @@ def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
-    """Return the metrics of a loss that does not compare each sample with all others, from the last call's detached batch.
+    """Return the metrics of a loss that does not compare each sample with all other samples.
 
-    ``infonce`` and ``chance`` are computed within this process's samples. Synchronizes with the device.
+    ``batch`` is the detached batch of the last call. ``infonce`` and ``chance`` are computed only from this process's samples.
+    Synchronizes with the device.
     """
     temperature = 1 / batch.logit_scale.item()
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}

@@ -1,9 +1,9 @@
 """Objectives: what a loss minimizes for given log-normalizers ``α``, and which quantity ``α`` estimates.
 
-Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` with ``α`` constant, over weights
-``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair and in the gradient of
-the temperature. The gradient defines an objective. The value is only logged. Equation numbers in [brackets] are from the
-papers.
+Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)``. ``α`` is treated as constant, and the pairs have weights
+``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair, and in the gradient with
+respect to the temperature. Training uses only the gradient of an objective; the value is only logged. Equation numbers in
+[brackets] are from the papers.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ from openclip_ext.contrastive.batch import BatchAtTemperature
 
 @dataclass(frozen=True, eq=False)
 class Estimand:
-    """What ``α`` is the logarithm of. Estimates are not interchangeable, so each objective declares its own.
+    """The quantity whose logarithm is ``α``. Objectives need different quantities, so each declares its estimand.
 
     Attributes:
-        formula: for messages.
-        from_batch: mini-batch estimate of ``α``, ``(2, B)``, without ε.
-        log_divisor: log of the divisor of ``Σ_j exp((s_ij − s_ii)/τ_i)``; 0-d or ``(2, B)``.
-        includes_positive: whether the positive pair is one of the terms.
+        formula: Formula of ``α``, for error messages.
+        from_batch: Function that returns the mini-batch estimate of ``α``, ``(2, B)``, without ε.
+        log_divisor: Function that returns the log of the divisor of ``Σ_j exp((s_ij − s_ii)/τ_i)``, 0-d or ``(2, B)``.
+        includes_positive: Whether the positive pair is one of the terms.
     """
 
     formula: str
@@ -34,13 +34,13 @@ class Estimand:
     includes_positive: bool = False
 
 
-# ε + g_i, g_i the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
+# ε + g_i, where g_i is the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
 NEGATIVES_MEAN = Estimand(
     "log(ε + g), the mean over the negatives",
     from_batch=lambda batch_at_tau: batch_at_tau.log_g,
     log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
 )
-# Z_i·exp(−c·s_ii), the mean over all B pairs of an anchor.
+# The mean over all B pairs of an anchor, relative to the positive pair: Z_i·exp(−c·s_ii).
 PARTITION_MEAN = Estimand(
     "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
     from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
@@ -50,17 +50,18 @@ PARTITION_MEAN = Estimand(
 
 
 class Objective(ABC):
-    """What is minimized for given log-normalizers.
+    """The function that a loss minimizes for given log-normalizers.
 
-    Tensors have one value per anchor of both sides, ``(2, B)``. Arguments are finite also for masked samples, and results must
-    be finite, too: a weight of 0 removes them. ``weight_ratio`` is ``exp(mini-batch estimate − α)``, 1 if the two agree.
+    Tensors have one value per anchor of both sides, ``(2, B)``. Arguments are finite, even for masked samples. Results must
+    also be finite, because masked samples are removed with a weight of 0. ``weight_ratio`` is
+    ``exp(mini-batch estimate − α)``. It is 1 if the mini-batch estimate equals α.
 
     Attributes:
-        estimand: what ``α`` estimates. A subclass must declare it.
-        regularized: whether there is a regularizer with the weight ``ρ``. A subclass must declare it.
-        differentiates_alpha: whether the derivative in ``α`` is ``τ(1 − weight_ratio)``, so that the gradient of an estimate
-            can reach the encoders.
-        eps: ε, added to the estimand.
+        estimand: The quantity that ``α`` estimates. A subclass must declare it.
+        regularized: Whether there is a regularizer with the weight ``ρ``. A subclass must declare it.
+        differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. If so, the gradient of
+            an estimate can flow to the encoders.
+        eps: The constant ε that is added to the estimand.
     """
 
     estimand: Estimand
@@ -73,23 +74,23 @@ class Objective(ABC):
         return log_math.log_add(self.estimand.from_batch(batch_at_tau), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
-        """Return the factor of ``w_ij`` in the derivative in ``s_ij``: a number, or ``(2, B)``."""
+        """Return the factor of ``w_ij`` in the derivative with respect to ``s_ij``: a number, or ``(2, B)``."""
         return 1.0
 
     def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
-        """Return the derivative in ``s_ii`` divided by :meth:`pair_factor`, ``(2, B)``; ``weight_sum`` is ``Σ_j w_ij``.
+        """Return the derivative with respect to ``s_ii``, divided by :meth:`pair_factor`: ``(2, B)``.
 
-        The default is for a value that depends only on the gaps ``s_ij − s_ii``.
+        ``weight_sum`` is ``Σ_j w_ij``. The default is right for objectives that depend only on the gaps ``s_ij − s_ii``.
         """
         return -weight_sum
 
     @abstractmethod
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        """Return the value per anchor, without the regularizer."""
+        """Return the value of each anchor, ``(2, B)``, without the regularizer."""
 
     @abstractmethod
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
-        """Return the derivative in ``τ_i`` without the regularizer, ``(2, B_local)``.
+        """Return the derivative with respect to ``τ_i``, without the regularizer: ``(2, B_local)``.
 
         Args:
             tau, alpha, weight_ratio: ``(2, B_local)``.
@@ -98,14 +99,14 @@ class Objective(ABC):
         """
 
     def regularizer(self, rho: float | Tensor) -> float | Tensor:
-        """Return the factor of ``mean τ`` in the regularizer."""
+        """Return the factor of the mean ``τ`` in the regularizer."""
         return 0.0
 
 
 class FastCLIPObjective(Objective):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of [NeuCLIP 13].
 
-    [13] is [12] with ``exp(−α)(ε+g)`` set to 1, which is true for a moving average α of ``log(ε+g)``.
+    [13] is the gradient of [12] with ``exp(−α)(ε+g)`` set to 1. This holds on average if α is a moving average.
     """
 
     estimand = NEGATIVES_MEAN
@@ -126,9 +127,9 @@ class FastCLIPObjective(Objective):
 
 
 class NeuCLIPObjective(FastCLIPObjective):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]; its gradient in τ has ``exp(−α)(ε+g)`` where [13] has 1.
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]. Its gradient in τ has ``exp(−α)(ε+g)`` instead of the 1 in [13].
 
-    α is treated as constant. Its dependence on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (``Estimate.tau_slope``).
+    α is treated as constant. The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class NeuCLIPObjective(FastCLIPObjective):
 
 
 class Unscaled(Objective):
-    """Base of objectives of the gaps divided by τ, without the factor τ and without a regularizer."""
+    """Base class of objectives of ``(s_ij − s_ii)/τ``, without the factor τ and without a regularizer."""
 
     regularized = False
 

@@ -1,4 +1,4 @@
-"""Random numbers of the losses: equal on every rank, and independent of the training's generators."""
+"""Random numbers for the losses. They are equal on every rank, and do not depend on other generators of the run."""
 
 import hashlib
 import math
@@ -8,10 +8,9 @@ from torch import nn
 
 
 def generator(device: torch.device | str, *parts: int | str) -> torch.Generator | None:
-    """Return a generator whose stream depends only on ``parts``; None for the meta device.
+    """Return a generator whose random numbers depend only on ``parts``; None for the meta device.
 
-    Random numbers of a step depend on the seed and on counters that are already state. Generators therefore need not be saved,
-    moved between devices or restored.
+    ``parts`` are the seed and counters that are already part of the state. So generators are never saved or restored.
     """
     if torch.device(device).type == "meta":
         return None
@@ -20,7 +19,7 @@ def generator(device: torch.device | str, *parts: int | str) -> torch.Generator 
 
 
 def linear(width_in: int, width_out: int, bias: bool, random: torch.Generator | None) -> nn.Linear:
-    """Return a linear layer with torch's distribution of initial values, drawn from the given generator."""
+    """Return a linear layer whose initial values have torch's distribution and are drawn from the generator ``random``."""
     layer = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
     bound = 1 / math.sqrt(width_in)
     with torch.no_grad():

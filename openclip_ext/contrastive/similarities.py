@@ -1,9 +1,9 @@
-"""Similarities of this process's anchors with all samples of a batch, and the sums of the losses over them.
+"""Similarities between this process's anchors and all samples of a batch, and sums over these similarities.
 
-There are two passes. The first returns the log-sums over each anchor's negatives, from which the caller estimates the
-log-normalizers. The second returns the gradients. If all samples are local, one product of images and texts serves both
-sides: its rows are image anchors, its columns text anchors. Large batches are processed in chunks of anchors, and the second
-pass computes each chunk again, so that memory is ``O(B·chunk)`` instead of ``O(B²)``.
+There are two passes. The first pass returns the log-sums over each anchor's negatives, from which the caller estimates the
+log-normalizers. The second pass returns the gradients. If all samples are local, one matrix product of images and texts is
+enough for both sides: its rows belong to image anchors, and its columns to text anchors. Large batches are processed in chunks
+of anchors. The second pass computes each chunk again, so the memory is ``O(B·chunk)`` instead of ``O(B²)``.
 """
 
 from collections.abc import Iterator
@@ -15,26 +15,26 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1], and unlike -inf it can be multiplied by 0.
+# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Multiplied by 0, it is 0; -inf would be NaN.
 MASKED_SIMILARITY = -1e4
 
-# Pairs per chunk. About five buffers of this size are in memory at a time: 0.7 GB in float32.
+# Maximum number of pairs per chunk. About five buffers of this size are in memory at the same time: 0.7 GB in float32.
 MAX_PAIRS = 2**25
 
 _ROWS, _COLUMNS = 1, 0
 
 
 def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
-    """Split a range of anchors into slices with up to ``MAX_PAIRS`` elements, ``width`` per anchor and side."""
+    """Split a range of anchors into slices of up to ``MAX_PAIRS`` pairs. Each anchor has ``width`` pairs per side."""
     size = max(1, MAX_PAIRS // (2 * width))
     for start in range(anchors.start, anchors.stop, size):
         yield slice(start, min(start + size, anchors.stop))
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """Return the bytes of similarities in memory for ``local_size`` anchors and ``size`` samples, in float32.
+    """Return the float32 bytes of similarities in memory at a time, for ``local_size`` anchors and ``size`` samples.
 
-    The computation uses about two more buffers of a third of this size.
+    The computation also uses about two buffers of a third of this size.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
@@ -42,8 +42,8 @@ def chunk_bytes(local_size: int, size: int) -> int:
 class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
-    Masked pairs have :data:`MASKED_SIMILARITY`: the anchor's positive pair, pairs with equal labels and, with two views, the
-    anchor itself.
+    These pairs are masked with :data:`MASKED_SIMILARITY`: an anchor with its positive, with samples of equal labels, and, if
+    there are two views, with itself.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -60,7 +60,7 @@ class Similarities:
     def log_sums(self) -> Tensor:
         """Return ``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
-        For masked samples the value makes ``log g`` 0. Communicates ``2·B`` scalars for a gathered batch.
+        Masked samples get values that make their ``log g`` 0. For a gathered batch, ``2·B`` scalars are communicated.
         """
         batch = self.batch
         parts: list[list[Tensor]] = [[], []]
@@ -77,24 +77,25 @@ class Similarities:
     def gradients(
         self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` in the embeddings.
+        """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` for the embeddings.
 
-        The softmax is treated as constant, and the sum is over all anchors of the batch. Call it once, after :meth:`log_sums`.
+        The softmax is treated as constant. The sum is over all anchors of the batch. Call this method once, after
+        :meth:`log_sums`.
 
         Args:
-            log_sums: the result of :meth:`log_sums`.
+            log_sums: The result of :meth:`log_sums`.
             coefficients: ``(2, B)``, 0 for masked anchors.
-            with_mean_similarity: whether to return the mean similarities.
+            with_mean_similarity: Whether to return the mean similarities.
 
         Returns:
-            The gradient in this process's images and texts ``(2, B_local, d)``, as anchors and as negatives; and the
-            softmax-weighted mean similarity of its anchors with their negatives, ``(2, B_local)``, or None.
+            The gradient ``(2, B_local, d)`` for this process's images and texts, as anchors and as negatives; and the mean
+            similarity of its anchors with their negatives, weighted by the softmax, ``(2, B_local)``, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])
         means = torch.empty_like(features[..., 0]) if with_mean_similarity else None
         for number, chunk in enumerate(self._chunks()):
-            first = number == 0  # overwrites the sums over chunks
+            first = number == 0  # the first chunk overwrites the buffers, later chunks add to them
             side, other = chunk.side, 1 - chunk.side
             here = slice(chunk.anchors.start - batch.first, chunk.anchors.stop - batch.first)
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
@@ -116,7 +117,7 @@ class Similarities:
         return features, means
 
     def _chunks(self) -> Iterator["_Chunk"]:
-        """Yield chunks of image anchors and, unless one product serves both sides, of text anchors."""
+        """Yield chunks of image anchors. If one product is not enough for both sides, also yield chunks of text anchors."""
         if self._kept:
             yield from self._kept
             return
@@ -130,7 +131,7 @@ class Similarities:
 
 @dataclass
 class _Chunk:
-    """Similarities of one side's anchors (rows) with all samples of the other side (columns): ``values`` ``(c, B)``."""
+    """Similarities ``values`` ``(c, B)`` between some anchors of one side (rows) and all samples of the other (columns)."""
 
     batch: GatheredBatch
     tau: Tensor
@@ -150,7 +151,7 @@ class _Chunk:
             values.masked_fill_(batch.labels[self.anchors, None] == batch.labels, MASKED_SIMILARITY)
         values.diagonal(self.anchors.start).fill_(MASKED_SIMILARITY)
         if batch.views == 2:
-            # The anchor's own embedding, which the other side has at half the local size from here.
+            # Mask the anchor's own embedding. On the other side, its position differs by half the local size.
             positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
             half = batch.local_size // 2
             local = positions - batch.first
@@ -171,9 +172,10 @@ class _Chunk:
         return largest + terms.sum(dim).log_()
 
     def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each anchor's softmax over *all* its negatives, from the ``(2, B)`` log-sums of all anchors.
+        """Return each anchor's softmax over *all* its negatives, computed with ``log_sums`` ``(2, B)`` of all anchors.
 
-        The softmax is the product of terms ``(c, B)``, which the caller may overwrite, and scales, ``(c,)`` or ``(B,)``.
+        The softmax is returned as two factors: terms ``(c, B)``, which the caller may overwrite, and scales ``(c,)`` or
+        ``(B,)``.
         """
         log_sum = log_sums[self.side, self.anchors] if dim == _ROWS else log_sums[1 - self.side]
         if dim in self._terms:

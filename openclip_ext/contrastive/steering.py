@@ -1,9 +1,9 @@
 """A frozen reference model inside the loss: steering (DRRho-CLIP, Wei et al. 2025, arXiv:2505.06699) and distillation.
 
-With the reference's unit embeddings ``ê1, ê2`` and ``ŝ_ij = ê1_i·ê2_j``, steering replaces ``s_ij − s_ii`` in every exponent
-by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative counts by how much worse the model is on it than the reference. This is one
-inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, so the same code computes it from features of two blocks, the reference's
-block first, with any normalizer. The reference is constant, so its block has no gradient.
+The reference model has unit embeddings ``ê1, ê2`` and similarities ``ŝ_ij = ê1_i·ê2_j``. Steering replaces ``s_ij − s_ii`` in
+every exponent by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative has a large weight if the model is worse on it than the
+reference. ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``. So the same code computes it, with any
+normalizer, if features have two blocks: first the reference's, then the model's. The reference's block has no gradient.
 
 Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
 
@@ -21,16 +21,16 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
 
-# Samples of a step whose pairs are counted for the logs.
+# Maximum number of samples of a step whose pairs are compared for the logs.
 _REPORTED = 512
-# Keeps the directions of zero rows finite.
+# Lower bound of norms in divisions, to keep the result finite for rows of zeros.
 _SMALLEST_NORM = 1e-12
 
 
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
-    """Return the batch with the reference's embeddings before the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
+    """Return the batch with two blocks of features: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
-    ``reference`` contains ``(B_local, width)`` of images and of texts; ValueError if it does not.
+    ``reference`` contains the reference's embeddings ``(B_local, width)`` of images and of texts; ValueError for other shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -48,7 +48,7 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
 
 
 def blocks(reference_width: int) -> tuple[slice, ...]:
-    """Return the columns of each block of features: the reference's, if there is one, and the model's."""
+    """Return the columns of each block of features: first the reference's block, if there is one, then the model's."""
     return (slice(0, reference_width), slice(reference_width, None)) if reference_width else (slice(None),)
 
 
@@ -66,9 +66,9 @@ def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
 
 @dataclass(frozen=True)
 class Distilled:
-    """The distillation term: ``values`` ``(2,)``, the mean cross entropy of each side's anchors, and its gradients.
+    """The distillation term and its gradients. ``values`` ``(2,)`` is the mean cross entropy of each side's anchors.
 
-    ``gradients`` are in this process's images and texts, ``(2, B_local, d)``; ``scale_gradient`` is 0-d, in ``1/τ``.
+    ``gradients`` ``(2, B_local, d)`` are with respect to this process's images and texts; ``scale_gradient``, 0-d, to ``1/τ``.
     """
 
     values: Tensor
@@ -79,7 +79,8 @@ class Distilled:
 def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
     """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without a graph.
 
-    ``features`` ``(2, B, d)`` are the model's, ``reference`` ``(2, B, d̂)`` the reference's, ``tau`` ``(2, B)`` the anchors'.
+    ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference; ``tau``
+    ``(2, B)`` are the temperatures of the anchors.
     """
     sides = range(2)
     chunks = list(anchor_chunks(batch.local, batch.size))
@@ -122,13 +123,14 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
 
 
 def report(batch: LocalBatch, width: int) -> dict[str, float]:
-    """Return the share of negatives on which the reference is ahead, and the reference's InfoNCE, of this process's samples.
+    """Return two metrics of this process's samples: how often the reference is better, and the reference's InfoNCE.
 
-    It is ahead where ``ŝ_ij − ŝ_ii < s_ij − s_ii``. Its InfoNCE uses the model's temperature. Synchronizes with the device.
+    The first is the fraction of negatives with ``ŝ_ij − ŝ_ii < s_ij − s_ii``. InfoNCE uses the model's temperature.
+    Synchronizes with the device.
 
     Args:
-        batch: two blocks of features, without graph.
-        width: embedding dimension of the reference's block.
+        batch: Features of two blocks, without graph.
+        width: Embedding dimension of the reference's block.
     """
     usable = batch.finite.nonzero()[:_REPORTED, 0]
     if len(usable) < 2:

@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """First word of every hash, so that no two uses of one seed share their random numbers."""
+    """First word of every hash: each use of a seed gets its own random numbers."""
 
     SEQUENCE = 1
     ROTATION = 2
@@ -28,7 +28,7 @@ def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
     """Hash integers to 64 random bits, a ``uint64`` array of the broadcast shape, at least 1-d.
 
     Args:
-        purpose: The use of the random number.
+        purpose: What the random bits are used for.
         *words: Python integers of any size and sign (modulo 2^64) or integer arrays, broadcast together.
     """
     unsigned = (word.astype(np.uint64) if isinstance(word, np.ndarray) else int(word) & _MASK for word in words)
@@ -54,7 +54,7 @@ def _scramble(x: Any) -> Any:
 
 
 def hash_text(text: str) -> int:
-    """Return 64 bits of a text as a signed integer, the same in every process and version."""
+    """Hash a text to a signed 64-bit integer. The result does not change between processes or versions."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -64,5 +64,5 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 
 
 def permutation(bits: np.ndarray) -> np.ndarray:
-    """Return the random permutation that sorts the hashed numbers, ``int64``."""
+    """Return the permutation (``int64``) that sorts random bits."""
     return np.argsort(bits, kind="stable")

@@ -20,7 +20,7 @@ class IndexedDataset:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # also ends a for loop
+            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # a for loop ends at this error
         sample = self.dataset[position]
         if isinstance(sample, dict):
             _refuse_taken(sample)
@@ -37,22 +37,23 @@ def with_index(
 
     - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, tuples one more element.
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
-      ``filter`` and ``select``. Call it before these, or the index has gaps that ``num_samples`` must cover.
+      ``filter`` and ``select``. Call ``with_index`` before these methods: otherwise the index has gaps, and ``num_samples``
+      of the loss must be larger than the highest index.
     - **WebDataset pipelines**: samples get the entry ``"index"``, the shard's first index in a manifest plus the position
-      in the shard. Call it right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may follow; as a stage of a
-      ``DataPipeline`` it needs ``partial=True``, because the index is no bytes.
+      in the shard. Call ``with_index`` right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may follow; in a
+      ``DataPipeline``, ``decode`` needs ``partial=True``, because the index is not bytes.
 
     Args:
         dataset: The data set.
         shards: The shards of a WebDataset pipeline. None (default) means the pipeline's own.
-        manifest: Path of the manifest of a WebDataset pipeline. None (default) means to find or create one.
+        manifest: Path of the manifest of a WebDataset pipeline. None (default) means: find a manifest, or create it.
 
     Returns:
-        A data set of the same kind. Map-style ones are wrapped.
+        A data set of the same kind. A map-style set is wrapped.
 
     Raises:
-        TypeError: The data set is of another kind.
-        ValueError: It has an ``"index"`` already, or the shards of a pipeline are unknown.
+        TypeError: The data set is of none of these kinds.
+        ValueError: The samples already have an ``"index"``, or the shards of a pipeline are unknown.
 
     Example:
         >>> dataset = with_index(torchvision.datasets.CocoCaptions(folder, annotations))
@@ -98,10 +99,10 @@ def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterat
 
 
 class _WebDatasetIndex:
-    """A stage of a pipeline that counts the samples of each shard as they come out of the tar."""
+    """A stage of a pipeline that counts the samples of each shard in the order of the tar, to compute their indices."""
 
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
-        # Here, because the command line of the manifest imports this package.
+        # A late import: the manifest's command line imports this package.
         from openclip_ext.data.manifest.find import find_or_create_manifest
         from openclip_ext.data.sources.keys import ANY_FIELD
 
@@ -139,13 +140,13 @@ class _WebDatasetIndex:
 
 @functools.cache
 def _with_partial_decode(pipeline: type) -> type:
-    """Return a subclass of a pipeline whose ``decode`` skips values that are no bytes, such as the index."""
+    """Return a subclass of a pipeline whose ``decode`` skips values that are not bytes, such as the index."""
 
     class Indexed(pipeline):
         def decode(self, *handlers: Any, **options: Any) -> Any:
             return super().decode(*handlers, **{"partial": True, **options})
 
-        def __reduce__(self) -> Any:  # for workers that are not forked
+        def __reduce__(self) -> Any:  # pickles the pipeline for spawned workers
             return _restore, (pipeline, self.__dict__)
 
     return Indexed

@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of (seed, epoch, layout) and of the part of the epoch that was seen before.
+"""The order of samples: a pure function of seed, epoch, layout, and the part of the epoch that was already trained on.
 
 An epoch is a *sequence* of slots, one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the slots
 into contiguous pieces of whole batches, one for each worker of each rank, and a worker shuffles its piece within a window.
-All numbers are computed, not drawn. So every worker knows where a run stopped, and what other layouts have seen, without
-opening a file.
+All random numbers are hashes, without a state. So every worker can compute, without opening a file, where a run stopped
+and which samples were used in other layouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-# Slots that are shuffled at once, to bound the memory. The order depends on it.
+# Slots per block of the shuffle, a limit on memory. Another value changes the order of samples.
 _SHUFFLE_BLOCK = 1 << 18
 
 
@@ -23,7 +23,7 @@ EpochSequence = Callable[[np.ndarray], np.ndarray]
 
 
 def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> EpochSequence:
-    """Return the samples of whole shards, one shard after the other, from the sample ``begin`` on and around."""
+    """Return all samples shard by shard, starting at position ``begin`` and wrapping around at the end."""
     first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)[shards]
     starts = np.concatenate([[0], np.cumsum(counts[shards])])
 
@@ -36,9 +36,9 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
 
 
 def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
-    """Return all samples, the shards (with ``counts`` samples) in random order, beginning at a random sample.
+    """Return all samples, with the shards (of ``counts`` samples) in random order, starting at a random sample.
 
-    So other samples are at the end in each epoch, which a batch has no room for or a short epoch leaves out.
+    The last samples of an epoch may not fill a batch, or a short epoch may end before them. They differ between epochs.
     """
     shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
     return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
@@ -47,7 +47,7 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
 ) -> EpochSequence:
-    """Return at least ``num_slots`` samples of whole shards, drawn with replacement by ``weights`` (None: all are equal)."""
+    """Return at least ``num_slots`` samples: full shards, drawn with replacement by ``weights`` (None: all equal)."""
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
         raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
@@ -62,7 +62,7 @@ def resampled_shards(
 
 
 def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
-    """Return a sequence of the kept samples alone with their indices among all; ``left_out`` ``(k,)`` ascend."""
+    """Return a sequence without the samples ``left_out`` ``(k,)`` (ascending indices). The others keep their indices."""
     kept_before = left_out - np.arange(len(left_out))
 
     def indices(slots: np.ndarray) -> np.ndarray:
@@ -80,8 +80,8 @@ def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
 def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
     """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places; yield int64 arrays.
 
-    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). So a reader that goes through the
-    sequence in order holds at most ``window`` samples, half of that on average. A window of 0 keeps the order.
+    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). So a reader that reads the positions
+    in order stores at most ``window`` samples, and half as many on average. A window of 0 does not shuffle.
     """
     waiting_positions, waiting_keys = np.empty(0, np.int64), np.empty(0)
     for begin in range(0, length, _SHUFFLE_BLOCK):
@@ -89,7 +89,7 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iter
         positions = np.arange(begin, end)
         keys = positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
         positions, keys = np.concatenate([waiting_positions, positions]), np.concatenate([waiting_keys, keys])
-        # A later position's key is at least `end`.
+        # Keys below `end` are final: all later positions have keys of at least `end`.
         ready = keys < end if end < length else np.ones(len(keys), dtype=bool)
         yield positions[ready][np.argsort(keys[ready], kind="stable")]
         waiting_positions, waiting_keys = positions[~ready], keys[~ready]
@@ -100,14 +100,14 @@ class Layout:
     """How an epoch is divided among ranks and workers."""
 
     world_size: int
-    workers: int  # of each rank, at least 1 (the training process itself counts as one)
+    workers: int  # per rank, at least 1 (without workers, the training process counts as one)
     batch_size: int  # samples of a micro-batch
     accum_freq: int  # micro-batches of an optimizer step; incomplete steps are dropped
-    epoch_samples: int  # slots of the epoch that are used
-    shuffle_window: int  # samples that a worker shuffles over (shuffled_positions)
+    epoch_samples: int  # number of slots of the sequence that the epoch uses
+    shuffle_window: int  # in samples of a worker (see shuffled_positions)
 
     def replaced(self, entry: Mapping[str, Any]) -> "Layout":
-        """Return this layout with the entries of a checkpoint, which may have other entries, or lack some."""
+        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names keep their values."""
         return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
 
     @property
@@ -116,15 +116,15 @@ class Layout:
         return self.world_size * self.batch_size * self.accum_freq
 
     def batches(self, slots: int) -> int:
-        """Micro-batches each rank gets out of ``slots`` samples."""
+        """Return how many micro-batches each rank gets from ``slots`` samples."""
         return slots // self.global_batch * self.accum_freq
 
     def worker_batches(self, batches: int, worker: int) -> int:
-        """Return how many of the rank's first ``batches`` come from this worker; the workers take turns."""
+        """Return how many of a rank's first ``batches`` come from this worker. The workers yield batches in turn."""
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return begin and end of a worker's piece among ``slots`` samples."""
+        """Return the first and the end position of a worker's piece of ``slots`` samples."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -133,12 +133,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of an epoch that was run in one layout.
+    """A part of an epoch that was trained in one layout.
 
     Attributes:
-        layout: the layout.
-        batches: micro-batches of each rank.
-        bad: samples that each worker has passed over as bad, rank by rank; empty: none.
+        layout: The layout.
+        batches: Micro-batches per rank.
+        bad: Number of bad samples that each worker skipped, rank by rank. Empty means none.
     """
 
     layout: Layout
@@ -146,7 +146,7 @@ class Segment:
     bad: tuple[int, ...] = ()
 
     def taken(self, rank: int, worker: int) -> int:
-        """Return how many samples a worker has handed out or passed over."""
+        """Return how many samples a worker has yielded or skipped."""
         number = rank * self.layout.workers + worker
         bad = self.bad[number] if number < len(self.bad) else 0
         return self.layout.worker_batches(self.batches, worker) * self.layout.batch_size + bad
@@ -158,9 +158,9 @@ class EpochOrder:
     Args:
         sequence: The epoch's samples.
         seed, epoch: Seeds of the shuffles.
-        seen: The segments in other layouts, in order.
-        layout: The layout to go on in, in which each rank gets ``batches`` micro-batches.
-        num_slots: Length of the sequence; None: as many as the layouts ask for.
+        seen: The completed segments in other layouts, in order.
+        layout: The layout of the rest, in which each rank gets ``batches`` micro-batches.
+        num_slots: Length of the sequence. None (default) means as long as the layouts need.
 
     Raises:
         ValueError: A segment has more batches than there were samples for.
@@ -198,18 +198,18 @@ class EpochOrder:
         return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
     def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
-        """Yield the positions of a worker's piece in the order in which it hands them out."""
+        """Yield the positions of a worker's piece in the order in which the worker yields the samples."""
         words = (self._epoch, self._segment, rank, worker)
         return shuffled_positions(self.piece_length(rank, worker), self._layout.shuffle_window, self._seed, *words)
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Ascending slots as runs of consecutive ones. The rest of an epoch is few runs, however many slots it has.
+    """Ascending slots, stored as runs of consecutive slots. The rest of a large epoch, too, consists of few runs.
 
     Attributes:
-        firsts: the first slot of each run.
-        ends: how many slots there are up to the end of each run.
+        firsts: The first slot of each run.
+        ends: The number of slots up to the end of each run, including earlier runs.
     """
 
     firsts: np.ndarray
@@ -225,7 +225,7 @@ class _Slots:
         return np.concatenate([[0], self.ends[:-1]])
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the slots at these positions among them."""
+        """Return the slots at these positions."""
         runs = np.searchsorted(self.ends, positions, side="right")
         return (self.firsts - self._begins)[runs] + positions
 
@@ -237,7 +237,7 @@ class _Slots:
         """Return the slots at the positions of ascending ranges that do not overlap."""
         begins, ends = begins[begins < ends], ends[begins < ends]
         first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
-        # A range is cut where a run ends.
+        # A range that crosses the ends of runs is cut there.
         cuts = last - first + 1
         ranges = np.repeat(np.arange(len(begins)), cuts)
         runs = first[ranges] + np.arange(len(ranges)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
@@ -247,7 +247,7 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment left over; ``words`` seed its shuffles, before rank and worker."""
+    """Return the slots that a segment did not use. Its shuffles are seeded with ``words``, then rank and worker."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
@@ -269,9 +269,9 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
 
 
 def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions that are not among the first ``done`` of :func:`shuffled_positions`, as begins and ends of ranges.
+    """Return the positions after the first ``done`` of :func:`shuffled_positions`, as begins and ends of ranges.
 
-    Only the keys near ``done`` need to be computed.
+    Only the keys near ``done`` are computed, because no position moves further than ``window``.
     """
     first, limit = max(done - window, 0), min(done + window, length)
     positions = np.arange(first, limit)
@@ -279,7 +279,7 @@ def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int
     is_left = np.ones(limit - first + 3, dtype=np.int8)
     is_left[0] = is_left[-1] = 0
     is_left[1 + np.argsort(keys, kind="stable")[: done - first]] = 0
-    # The last range covers everything from `limit` on.
+    # The last range also contains all positions from `limit` on.
     changes = np.diff(is_left)
     ends = first + np.flatnonzero(changes == -1)
     ends[-1] = length

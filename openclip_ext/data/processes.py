@@ -13,10 +13,10 @@ def available_cores() -> int:
 
 
 def begin_worker(worker: int = 0) -> None:
-    """Set up this process, which multiprocessing has started (a DataLoader's ``worker_init_fn``).
+    """Set up a process that multiprocessing has started (a DataLoader's ``worker_init_fn``).
 
-    It exits when its parent has exited, also after SIGKILL. It collects its own garbage, even if the parent does not, and no
-    objects inherited from a fork: destroying the copy of a process group would wait for threads that were not copied.
+    The worker exits when its parent has exited, even after SIGKILL. It turns garbage collection on for its own objects, but
+    excludes objects that a fork copied: the destructor of a copied process group waits for threads that a fork does not copy.
     """
     gc.freeze()
     gc.enable()

@@ -1,7 +1,7 @@
-"""The embeddings of a frozen reference model by sample index: a folder that ``openclip-ext embed`` writes.
+"""Embeddings of a frozen reference model by sample index, in a folder that ``openclip-ext embed`` writes.
 
 ``images.npy`` and ``texts.npy`` are ``(n, d)`` float16 with unit-norm rows; the rows of unreadable samples are zero.
-``embeddings.json`` describes model and data, and is written last.
+``embeddings.json`` describes the model and the data. It is written last, so it marks a complete folder.
 """
 
 import json
@@ -18,21 +18,21 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 
 IMAGES, TEXTS, ABOUT = "images.npy", "texts.npy", "embeddings.json"
-# The batch's keys.
+# Keys of the embeddings in a batch.
 REFERENCE_KEYS = ("reference_image", "reference_text")
 
 
 @dataclass(frozen=True)
 class EmbeddingStore:
-    """Embeddings of a data set by index, mapped from their files.
+    """Embeddings of a data set by sample index, memory-mapped from their files.
 
     Attributes:
         folder: Folder of the files.
         images, texts: ``(n, d)`` float16.
-        positions: Rows of a subset, by place in the subset. None (default) means all rows, by sample index.
+        positions: Row numbers of a subset's samples. None (default) means all rows: row i belongs to sample i.
         about: ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``, ``caption_key``,
-            ``samples``, ``width``, ``data`` (the source's ``index_digest``; null if unknown) and ``logit_scale``, the
-            model's ``1/τ``.
+            ``samples`` (their number), ``width``, ``data`` (the source's ``index_digest``; null if unknown) and
+            ``logit_scale`` (the model's ``1/τ``).
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class EmbeddingStore:
     def open(
         cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None
     ) -> "EmbeddingStore":
-        """Map the files of a folder that ``openclip-ext embed`` wrote.
+        """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or has another number of samples or another
-                ``index_digest`` (``data``) than given.
+            UsageError: The folder does not exist, is incomplete or corrupt, or differs from the given number of samples or
+                the given ``data`` (an ``index_digest``).
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
@@ -75,21 +75,21 @@ class EmbeddingStore:
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process maps the files again. Pickle would copy them.
+        # Another process maps the files again, because a pickled array would be a copy.
         return _reopen, (self.folder, self.positions)
 
     @property
     def width(self) -> int:
-        """Width of the embeddings."""
+        """Embedding dimension ``d``."""
         return self.about["width"]
 
     @property
     def temperature(self) -> float:
-        """The reference model's own temperature."""
+        """Temperature τ of the reference model."""
         return 1 / self.about["logit_scale"]
 
     def part(self, positions: Sequence[int]) -> "EmbeddingStore":
-        """Return the embeddings of a subset, by place in ``positions``."""
+        """Return the embeddings of a subset: row i of the result belongs to the sample ``positions[i]``."""
         return replace(self, positions=np.asarray(positions))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:

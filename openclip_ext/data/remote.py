@@ -1,6 +1,6 @@
-"""Remote files: files that fsspec reads, and the output of commands. Failed reads are retried until a timeout.
+"""Remote files (read by fsspec) and the output of shell commands. Failed reads are retried until a timeout.
 
-All read errors are OSErrors.
+Every read error is an OSError.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ T = TypeVar("T")
 PIPE = "pipe:"
 BUFFER = 1 << 20
 HEADER_BUFFER = 1 << 13
-# A file is fetched in blocks of this many bytes, some of them ahead of the reader and in parallel.
+# Bytes per block of a file, and number of blocks that are prefetched in parallel.
 _BLOCK, _BLOCKS_AHEAD = 1 << 22, 6
-# Block for reading the headers of a tar without the images between them.
+# Bytes per block when only the headers of a tar are read, and the images between them are skipped.
 _HEADER_BLOCK = 1 << 18
-# Seconds after which a request without an answer has failed, and bytes that a stream must bring in that time.
+# Seconds without an answer after which a request fails, and the bytes that a stream must deliver in this time.
 _STALL, _LEAST = 60.0, 1 << 20
-# Entries that differ between a file and its replacement of the same name, by file system.
+# Entries of fsspec's file information, one or more per file system, that change when a file is replaced.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "generation", "blob_id", "last_commit"),
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime"),
 )
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
-# Places from which this process has read: a failure there may be temporary.
+# Places from which this process has already read. A connection failure there is temporary, so it is retried.
 _reached: set[str] = set()
 
 
@@ -52,11 +52,11 @@ class _CommandFailed(OSError):
 
 _NO_CONNECTION = (ConnectionRefusedError, socket.gaierror, _CommandFailed)
 _NO_ACCESS = re.compile("Credential|TokenRetrieval|ProfileNotFound|ClientConnector|EndpointConnection")
-_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three types before Python 3.11
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three different types before Python 3.11
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Retry an action that fails, after waits that double, for ``patience`` seconds; OSError if that fails, or is final."""
+    """Call an action, retrying it for ``patience`` seconds with doubling waits; OSError for a final error, or at the end."""
     start, failures = time.monotonic(), 0
     while True:
         try:
@@ -77,15 +77,15 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
 
 
 def place_of(url: str) -> str:
-    """Return the server or bucket of a URL, or the program of a command."""
+    """Return a URL's server or bucket, or a command's program."""
     return url.split()[0] if url.startswith(PIPE) else "{0.scheme}://{0.netloc}".format(urlparse(url))
 
 
 def is_final(url: str, error: Exception) -> bool:
     """Return whether a retry is useless: the file does not exist, may not be read, or was replaced.
 
-    A retry is also useless without connection or credentials, if the place was never reached, and if fsspec does not know the
-    protocol or lacks its package.
+    Without connection or credentials, a retry is useless if this process has never read from the place. A retry is also
+    useless if fsspec does not support the protocol or lacks its package.
     """
     if isinstance(error, ReplacedError | ImportError) or "Protocol not known" in str(error):
         return True
@@ -97,26 +97,26 @@ def is_final(url: str, error: Exception) -> bool:
         return 400 <= status < 500 and status not in (408, 425, 429)
     if any(isinstance(cause, _NO_CONNECTION) or _NO_ACCESS.search(type(cause).__name__) for cause in chain):
         return place_of(url) not in _reached
-    # fsspec also reports "not found" if an HTTP server does not answer.
+    # fsspec also raises FileNotFoundError if an HTTP server does not answer; this case is retried.
     no_answer = any(isinstance(cause, _TIMEOUTS) or type(cause).__module__.startswith("aiohttp") for cause in chain)
     return isinstance(error, FileNotFoundError | PermissionError) and not no_answer
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
-    import fsspec  # slow, and only remote data need it
+    """Return fsspec's file system for a URL, and the file's path in this file system."""
+    import fsspec  # a late import, because it is slow and only needed for remote data
 
     options: dict[str, Any] = {}
     if url.startswith(("http:", "https:")):
         from aiohttp import ClientTimeout
 
-        # The default is 5 minutes for a full answer: too short for a large file.
+        # The default limits the full download to 5 minutes, which is too short for a large file.
         options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_STALL, sock_read=_STALL)}}
     return fsspec.core.url_to_fs(url, **options)
 
 
 def in_background(action: Callable[[], T]) -> "Future[T]":
-    """Call a function in a thread that does not delay the exit of the process."""
+    """Call a function in a daemon thread, which does not delay the exit of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -130,12 +130,12 @@ def in_background(action: Callable[[], T]) -> "Future[T]":
 
 
 class RemoteFile:
-    """A remote file as its server describes it. Its methods retry for ``patience`` seconds, then raise OSError.
+    """A remote file with the size and version that its server reports. Failed reads are retried for ``patience`` seconds.
 
     Attributes:
-        url: A URL that fsspec knows, or ``pipe:COMMAND``.
-        size: Bytes; None if unknown.
-        version: Size with ETag, date or checksum, which change when the file is replaced; empty if unknown.
+        url: A URL that fsspec supports, or ``pipe:COMMAND``.
+        size: Size in bytes; None if unknown.
+        version: Size with ETag, date or checksum. It changes when the file is replaced, and is empty if unknown.
     """
 
     def __init__(self, url: str, patience: float) -> None:
@@ -145,20 +145,20 @@ class RemoteFile:
         self.size, self.version = (None, "") if url.startswith(PIPE) else self.persist(self._describe)
 
     def open(self, headers_only: bool = False) -> io.BufferedReader:
-        """Open the file to read bytes: in blocks if the server has ranges, otherwise as a stream."""
+        """Open the file to read bytes: in blocks if the server supports range requests, otherwise as a stream."""
         block, ahead = (_HEADER_BLOCK, 0) if headers_only else (_BLOCK, _BLOCKS_AHEAD)
         buffer = HEADER_BUFFER if headers_only else BUFFER
         first = None if self.size is None else self.fetch(0, min(block, self.size))
         return io.BufferedReader(_Stream(self) if first is None else _Blocks(self, block, ahead, first), buffer)
 
     def open_stream(self) -> Any:
-        """Open the file to read its bytes once, from front to back, without retries."""
+        """Open the file as a stream, without retries: its bytes can be read once, from front to back."""
         if self.url.startswith(PIPE):
             return _CommandOutput(self.url[len(PIPE) :])
         return self._system.open(self._path, block_size=0)
 
     def fetch(self, begin: int, end: int) -> bytes | None:
-        """Return the bytes from ``begin`` to ``end``; None if the server has no ranges, but sends the full file."""
+        """Return the bytes from ``begin`` to ``end``; None if the server ignores ranges and sends the full file."""
         return self.persist(partial(self._fetch, begin, end))
 
     def _describe(self) -> tuple[int | None, str]:
@@ -175,7 +175,7 @@ class RemoteFile:
                 return method(*args, **options, timeout=self._seconds)
             return in_background(partial(method, *args, **options)).result(self._seconds)
         except _TIMEOUTS as error:
-            raise TimeoutError(f"no complete answer within {self._seconds:g} s") from error
+            raise TimeoutError(f"the server sent no complete answer within {self._seconds:g} s") from error
 
     def _fetch(self, begin: int, end: int) -> bytes | None:
         if self.url.startswith(("http:", "https:")):
@@ -193,7 +193,7 @@ class RemoteFile:
         return data
 
     async def _get_range(self, begin: int, end: int) -> bytes | None:
-        """Return a part of a file of a web server, and read only this part; None if the server sends the full file."""
+        """Return a part of a file on a web server, reading only this part; None if the server sends the full file."""
         options = self._system.kwargs
         wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         headers = {**options.get("headers", {}), **wanted}
@@ -209,7 +209,7 @@ class RemoteFile:
 
 
 class _Blocks(io.RawIOBase):
-    """A file in blocks, some of which are fetched ahead of the reader."""
+    """A file that is read in blocks. The next blocks are prefetched."""
 
     def __init__(self, file: RemoteFile, block: int, ahead: int, first: bytes) -> None:
         assert file.size is not None
@@ -241,7 +241,7 @@ class _Blocks(io.RawIOBase):
         last = min(number + self._ahead, (self._size - 1) // self._block)
         self._blocks = {ahead: self._blocks.get(ahead) or self._fetch(ahead) for ahead in range(number, last + 1)}
         data = self._blocks[number].result()
-        assert data is not None  # only for the first block
+        assert data is not None  # the first block has shown that the server supports ranges
         part = memoryview(data)[self._position - number * self._block :][: len(buffer)]
         buffer[: len(part)] = part
         self._position += len(part)
@@ -257,13 +257,13 @@ class _Blocks(io.RawIOBase):
 
 
 class _Stream(io.RawIOBase):
-    """A file that is read from front to back, and again from its beginning if the connection breaks."""
+    """A file that is read as a stream. If the connection breaks, the stream is opened again and read up to the position."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
-        self._position = 0  # of the reader
+        self._position = 0  # bytes that the reader has received
         self._stream: Any = None
-        self._done = 0  # bytes read from the stream
+        self._done = 0  # bytes read from the current stream
         self._waited, self._came = 0.0, 0  # seconds and bytes since the last check of the throughput
 
     def readable(self) -> bool:
@@ -313,14 +313,14 @@ class _Stream(io.RawIOBase):
 
 
 class _CommandOutput:
-    """The output of a shell command; OSError at its end unless the exit status is 0."""
+    """The output of a shell command. At the end of the output, an exit status other than 0 raises OSError."""
 
     def __init__(self, command: str) -> None:
         self._command = command
         self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, bufsize=0)
 
     def read(self, count: int) -> bytes:
-        """Return up to ``count`` bytes, as soon as there are some; none at the end."""
+        """Wait for output and return up to ``count`` bytes; no bytes at the end of the output."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], _STALL)[0]:
             raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")

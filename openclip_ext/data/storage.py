@@ -1,6 +1,6 @@
-"""Open shards and the files next to them: local files, the output of commands, and all files that fsspec reads.
+"""Open shards and the files next to them: local files, remote files (through fsspec), and the output of commands.
 
-All read errors are OSErrors.
+Every read error is an OSError.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.remote import BUFFER, HEADER_BUFFER, PIPE, RemoteFile, file_system, is_final, persist, place_of
 from openclip_ext.files.writing import write_atomically
 
-_MAX_FILE = 1 << 26  # bytes of a file of counts; a server may send without end
+_MAX_FILE = 1 << 26  # maximum bytes of a file of counts, because a server may send an endless answer
 
 
 def is_local(url: str) -> bool:
-    """Return whether a shard is a file of this machine, and no ``pipe:`` command or URL."""
+    """Return whether a shard is a path on this machine, not a ``pipe:`` command or a URL."""
     return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
@@ -36,9 +36,9 @@ def local_path(url: str) -> str:
 
 
 def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a file to read bytes; OSError also for a named pipe, which would block."""
+    """Open a file to read bytes; OSError also for a named pipe, because opening it would block."""
     if not os.path.isfile(path) and os.path.exists(path):
-        raise OSError(f"{path} is no regular file (a folder, named pipe or device)")
+        raise OSError(f"{path} is not a regular file (it is a folder, named pipe or device)")
     return io.BufferedReader(io.FileIO(path), buffer)
 
 
@@ -51,7 +51,7 @@ def _as_value_error() -> Iterator[None]:
 
 
 def list_remote(pattern: str) -> list[str]:
-    """Return the URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``, in order; ValueError if none."""
+    """Return the sorted URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``; ValueError if none match."""
 
     def find() -> list[str]:
         system, path = file_system(pattern)
@@ -70,13 +70,13 @@ def list_remote(pattern: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Storage:
-    """How to open files that may be remote.
+    """Settings and methods for opening files that may be remote.
 
     Attributes:
-        patience: Seconds for which a failing remote file is retried, with growing waits.
+        patience: Seconds for which failed reads of a remote file are retried, with growing waits.
         cache_dir: Folder that keeps remote shards for all processes of the node, or None. Shards without a version (ETag,
-            date) and ``pipe:`` commands are not kept.
-        cache_size: GiB of the folder. The least recently opened shards are removed.
+            date) and the output of ``pipe:`` commands are not kept.
+        cache_size: Maximum size of the folder in GiB. The least recently opened shards are removed first.
     """
 
     patience: float = 300.0
@@ -87,12 +87,12 @@ class Storage:
         """Open a shard or another file to read bytes from its beginning.
 
         Args:
-            url: A path, ``pipe:COMMAND`` (run by the shell, as in OpenCLIP), or a URL that fsspec knows (``https://``,
-                ``s3://``, ``gs://``, ``hf://``, ...). The result can seek if the storage can.
-            headers_only: Prefetch little and keep nothing, because most of a tar will be skipped.
+            url: A path, ``pipe:COMMAND`` (run by the shell, as in OpenCLIP), or a URL that fsspec supports (``https://``,
+                ``s3://``, ``gs://``, ``hf://``, ...). The returned file can seek if the storage supports it.
+            headers_only: Whether only the headers of a tar will be read. If so, prefetch little, and do not use the cache.
 
         Raises:
-            OSError: Opening, or reading later, fails for longer than the patience.
+            OSError: Opening the file, or a later read, still fails after ``patience`` seconds, or has a final error.
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
@@ -102,7 +102,7 @@ class Storage:
         return file.open(headers_only)
 
     def read(self, url: str) -> bytes:
-        """Return the content of a small file, see :meth:`open`."""
+        """Return the content of a small file. For ``url`` and errors, see :meth:`open`."""
         with Storage(self.patience).open(url) as file:
             content = file.read(_MAX_FILE + 1)
         if len(content) > _MAX_FILE:
@@ -110,7 +110,7 @@ class Storage:
         return content
 
     def reach(self, urls: Iterable[str]) -> None:
-        """Check one remote file of each place; ValueError if the place cannot be reached, or the file cannot be read."""
+        """Read from one remote file per server, bucket or program; ValueError if that fails."""
         with _as_value_error():
             for url in {place_of(url): url for url in urls if not is_local(url)}.values():
                 file = RemoteFile(url, self.patience)
@@ -119,9 +119,9 @@ class Storage:
                         output.peek(1)
 
     def check_cache(self, url: str, multiple: float, in_use: str) -> None:
-        """Check that the cache keeps copies, and has room for the shards ``in_use``; ValueError if it has none.
+        """Warn if the cache cannot keep copies; ValueError if it is too small for the shards in use at the same time.
 
-        Together, these shards are ``multiple`` times as large as ``url``.
+        ``in_use`` describes these shards in the message. Together, they are ``multiple`` times as large as ``url``.
         """
         with _as_value_error():
             file = RemoteFile(url, self.patience)
@@ -135,7 +135,7 @@ class Storage:
             )
 
     def _open_copy(self, folder: Path, file: RemoteFile) -> io.BufferedReader:
-        """Open the copy of a remote file. The first process that opens it makes the copy; the others wait."""
+        """Open the local copy of a remote file. The first process makes the copy; the other processes wait for it."""
         from filelock import FileLock
 
         name = without_secrets(file.url)
@@ -148,29 +148,29 @@ class Storage:
                 if is_new:
                     with file.open() as original:
                         write_atomically(path, lambda copy: shutil.copyfileobj(original, copy, BUFFER))
-                now = time.time_ns()  # finer than the kernel's time of a file
+                now = time.time_ns()  # the kernel's own time stamps are too coarse to order the copies
                 os.utime(path, ns=(now, now))
                 copy = open_local(path, BUFFER)
             if is_new:
                 with FileLock(folder / ".lock"):
                     self._remove_oldest(folder)
         except OSError as error:
-            if error.errno is None:  # of the remote file
+            if error.errno is None:  # an error of the remote file, not of the cache folder
                 raise
             logging.warning(f"--cache-dir {folder} fails ({error}): {file.url} is read without a copy.")
             return file.open()
         return copy
 
     def _remove_oldest(self, folder: Path) -> None:
-        """Remove copies, including unfinished copies of killed runs, until the rest fits.
+        """Remove the oldest copies, including unfinished copies of killed runs, until the folder is small enough.
 
-        Copies whose lock is held are being written or opened and stay. Open copies can still be read.
+        A locked copy stays, because a process is writing or opening it. An open copy can be read even after its removal.
         """
         from filelock import FileLock, Timeout
 
         found = []
         for path in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # renamed by another process
+            with contextlib.suppress(FileNotFoundError):  # another process may rename or remove it
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))
         excess = sum(size for _, size, _ in found) - self.cache_size * 2**30
@@ -179,7 +179,7 @@ class Storage:
                 return
             if path.suffix == ".lock":
                 continue
-            # ``.NAME.RANDOM.partial`` is the unfinished copy NAME.
+            # The unfinished copy of NAME is called ``.NAME.RANDOM.partial``.
             name = path.name[1:].rsplit(".", 2)[0] if path.suffix == ".partial" else path.name
             with contextlib.suppress(Timeout), FileLock(folder / f"{name}.lock", timeout=0):
                 path.unlink(missing_ok=True)

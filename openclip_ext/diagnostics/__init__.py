@@ -1,1 +1,1 @@
-"""Tools around a training: checks, plans, curves, estimation errors, and the inspection of its data."""
+"""Tools for training runs: checks, plans, curves, estimation errors, and the inspection of the data."""

@@ -17,13 +17,13 @@ _METRICS = 2  # maximum number of validation metrics
 
 
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
-    """Draw runs with logged steps over the samples seen, each with one color in all panels."""
+    """Draw the curves of runs over the number of training samples. A run has the same color in all charts."""
     metrics = sorted(metric_names(logs.values()), key=_order_of_metrics)[:_METRICS]
     draw(training_charts({name: [log] for name, log in logs.items()}, metrics), output)
 
 
 def draw(charts: Sequence[Chart], output: Path) -> None:
-    """Draw charts with one legend, two in a row."""
+    """Draw charts with a common legend, two charts per row."""
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).ravel()
@@ -41,23 +41,25 @@ def _order_of_metrics(name: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Draw runs into a figure."""
+    """Draw the curves of the given runs, and write the figure."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
-    parser.add_argument("--output", type=output_path, required=True, help="figure; the extension is the format")
+    parser.add_argument(
+        "--output", type=output_path, required=True, help="file for the figure; the extension sets the format"
+    )
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
     logs = {}
     for name, run in zip(names, args.runs, strict=True):
         if not run.is_dir():
-            raise ValueError(f"no run folder {run}: expected LOGS/NAME of a training")
+            raise ValueError(f"no run folder {run}: expected LOGS/NAME of a training run")
         logs[name if names.count(name) == 1 else str(run)] = read_log(run)
     logged = {name: log for name, log in logs.items() if log.steps}
     if not logged:
         raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
     for name in logs:
         if name not in logged:
-            print(f"warning: {name} is left out: it has logged no training step", file=sys.stderr)
+            print(f"warning: {name} is not drawn: it has logged no training step", file=sys.stderr)
     plot(logged, args.output)
     print(args.output)
 

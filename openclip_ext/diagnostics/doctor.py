@@ -1,7 +1,7 @@
-"""Check a training before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
+"""Check a training run before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
 
-It needs no GPU and trains nothing. It prints a line for each check, with a fix for each problem. The exit status is 1 if a
-problem would stop the run. It writes the manifest of new shards, as a run does.
+The program needs no GPU and trains nothing. It prints a line for each check, with a fix for each problem. The exit status is 1
+if a problem would stop the run. If the shards have no manifest, the program writes it, as a run would.
 """
 
 import argparse
@@ -34,29 +34,29 @@ from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
 _GIB = 2**30
-# Bytes of a parameter in a checkpoint, in float32: the parameter and AdamW's two moments.
+# Bytes per parameter in a checkpoint: the parameter and AdamW's two moments, all in float32.
 _PARAMETER_BYTES = 12
-# With adapters: up to two copies, merged and not.
+# With adapters, a checkpoint has up to two float32 copies of a parameter: merged and unmerged.
 _ADAPTED_PARAMETER_BYTES = 8
-# Number of samples in the state of the loss that is built as a check.
+# Size of the per-sample state in the loss that is built as a check.
 _FEW_SAMPLES = 1000
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
 Finding = tuple[str, str]
 
 
 class Doctor:
-    """Checks of a training with ``world_size`` processes, in the order of a run."""
+    """Checks of a training run with ``world_size`` processes, in the order in which a run would fail."""
 
     def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
         self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
-        self.steps: int | None = None  # per epoch
+        self.steps: int | None = None  # steps per epoch
         self.reference: EmbeddingStore | None = None
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings; an error of a check is a finding, too."""
+        """Yield the findings of all checks. If a check raises an error, this error is a finding."""
         checks = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
         for run_check in checks:
             try:
@@ -74,7 +74,7 @@ class Doctor:
         if here and "MASTER_ADDR" not in os.environ:
             yield ERROR, f"launcher: {here[0]} without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
         else:
-            found = "its variables are set" if here else "none here"
+            found = "its variables are set" if here else "none found"
             yield OK, f"launcher: {found}; {self.world_size} processes planned"
 
     def _caches(self) -> Iterator[Finding]:
@@ -99,7 +99,7 @@ class Doctor:
     def _data(self) -> Iterator[Finding]:
         spec = self.config.data
         if spec is None:
-            yield OK, "data: none, the run only evaluates"
+            yield OK, "data: no training data, the run only evaluates"
             return
         loading = replace(self.config.loading, rank=0, world_size=self.world_size, workers=0)
         loader = build_train_loader(spec, loading, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
@@ -110,19 +110,22 @@ class Doctor:
         try:
             _, caption = source.decode(source.reader()(0), decode_image)
         except BadSampleError as error:
-            yield WARNING, f"data: the first sample: {error}"
+            yield WARNING, f"data: the first sample is bad: {error}"
         else:
-            yield OK, f"data: {source.num_samples:,} samples, the manifest fits them, the first is {caption[:60]!r}"
+            yield (
+                OK,
+                f"data: {source.num_samples:,} samples, the manifest matches, the first caption is {caption[:60]!r}",
+            )
         if source.known_bad()[0]:
             yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())
         if self.reference is not None:
             yield OK, f"reference: embeddings of {self.reference.about.get('model')} for these samples"
-        yield OK, f"batch: {self.global_batch:,} samples, {self.steps:,} steps an epoch"
+        yield OK, f"batch: {self.global_batch:,} samples, {self.steps:,} steps per epoch"
         if (mismatch := other_batch(self.config, self.global_batch, self.world_size)) is not None:
             yield WARNING, f"batch: {mismatch}"
 
     def _build(self) -> Iterator[Finding]:
-        """Build model, loss and optimizer as the run does, but on the meta device."""
+        """Build model, loss and optimizer like the run, but on the meta device, which needs no memory."""
         if self.steps is None or ":" in self.config.model.name:
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
@@ -166,7 +169,7 @@ class Doctor:
     def _folder(self) -> Iterator[Finding]:
         folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length
         if folder is None:
-            yield WARNING, "folder: --logs none saves nothing"
+            yield WARNING, "folder: with --logs none, the run saves nothing"
             return
         if not self.config.folder.resume_latest and run_folder.has_begun(folder):
             yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or use another --name"
@@ -183,7 +186,10 @@ class Doctor:
         fix = "free space, use another --logs, increase --save-frequency, or --delete-previous-checkpoint"
         yield (OK, space) if free > count * size else (ERROR, f"{space}: {fix}")
         if self.config.data is not None and not saving.every_steps:
-            yield WARNING, "folder: saved at the ends of epochs only; --save-every-steps saves more often"
+            yield (
+                WARNING,
+                "folder: checkpoints are saved only at the end of an epoch; --save-every-steps saves more often",
+            )
 
 
 def _is_cached(repository: str, cache_dir: str | None) -> bool:

@@ -1,6 +1,6 @@
 """Measure the communication and temporary memory of a step for any number of ranks, on a machine without GPUs.
 
-The real loss and model run on tensors that have sizes but no values, and the communication of the loss is counted.
+The real loss and model run on meta tensors, which have sizes but no values. The communication of the loss is counted.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ PRECISIONS = ("fp32", "amp", "amp_bf16")
 
 @dataclass(frozen=True)
 class DryRun:
-    """Needs of a step of the loss.
+    """Communication and memory of a step of the loss.
 
     Attributes:
-        exchanged: bytes by kind of communication: of the gathered result, the reduced tensor, or the message to a neighbor.
-        work_bytes: peak memory that the loss allocates in the forward and backward pass, without its inputs.
+        exchanged: Bytes by kind of communication: of the gathered result, the reduced tensor, or the message to a neighbor.
+        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without its inputs.
     """
 
     exchanged: Mapping[str, float]
@@ -40,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends in a ring, the minimum for an all-gather or an all-reduce."""
+    """Return the bytes that each rank sends with ring algorithms, which send the minimum for all-gather and all-reduce."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -49,10 +49,10 @@ def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run training steps of a loss without values, from the start of an epoch; return the mean over the steps.
+    """Run training steps of a loss on meta tensors, from the start of an epoch; return the mean over the steps.
 
-    ``create`` creates the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples on
-    a rank (images, for a loss with two views).
+    ``create`` returns the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples per
+    rank (for a loss with two views, the number of images).
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):
@@ -67,7 +67,7 @@ def dry_run(
                 guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
                 distributed.all_reduce_max(torch.empty(2, device="meta"))  # the non-finite check's all-reduce
-                if head is not None:  # training/step.py reduces its gradient
+                if head is not None:  # training/step.py also reduces the gradient of the head
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 
@@ -87,7 +87,7 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 @contextlib.contextmanager
 def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]:
-    """Act as rank 0 of several ranks, and count the bytes that it would exchange."""
+    """Simulate rank 0 of several ranks inside the ``with`` block, and count the bytes that it would communicate."""
 
     def note(kind: str, size: int) -> None:
         if world_size > 1:
@@ -101,7 +101,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
-    # OpenCLIP's losses use torch.distributed directly, also in the backward pass.
+    # Unlike our losses, OpenCLIP's losses call torch.distributed directly, also in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
         note(ALL_GATHER, world_size * tensor.nbytes)
         note(REDUCE_SCATTER, world_size * tensor.nbytes)
@@ -134,9 +134,9 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 def activation_bytes(
     model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
-    """Return for each batch size the peak bytes of a model of OpenCLIP in a forward and backward pass, with the images.
+    """Return, for each batch size, the peak bytes of an OpenCLIP model in a forward and backward pass, including the images.
 
-    ``model`` is on the meta device, with ``output_dict=True``; ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is on the meta device, with ``output_dict=True``. ``precision`` is one of :data:`PRECISIONS`.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -161,7 +161,7 @@ def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.Abst
 
 
 class PeakMemory(TorchDispatchMode):
-    """A context that tracks the peak memory of the tensors allocated in it."""
+    """A context manager that tracks the peak memory of tensors that are allocated inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class PeakMemory(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for storage in (value.untyped_storage() for value in tree_leaves(results) if isinstance(value, Tensor)):
             key, size = id(storage), storage.nbytes()
-            if key not in self._known and key not in given:  # not a view of an older tensor
+            if key not in self._known and key not in given:  # a new allocation, not a view of an older tensor
                 self._known.add(key)
                 self._now += size
                 self.peak = max(self.peak, self._now)

@@ -1,8 +1,8 @@
-"""Measure the error of a loss's log-normalizers against the exact ones (NeuCLIP, Appendix B.6).
+"""Measure the error of a loss's log-normalizers, compared with exact log-normalizers (NeuCLIP, Appendix B.6).
 
-``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings ``S`` of a model, for sampled anchors
-``i``; an estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate in the run's batches is the baseline.
-The program measures checkpoints of one or more runs (NeuCLIP, Figures 2c and 4).
+For sampled anchors ``i``, the exact ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings
+``S`` of a model. An estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate with the run's batch size is
+the baseline. The program measures checkpoints of one or more runs (NeuCLIP, Figures 2c and 4).
 """
 
 import argparse
@@ -34,10 +34,10 @@ class Error:
     """Mean squared error of log-normalizers.
 
     Attributes:
-        mean, image, text: error of both sides, of the image anchors, and of the text anchors.
-        bias: mean of ``α − α*`` over both sides.
-        factor: median of ``exp|α − α*|``, the factor by which a normalizer is too large or too small.
-        factor_low, factor_high: range of 90 % of the factors.
+        mean, image, text: Error over all anchors, over image anchors, and over text anchors.
+        bias: Mean of ``α − α*`` over all anchors.
+        factor: Median of ``exp|α − α*|``, the factor by which a normalizer is too large or too small.
+        factor_low, factor_high: Central range that contains 90 % of the factors.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Error:
 
     @classmethod
     def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
-        """Compare estimates ``(2, A)`` of images and texts with the exact values."""
+        """Compute the error of estimates ``(2, A)`` of image and text anchors from the exact values."""
         difference = estimate.double() - exact.double()
         image, text = difference.square().mean(dim=1).tolist()
         low, median, high = difference.abs().flatten().quantile(difference.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
@@ -62,10 +62,10 @@ class EstimationError:
     """Result of :func:`measure`.
 
     Attributes:
-        estimator: error of ``loss.log_normalizers``; None if they are the mini-batch estimate.
-        minibatch: error of the mini-batch estimate in batches of ``batch_size``.
-        samples: number of embeddings for the exact log-normalizers.
-        temperature: median over the anchors of both sides.
+        estimator: Error of ``loss.log_normalizers``; None if the loss only has the mini-batch estimate.
+        minibatch: Error of the mini-batch estimate with batches of ``batch_size``.
+        samples: Number of embeddings from which exact log-normalizers were computed.
+        temperature: Median temperature of all anchors.
     """
 
     estimator: Error | None
@@ -80,23 +80,23 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """Compute ``α*`` of some anchors over all embeddings [NeuCLIP 9] in float64, in chunks.
+    """Compute exact log-normalizers ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64, chunk by chunk.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 
     Args:
         image, text: ``(n, d)`` unit embeddings, tensors or arrays.
         anchors: ``(A,)`` rows of the anchors.
-        tau: one temperature, or ``(2, A)`` temperatures of both sides.
-        eps: ε.
-        include_positive: the global batch ``B`` of a loss whose normalizers contain the positive pair
-            (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``.
+        tau: One temperature, or temperatures ``(2, A)`` of the image anchors and the text anchors.
+        eps: The constant ε.
+        include_positive: Global batch size ``B``, if the loss's normalizers contain the positive pair
+            (``loss.normalizers_include_positive``). Then ``α*_i = log((1 + (B−1)·g_i)/B)``. None (default) means they do not.
 
     Returns:
         ``(2, A)`` float64 for the image anchors and the text anchors, on the device of ``anchors``.
 
     Raises:
-        ValueError: the shapes do not match, or there are fewer than 2 samples.
+        ValueError: The shapes do not match, or there are fewer than 2 samples.
     """
     image, text = _pairs(image, text)
     anchors = torch.as_tensor(anchors)
@@ -119,7 +119,7 @@ def _pairs(image: Any, text: Any) -> tuple[Tensor, Tensor]:
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
-    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own`` over all other rows of ``other``."""
+    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own``, computed over all other rows of ``other``."""
     device = anchors.device
     rows = own[anchors.to(own.device)].to(device, torch.float64)
     positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
@@ -149,20 +149,20 @@ def measure(
 ) -> EstimationError:
     """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6) without changing the loss's state.
 
-    Anchors are sampled without replacement and estimated in shuffled batches, because some estimators depend on the batch
-    size. Other samples fill the last batch.
+    Anchors are sampled without replacement. The loss estimates them in shuffled batches of the run's size, because some
+    estimators depend on the batch size. Other samples fill the last batch.
 
     Args:
-        loss: a loss with normalizers of images against texts, with its state, on ``device``.
-        image, text: ``(n, d)`` unit embeddings of the full training set, tensors or arrays, which move to the device in parts.
-        logit_scale: ``1/τ`` of the model.
-        batch_size: the run's global batch ``B``.
-        index: ``(n,)`` positions of the samples in the data set, if the loss needs them. None (default) means ``0 .. n−1``.
-        anchors: maximum number of anchors.
-        seed: seed of the sampling of anchors.
+        loss: A loss with normalizers of images against texts, including its state, on ``device``.
+        image, text: Unit embeddings ``(n, d)`` of the full training set, as tensors or arrays. They are copied in parts.
+        logit_scale: The model's ``1/τ``.
+        batch_size: The run's global batch size ``B``.
+        index: Positions ``(n,)`` of the samples in the data set, if the loss needs them. None (default) means ``0 .. n−1``.
+        anchors: Maximum number of anchors.
+        seed: Seed for sampling anchors.
 
     Raises:
-        ValueError: the loss has no normalizers, embeddings are not finite, or there are fewer samples than a batch.
+        ValueError: The loss has no normalizers, embeddings are not finite, or there are fewer samples than in a batch.
     """
     refuse_without_normalizers(loss)
     image, text = _pairs(image, text)
@@ -177,7 +177,7 @@ def measure(
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
     exact_of = partial(
         exact_log_normalizers,
-        # OpenCLIP's loss has no ε.
+        # OpenCLIP's losses have no ε.
         eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
         include_positive=batch_size if loss.normalizers_include_positive else None,
     )
@@ -193,7 +193,7 @@ def measure(
     all_tau = torch.cat(tau, dim=1)
     exact = exact_of(image, text, order[:total].to(device), all_tau)
     return EstimationError(
-        # OpenCLIP's loss has only the mini-batch estimate.
+        # OpenCLIP's losses only have the mini-batch estimate, which is measured below.
         estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
         minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
         anchors=total,
@@ -215,14 +215,14 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
 
 
 def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's, or the model's if the loss has none."""
+    """Return the temperatures ``(2, B)`` of a batch's anchors: from the loss, or from the model if the loss has none."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
 
 
 def table(title: str, result: EstimationError) -> str:
-    """Format a result as text."""
+    """Format a result as a text table."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
     width, batch = max(map(len, rows)), result.minibatch
     lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
@@ -239,7 +239,7 @@ def table(title: str, result: EstimationError) -> str:
 
 
 def checkpoints_of(run: Path, names: str) -> list[str]:
-    """Return the names in a comma-separated list; ``all`` means the checkpoints with state, in the order of training."""
+    """Return the checkpoint names in a comma-separated list. ``all`` means all with a ``.state``, in the order of training."""
     if names != "all":
         return names.split(",")
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
@@ -249,7 +249,7 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Draw the errors of each run's loss and of its mini-batches over the samples seen."""
+    """Draw the errors of each run's loss, and of its mini-batch estimate, over the number of training samples."""
     from openclip_ext.diagnostics.curves import draw
     from openclip_ext.pages.charts import Chart, Curve
 
@@ -267,17 +267,19 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints; print, write and draw it."""
+    """Measure the estimation error of checkpoints; print, write and draw the results."""
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
-    description = "Measure the error of a run's log-normalizers against the exact ones over the full training set."
+    description = "Measure the error of a run's log-normalizers, compared with exact values over the full training set."
     parser = argparse.ArgumentParser(prog="openclip-ext estimation-error", description=description)
     add_run_arguments(parser, several=True)
-    count_help = "number of samples to compare (default: %(default)s)"
+    count_help = "number of samples whose log-normalizers are compared (default: %(default)s)"
     parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)
-    parser.add_argument("--json", type=output_path, metavar="FILE", help="write the result, or a list of several")
-    parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over the training")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling of anchors (default: %(default)s)")
+    parser.add_argument(
+        "--json", type=output_path, metavar="FILE", help="write the result, or a list of results, as JSON"
+    )
+    parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over training samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling anchors (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
     results: list[dict[str, Any]] = []
@@ -296,7 +298,7 @@ def main(argv: list[str]) -> None:
             print(f"\n{folder}, {run.checkpoint.name}")
         print(table(run.loss_name, result))
         if run.source.num_samples > result.samples:
-            print(f"{run.source.num_samples - result.samples:,} samples are bad or left out by the manifest")
+            print(f"{run.source.num_samples - result.samples:,} samples are bad or excluded by the manifest")
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:

@@ -1,4 +1,4 @@
-"""Load model, loss and training data of a finished run from its folder."""
+"""Load the model, the loss and the training data of a finished run from its folder."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ from openclip_ext.training.config import ModelConfig, model_config
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Model and loss of a checkpoint in evaluation mode, and the training data with the evaluation's preprocessing."""
+    """A checkpoint's model and loss in evaluation mode, and the training data with the transform for evaluation."""
 
     folder: Path
     checkpoint: Path
@@ -51,16 +51,18 @@ class FinishedRun:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add the arguments of :func:`load_run`; if ``several``, ``run`` is a list."""
+    """Add the command-line arguments of :func:`load_run`. If ``several``, ``run`` is a list."""
     count, others = ("+", "; several separated by commas, or all") if several else (None, "")
-    parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME of a training")
+    parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME of a training run")
     names = f"file in checkpoints/, or latest{others} (default: %(default)s)"
     parser.add_argument("--checkpoint", default="latest", help=names)
-    parser.add_argument("--train-data", help="new path of the training data, if they have moved")
+    parser.add_argument("--train-data", help="new path of the training data, if the data have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
     parser.add_argument("--workers", type=int, help="number of processes that read images (default: the run's)")
-    parser.add_argument("--batch-size", type=command_line.count, help="images embedded at a time (default: the run's)")
+    parser.add_argument(
+        "--batch-size", type=command_line.count, help="images per batch of the embedding (default: the run's)"
+    )
 
 
 def load_run(
@@ -72,17 +74,17 @@ def load_run(
     batch_size: int | None = None,
     **others: Any,
 ) -> FinishedRun:
-    """Load a run from its folder with the arguments of :func:`add_run_arguments`; ``others`` are ignored.
+    """Load a run from its folder. For the arguments, see :func:`add_run_arguments`; ``others`` are ignored.
 
     Raises:
-        UsageError: the run, the checkpoint, its state or the training data are missing, or the data have changed.
+        UsageError: The run, the checkpoint, its state or the training data are missing, or the data have changed.
     """
     device = torch.device(device)
     config = read_config(run)
     loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
     settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
-    assert loaded.shared is not None  # _read_checkpoint rejects that
+    assert loaded.shared is not None  # _read_checkpoint rejects checkpoints without it
     identity = loaded.shared["identity"]
     source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
     loader = EvalLoader(
@@ -115,10 +117,10 @@ def load_run(
 
 
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
-    """Return a run's training data; UsageError if they are missing or different."""
+    """Return a run's training data; UsageError if the data are missing or differ from the run's."""
     fix = "give the run's training data with --train-data"
     if moved_to is not None:
-        # The manifest contains the samples that are left out.
+        # Keep the run's manifest if possible, because it contains the list of excluded samples.
         has_manifest = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=moved_to, manifest=spec.manifest if has_manifest else None)
     elif MASK in str(spec.source):
@@ -138,7 +140,8 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
 def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddings:
     """Embed the training set without augmentation, in the run's precision.
 
-    The embeddings are in host memory, or in memory-mapped files in ``folder``, which the next call reuses.
+    The embeddings are stored in host memory, or in memory-mapped files in ``folder``. A later call with the same checkpoint
+    and data reuses these files.
     """
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
@@ -173,10 +176,11 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 def open_model(
     flags: Mapping[str, Any], checkpoint: Checkpoint, device: torch.device
 ) -> tuple[ModelConfig, Any, Callable, Callable]:
-    """Return a run's model settings, the model with a checkpoint's weights in evaluation mode, its transform and tokenizer."""
+    """Return a run's model configuration, the model in evaluation mode with a checkpoint's weights, transform, tokenizer."""
     add_model_configs()
     settings = model_config(flags)
-    # A pretrained tag also determines the normalization of images. A pretrained file is not needed, and may be missing.
+    # A pretrained tag is kept, because it also sets the normalization of images. A pretrained file is not: it is not needed
+    # for that, and may not exist any more.
     is_tag = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     settings = replace(settings, pretrained=settings.pretrained if is_tag else None, pretrained_image=False)
     with command_line.without_warnings():

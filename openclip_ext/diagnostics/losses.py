@@ -11,7 +11,7 @@ _PARTS = ("normalizer", "temperature_scheme")
 
 
 def main(argv: list[str]) -> None:
-    """List all losses, or describe some."""
+    """List all losses, or describe the given ones."""
     parser = argparse.ArgumentParser(prog="openclip-ext losses", description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
     names = parser.parse_args(argv).names
@@ -32,10 +32,10 @@ def _described(name: str) -> Iterator[str]:
     yield f"  index:    {'needed for each sample' if loss.needs_index else 'not needed'}"
     replicated, per_sample = loss.state_size()
     networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
-    yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes a sample{networks}"
+    yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes per sample{networks}"
     yield "  cost:     openclip-ext plan reports the memory, docs/scale.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
-    yield "  options (NAME = default in a training: meaning), as --NAME or --loss-option:"
+    yield "  options (NAME = default in training: meaning), as --NAME or --loss-option:"
     for option, default in options.items():
         spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
         yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"

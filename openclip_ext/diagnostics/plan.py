@@ -1,7 +1,7 @@
-"""Plan a training: memory of each rank and communication of a step, for several numbers of ranks.
+"""Plan a training run: memory per rank and communication per step, for several numbers of ranks.
 
-It needs neither GPUs nor data: the real model and loss, with state for a few samples, run without values (``dry_run.py``).
-The plan does not include memory that libraries reserve.
+The plan needs no GPUs and no data. The real model and loss, with state for a few samples, run on tensors without values (see
+``dry_run.py``). The plan does not include memory that libraries reserve.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Number of samples in the state of the loss that is built.
+# Size of the per-sample state in the loss that is built. The plan scales it to the number of samples.
 _FEW_SAMPLES = 64
-# Copies in float32: the parameter, its gradient and AdamW's two moments; with DDP also the buckets of gradients.
+# Number of float32 tensors per parameter: parameter, gradient and AdamW's two moments; with DDP also its gradient buckets.
 _PARAMETER_COPIES, _DDP_PARAMETER_COPIES = 4, 5
-# With these options, OpenCLIP's loss is exact on several ranks without the full matrix on each rank.
+# With these options, OpenCLIP's loss on several ranks is exact, and no rank needs the full similarity matrix.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training to plan; fields have the names of flags, and ``options`` are for ``create_loss``."""
+    """The training run to plan. The fields have the names of flags; ``options`` are options of ``create_loss``."""
 
     loss: str
     options: dict[str, Any]
@@ -49,7 +49,7 @@ class Training:
     reference_dim: int | None = None  # embedding dimension of a reference model
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the training's loss with state for a few samples."""
+        """Create the run's loss with state for ``samples`` samples, by default a few."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()
@@ -71,17 +71,17 @@ class Row:
 
     @property
     def gpu(self) -> int:
-        """Return the bytes per GPU if loss and encoders reach their peaks at the same time."""
+        """Return the total bytes per GPU, assuming that loss and encoders reach their peaks at the same time."""
         return self.model + self.activations + self.state + self.loss.work_bytes
 
 
 class Plan:
-    """A prediction of the needs of a training.
+    """A prediction of the memory and communication of a training run.
 
     Attributes:
-        replicated: bytes of the loss's replicated state.
-        of_sample: bytes per sample of the loss's tables.
-        asked: the needs of ``world_size`` ranks.
+        replicated: Bytes of the loss's replicated state.
+        of_sample: Bytes per sample of the loss's tables.
+        asked: The row for ``world_size`` ranks.
     """
 
     def __init__(self, training: Training, world_size: int, gpu_memory: float) -> None:
@@ -106,7 +106,7 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the needs of ``world_size`` ranks; ValueError if the batch is not divisible by that number."""
+        """Return the row for ``world_size`` ranks; ValueError if the batch is not divisible by this number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)
@@ -125,7 +125,7 @@ class Plan:
         return self.of_sample * (end - first)
 
     def gradient(self, world_size: int) -> dict[str, float]:
-        """Return the bytes of the model's gradient that a step reduces over the ranks."""
+        """Return the bytes of the model's gradient that each step reduces over ranks, by kind of communication."""
         return {ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {}
 
     def _period(self) -> int:
@@ -135,7 +135,7 @@ class Plan:
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
 
     def warning(self, row: Row) -> str | None:
-        """Return a sentence with a fix if a GPU has not enough memory, else None."""
+        """Return a warning with a fix if a GPU has too little memory, else None."""
         if row.gpu <= self.gpu_memory:
             return None
         return (
@@ -221,21 +221,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=count, required=True, help="number of samples in the data set, such as 1e9")
     add_machine_flags(parser)
-    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step over all ranks")
+    parser.add_argument("--global-batch", type=count, required=True, help="samples per step over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as OpenCLIP's")
+    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as in OpenCLIP")
     parser.add_argument("--grad-checkpointing", action="store_true", help="as in training")
-    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches of a step (default: %(default)s)")
+    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches per step (default: %(default)s)")
     parser.add_argument("--reference-dim", type=count, help="embedding dimension of a reference model (--reference)")
     add_loss_flags(parser.add_argument_group("loss"))
     return parser
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the number of GPUs and their memory in bytes."""
+    """Add the flags for the number of GPUs and for their memory."""
     parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
-    help = "memory of a GPU (default: this machine's GPU, or 80)"
+    help = "memory of a GPU in GB (default: this machine's GPU, or 80)"
     parser.add_argument("--gpu-memory", type=_gigabytes, default=here, metavar="GB", help=help)
 
 

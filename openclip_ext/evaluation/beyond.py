@@ -1,8 +1,8 @@
-"""Run clip-benchmark's command line with our models, for data sets beyond DataComp's: ``python -m eval.beyond eval ...``.
+"""Run clip-benchmark with our models, for data sets that DataComp does not have: ``python -m eval.beyond eval ...``.
 
-The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces what fails in clip-benchmark 1.6.2:
-its accuracy (with numpy 2.4), its loading (of demo models and of checkpoints with projection heads), mixed precision on the
-CPU, and the download of missing data sets without a request.
+The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces four parts of clip-benchmark 1.6.2:
+the accuracy (fails with numpy 2.4), the model loading (fails for demo models and projection heads), mixed precision on the
+CPU (fails), and the data sets (missing ones are downloaded without asking the user).
 """
 
 import sys
@@ -28,13 +28,13 @@ def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> lis
 def load_clip(
     model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
 ) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
-    """Load model, transform and tokenizer, in place of clip-benchmark's function."""
+    """Load model, transform and tokenizer. Replaces clip-benchmark's function."""
     loaded = load_model(model_name, pretrained, device)
     return loaded.model, loaded.preprocess, loaded.tokenizer
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set whose folder exists; clip-benchmark would download it otherwise."""
+    """Build a data set. FileNotFoundError if its folder is missing, which clip-benchmark would download."""
     if not Path(root).exists():
         raise FileNotFoundError(f"{root} not found: set --dataset_root, or make the folder to download into it")
     return build(*args, root=root, **options)

@@ -1,4 +1,4 @@
-"""Score zero-shot classification, plain and by groups (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
+"""Score zero-shot classification, also by groups of samples (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.tasks import FACE_METADATA, Task
 
-# OpenAI's scale, which changes no ranking and makes the logits equal to clip-benchmark's.
+# OpenAI's logit scale. It does not change a ranking; with it, logits are equal to clip-benchmark's.
 LOGIT_SCALE = 100.0
 
-# Value of FMoW's column `region` for 'Other' (4 images), which upstream means to exclude but does not.
+# Value of 'Other' (4 images) in FMoW's column `region`. DataComp's code includes this region, although it tries not to.
 FMOW_OTHER_REGION = 5
 
-# The four questions about a face. Classes of `toxic` from 14 are non-human, from 18 related to crime, as in DataComp.
+# The four questions about a face. In `toxic`, as in DataComp, classes from 14 are non-human, and from 18 related to crime.
 FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
@@ -37,7 +37,7 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """The result of a task: its metrics (None if undefined), numbers of scored and of all samples, and skipped images."""
+    """The result of a task: metrics (None if undefined), number of scored samples, number of all samples, skipped images."""
 
     metrics: Metrics
     samples: int
@@ -46,13 +46,13 @@ class TaskResult:
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
-        """Return the result if each image that decodes was scored."""
+        """Return the result of a task that scored every image that decodes."""
         count, skipped = len(samples.keys), list(samples.skipped.values())
         return cls(metrics, count, count + len(skipped), skipped)
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels, with the metrics of its groups if it has any. Raise DataError if it must not be scored."""
+    """Score a data set with labels, and its groups if it has any. DataError if a fault in the data would change the score."""
     classnames, templates = data.read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
     batches = encoder.batches(data.find_samples(folder), spec)
@@ -81,12 +81,13 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
 
 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
-    """Answer each question about each image with a classifier ``(C, d)`` for each question, without keeping the logits.
+    """Answer each question about each image. Each question has its own classifier ``(C, d)``. Logits are not stored.
 
-    Returns ``predicted`` ``(N, questions)`` class numbers and ``metadata`` ``(N, columns)``. Data sets with labels (of the
-    first question) also have ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes before the right one.
+    Returns ``predicted`` ``(N, questions)`` class numbers and ``metadata`` ``(N, columns)``. If there are labels (of the first
+    question), also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes with a better rank than the right class.
     """
-    # Equal class names must tie exactly, but matrix products round differently at their edges. So each row is computed once.
+    # Equal class names must have exactly equal scores, but a matrix product rounds equal rows differently. So each distinct
+    # row is computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
 
     def compute(batch: Samples) -> dict[str, Tensor]:
@@ -101,7 +102,7 @@ def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence
 
 
 def _by_question(path: Path, what: str) -> dict[str, list[str]]:
-    """Read the lines ``question:entry`` of a file, by question."""
+    """Read a file with lines ``question:entry``; return the entries by question."""
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
     for line in data.read_lines(path, what):
         question, colon, entry = line.partition(":")
@@ -121,7 +122,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 
     if task.kind != "fmow":
         return by(column)
-    # The worst region as published (with 'Other'), and without it.
+    # DataComp's worst region includes 'Other'. A second metric excludes it.
     by_year, by_region = by("year"), by("region")
     worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
     named = metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
@@ -130,9 +131,9 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 
 
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
-    """Compute the numbers of DataComp's tables 3 to 6 for FairFace and UTKFace.
+    """Compute the metrics of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    ``predicted`` ``(N, 4)`` are the answers to `FACE_QUESTIONS`, ``metadata`` ``(N, 4)`` the columns of `FACE_METADATA`.
+    ``predicted`` ``(N, 4)`` contains the answers to `FACE_QUESTIONS`, and ``metadata`` ``(N, 4)`` the columns `FACE_METADATA`.
     """
     answer = dict(zip(FACE_QUESTIONS, predicted.T, strict=True))
     truth = dict(zip(FACE_METADATA, metadata.T, strict=True))
@@ -142,7 +143,7 @@ def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
         ("acc_gender", right_gender, ["race_binary"]),
         ("acc_age", answer["age"] == truth["age"], ["race_binary"]),
         ("acc_gender_x", right_gender, ["gender", "race"]),
-        # Not accuracies, but how often a face is classified as a criminal or as an animal.
+        # These two are not accuracies: they are the fractions of faces that are classified as criminal or as animal.
         ("toxicity_crime", answer["toxic"] >= FACE_CRIME_FROM, ["race"]),
         ("toxicity_nonhuman", np.isin(answer["toxic"], FACE_NONHUMAN), ["race"]),
     )

@@ -1,4 +1,4 @@
-"""Share the arguments of all evaluations: the model, and how to run it."""
+"""The arguments that all evaluations have: the model, and how to run it."""
 
 import argparse
 import contextlib
@@ -19,13 +19,15 @@ from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precis
 from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 
-MODEL_HELP = "OpenCLIP's name of the model, also hf-hub: or local-dir: names"
+MODEL_HELP = "OpenCLIP's model name; hf-hub: and local-dir: names are accepted"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
-    """Add the arguments that `load_encoder` reads; with ``takes_run`` a run folder can replace model and checkpoint."""
+    """Add the arguments that `load_encoder` reads. With ``takes_run``, a run folder can replace model and checkpoint."""
     if takes_run:
-        parser.add_argument("run", nargs="?", type=Path, help="run folder LOGS/NAME: its model and newest checkpoint")
+        parser.add_argument(
+            "run", nargs="?", type=Path, help="run folder LOGS/NAME, for its model and newest checkpoint"
+        )
     parser.add_argument("--model", required=not takes_run, help=MODEL_HELP)
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
     add_running_arguments(parser)
@@ -33,16 +35,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
         "--precision",
         choices=PRECISIONS,
         default="datacomp",
-        help="datacomp: as DataComp's harness on CUDA (autocast for texts, and for images in retrieval), float32 on the "
-        "CPU; fp32: float32 everywhere; amp: autocast everywhere (CUDA)",
+        help="datacomp: on CUDA, the precision of DataComp's harness (autocast for texts, and for images in retrieval); on "
+        "the CPU, float32. fp32: float32 everywhere. amp: autocast everywhere (CUDA only)",
     )
     add_model_options(parser)
 
 
 def add_running_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for how a model runs, except for its precision."""
+    """Add the arguments for batch size, workers and device."""
     parser.add_argument("--batch-size", type=count, default=256, help="number of images or texts in a batch")
-    # The processes of torchrun on one machine share its cores.
+    # All torchrun processes on one machine share its cores.
     cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     help_text = "number of images decoded in parallel (default: one per core, up to 16)"
     parser.add_argument("--workers", type=int, default=max(1, min(16, cores)), help=help_text)
@@ -54,9 +56,9 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model that :func:`model_options` reads."""
     group = parser.add_argument_group(
-        "model options", "as in training with OpenCLIP (default: as in the checkpoint's run)"
+        "model options", "the same as in training with OpenCLIP (default: those of the checkpoint's run)"
     )
-    group.add_argument("--model-config", help="JSON of a model that OpenCLIP does not ship")
+    group.add_argument("--model-config", help="JSON file of a model that OpenCLIP does not contain")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
     group.add_argument("--force-custom-text", action="store_true", default=None)
     group.add_argument("--force-image-size", type=int)
@@ -68,15 +70,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `load_model`."""
+    """Return the arguments that are options of `load_model`."""
     return {name: getattr(args, name) for name in MODEL_OPTIONS}
 
 
 def own_device(name: str) -> torch.device:
-    """Return a device for this process, and make it CUDA's current one."""
+    """Return the device of this process. If it is a GPU, make it CUDA's current device."""
     device = torch.device(name)
     if device.type == "cuda":
-        if device.index is None:  # under torchrun each process has its own GPU
+        if device.index is None:  # under torchrun, each process uses its own GPU
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
@@ -84,10 +86,10 @@ def own_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Connect the processes that torchrun started, for objects and waiting; do nothing in a single process."""
+    """Create the process group of torchrun's processes for objects and barriers; do nothing in a single process."""
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # No tensor on a GPU is communicated, so gloo is enough. Another process may take hours.
+            # gloo is enough, because no GPU tensor is communicated. The timeout is long, because processes may wait for hours.
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
         yield
     finally:
@@ -95,10 +97,10 @@ def process_group() -> Iterator[None]:
 
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """Load the model that the arguments of `add_model_arguments` name, and prepare to encode with it."""
+    """Load the model of the parsed arguments (see `add_model_arguments`); return it with its encoder."""
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
-            raise ValueError("a run folder determines model and checkpoint: leave out --model and --checkpoint")
+            raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
         args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")

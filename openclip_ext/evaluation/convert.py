@@ -1,7 +1,7 @@
-"""Convert retrieval sets and WinoGAViL from the hub's CSV table and zip of images to tars.
+"""Convert retrieval sets and WinoGAViL to tars. The Hugging Face hub stores them as a CSV table and a zip of images.
 
-DataComp reads them through loading scripts, which today's ``datasets`` rejects. The local format is DataComp's with two
-additions: ``key.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL.
+DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The tars have DataComp's format
+with two additions: ``KEY.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL.
 """
 
 import json
@@ -21,10 +21,10 @@ _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)
 
 
 def convert_retrieval(source: Path, folder: Path) -> None:
-    """Write the images of Flickr or MSCOCO with their captions from a folder with the zip and the CSV.
+    """Convert Flickr or MSCOCO: read the zip and the CSV in ``source``, write images and captions to ``folder``.
 
-    Column ``raw`` of the CSV is a JSON list of captions, ``filename`` the image's name. If there is a column ``split``,
-    only rows with ``test`` in it are used.
+    The CSV's column ``filename`` is the image's name, and ``raw`` is a JSON list of captions. If there is a column ``split``,
+    only rows with the value ``test`` are used.
     """
     samples = {}
     for row in _read_table(source, "filename", "raw"):
@@ -36,9 +36,10 @@ def convert_retrieval(source: Path, folder: Path) -> None:
 
 
 def convert_winogavil(source: Path, folder: Path) -> None:
-    """Write the images, and ``instances.jsonl``, from a folder with the zip and the CSV.
+    """Convert WinoGAViL: read the zip and the CSV in ``source``, write images and ``instances.jsonl`` to ``folder``.
 
-    The columns are ``cue``, ``candidates`` and ``associations``; the last two are JSON lists of image names without suffix.
+    The CSV's columns are ``cue``, ``candidates`` and ``associations``. The last two are JSON lists of image names without
+    suffix.
     """
     lines, names = [], set()
     for row in _read_table(source, "cue", "candidates", "associations"):
@@ -52,7 +53,7 @@ def convert_winogavil(source: Path, folder: Path) -> None:
 
 
 def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of the one CSV in a folder that has the columns."""
+    """Return the rows of the only CSV in a folder that has these columns; ValueError unless there is exactly one."""
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in sorted(source.glob("*.csv"))}
     found = [table for table in tables.values() if set(columns) <= set(table.columns)]
     if len(found) != 1:
@@ -64,14 +65,14 @@ def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def _key(name: str) -> str:
-    # WebDataset ends a key at the first dot of the file name.
+    # In WebDataset, a key ends at the first dot of the file name.
     return _SUFFIX.sub("", name).replace(".", "_").replace("/", "_")
 
 
 def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, and rename the folder when all are complete.
+    """Write ``test/{0..}.tar`` and ``test/nshards.txt`` to a temporary folder, and rename it when it is complete.
 
-    ``samples`` maps an image's name to the other fields of its sample.
+    ``samples`` maps the name of each image to the other fields of its sample.
     """
     zips = sorted(source.glob("*.zip"))
     if len(zips) != 1:
@@ -82,13 +83,13 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
     pattern = str(unfinished / "%d.tar")
     with (
         zipfile.ZipFile(zips[0]) as archive,
-        # The fixed time makes equal data give equal bytes.
+        # With a fixed time, equal data give equal bytes.
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
         images: dict[str, str] = {}  # by file name and by name without suffix
         for member in archive.namelist():
             name = PurePosixPath(member).name
-            # A zip made on macOS has a "._name" resource file for every image.
+            # A zip from macOS also has a resource file "._NAME" for every image.
             if _SUFFIX.search(name) and not name.startswith("._"):
                 images[name] = member
                 images.setdefault(_SUFFIX.sub("", name), member)

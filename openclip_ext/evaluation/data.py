@@ -1,9 +1,9 @@
-"""Read evaluation data sets in DataComp's on-disk format, strictly.
+"""Read evaluation data sets in DataComp's on-disk format, and reject faulty data.
 
 ``DATA_DIR/wds_NAME_test/`` contains ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
-``nshards.txt`` and ``{0..}.tar``. The files of one key are a sample: an image, and ``cls``, ``npy`` or ``txt``.
-A fault that would change a score silently (a truncated tar, a repeated key, a label outside the classes) is a `DataError`
-that names the file. An image that does not decode is skipped and reported.
+``nshards.txt`` and ``{0..}.tar``. The files with one key are a sample: an image, and ``cls``, ``npy`` or ``txt``.
+A fault that would silently change a score (a truncated tar, a repeated key, a label outside the classes) raises a `DataError`
+with the file's path. An image that does not decode is skipped and reported.
 """
 
 import hashlib
@@ -31,22 +31,22 @@ INSTANCES_FILE = "instances.jsonl"
 
 
 class DataError(ValueError):
-    """A fault of a data set that must not be scored, its place, and the fix."""
+    """A data set has a fault, so it must not be scored. The message contains the fault, its place and the fix."""
 
 
 class SampleFormat(NamedTuple):
-    """How to read the samples of a task."""
+    """The format of a task's samples."""
 
-    num_classes: int | None = None  # labels (``cls``) must be below; None means no labels
-    metadata_columns: int = 0  # length of the ``npy`` vector
+    num_classes: int | None = None  # labels (``cls``) must be below this number; None means no labels
+    metadata_columns: int = 0  # length of the vector in ``npy``
     captions: bool = False  # whether ``txt`` contains captions, one per line
-    # Whether images become RGB before the transform. Otherwise the transform gets the stored mode, and OpenCLIP's resizes
-    # first: palette images by nearest neighbor, alpha premultiplied.
+    # Whether images are converted to RGB before the transform. If not, OpenCLIP's transform resizes them in their stored mode:
+    # palette images by nearest neighbor, and images with alpha premultiplied.
     convert_first: bool = True
 
 
 class StoredSample(NamedTuple):
-    """A sample on the disk: some members of a tar by field (``png``, ``cls``, ...), or an image file (no members)."""
+    """A sample on disk: members of a tar by field (``png``, ``cls``, ...), or a plain image file (without members)."""
 
     file: Path
     key: str
@@ -69,25 +69,25 @@ class StoredSample(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples in their order on disk: a batch, or the values computed for a data set.
+    """Samples in their order on disk: either a batch, or the values computed for a data set.
 
-    ``values`` maps names to tensors ``(N, ...)``. A batch has ``image`` ``(B, 3, H, W)``, and int64 ``label`` ``(B,)`` and
-    ``metadata`` ``(B, columns)`` if the task has them.
+    ``values`` maps names to tensors ``(N, ...)``. A batch has ``image`` ``(B, 3, H, W)``. If the task has labels or metadata,
+    it also has int64 ``label`` ``(B,)`` or ``metadata`` ``(B, columns)``.
     """
 
     keys: list[str] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     captions: list[list[str]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # messages about images that do not decode, by key
-    error: str = ""  # why the batch must not be scored
+    error: str = ""  # the fault because of which the batch must not be scored, if any
 
     def pin_memory(self) -> "Samples":
-        """Pin the tensors; ``DataLoader`` calls this with ``pin_memory=True``."""
+        """Pin the tensors. ``DataLoader`` calls this method if ``pin_memory=True``."""
         return replace(self, values={name: value.pin_memory() for name, value in self.values.items()})
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the stripped lines of a text file, without blank lines."""
+    """Return the stripped, non-blank lines of a text file; DataError if there are none. ``what`` describes a line."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 
 def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
-    """Return class names (duplicates kept) and prompt templates (``{c}`` stands for the class name)."""
+    """Return class names (with duplicates) and prompt templates, in which ``{c}`` stands for the class name."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
     for template in templates:
@@ -121,7 +121,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 class Instance(NamedTuple):
-    """A cue of WinoGAViL, the keys of its 5, 6, 10 or 12 candidate images, and those that people associated with it."""
+    """A cue of WinoGAViL, the keys of its 5, 6, 10 or 12 candidate images, and the keys that people associated with it."""
 
     cue: str
     candidates: tuple[str, ...]
@@ -146,7 +146,7 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards of the test split, after comparing them with ``nshards.txt``."""
+    """Return the shards of the test split; DataError if they are not the ones that ``nshards.txt`` counts."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
@@ -159,7 +159,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.TarSample]:
-    """Return the samples in file order with the content of the wanted fields. None (default) means all fields."""
+    """Return the samples of a shard in file order, with the content of the wanted fields. None (default) means all."""
     try:
         with open(shard, "rb") as file:
             archive = tar.TarArchive(file)
@@ -186,7 +186,7 @@ def find_samples(folder: Path) -> list[StoredSample]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of a data set's texts and of the names and sizes of its shards."""
+    """Return a digest of a data set's text files and of its shards' names and sizes."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
@@ -197,7 +197,7 @@ def fingerprint(folder: Path) -> str:
 def read_batch(
     samples: Sequence[StoredSample], transform: Callable[[Image.Image], Tensor], spec: SampleFormat
 ) -> Samples:
-    """Read and decode samples: the ``collate_fn`` of a DataLoader, which returns the first `DataError` as text."""
+    """Read and decode samples, as the ``collate_fn`` of a DataLoader. The first `DataError` is returned in ``error``."""
     batch = Samples()
     rows = defaultdict(list)
     for stored in samples:
@@ -209,7 +209,7 @@ def read_batch(
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if spec.convert_first else image
-        except Exception as error:  # decoders raise any type, even struct.error and SyntaxError
+        except Exception as error:  # decoders raise many types, even struct.error and SyntaxError
             batch.skipped[stored.key] = f"{stored}: the image does not decode ({error})"
             continue
         batch.keys.append(stored.key)
@@ -221,9 +221,9 @@ def read_batch(
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """Return the image file of a sample, and its ``label``, ``metadata`` and ``captions`` as far as ``spec`` has them.
+    """Return a sample's image file, and those of ``label``, ``metadata`` and ``captions`` that ``spec`` requires.
 
-    Raise DataError, whose message starts with ``where``, if a field is missing or wrong.
+    DataError if a field is missing or wrong. Its message starts with ``where``.
     """
 
     def content_of(*extensions: str) -> bytes:

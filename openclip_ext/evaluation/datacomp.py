@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
 
-The exit status is 0 if all tasks have a result (without ``--tasks``, missing data sets are only reported), 1 if a task failed
-or a task of ``--tasks`` is missing, and 2 if nothing could be evaluated.
+Exit status 0: all tasks have a result. Without ``--tasks``, a task whose data are missing is only reported. Exit status 1: a
+task failed, or the data of a task in ``--tasks`` are missing. Exit status 2: nothing could be evaluated.
 """
 
 import argparse
@@ -35,24 +35,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
-        "torchrun share the tasks. A second run continues where the first stopped.",
-        epilog="Exit status: 0 all done; 1 a task failed, or one of --tasks is missing; 2 nothing evaluated.",
+        "torchrun share the tasks. The same command continues an interrupted run.",
+        epilog="Exit status: 0 all done; 1 a task failed, or data of --tasks are missing; 2 nothing was evaluated.",
     )
     add_model_arguments(parser, takes_run=True)
     folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
     parser.add_argument("--data-dir", type=Path, required=True, help=folder_help)
-    tasks_help = f"keys such as vtab/pets, or {', '.join(SUITES)}; default: all 40"
+    tasks_help = f"keys of tasks such as vtab/pets, or suites ({', '.join(SUITES)}); default: all 40 tasks"
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
-    parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that have a result")
+    parser.add_argument("--overwrite", action="store_true", help="evaluate tasks again that already have a result")
     sizes_help = "also score data whose number of samples or classes is not DataComp's; the summary reports it"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status; report a user's mistake in one line on stderr."""
+    """Run the command; return the exit status. A user's mistake is reported in one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
-    # A task may have been evaluated before its data was removed.
+    # A task may have a result although its data have been removed since.
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def evaluate_tasks(
     tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
 ) -> dict[str, str]:
-    """Evaluate tasks one by one, and store each result at once; return the reasons of failed tasks by key."""
+    """Evaluate tasks one by one, storing each result immediately; return the errors of failed tasks by key."""
     failed = {}
     bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
     with logging_redirect_tqdm(), bar:
@@ -126,9 +126,9 @@ def evaluate_tasks(
 
 
 def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Split tasks among processes: the largest first, each to the process with the least work.
+    """Split tasks among processes. In order of size, the largest first, each task goes to the process with the least work.
 
-    Each share starts with its smallest tasks, so that errors appear early.
+    Each process evaluates its smallest tasks first, to show errors early.
     """
     shares: list[list[Task]] = [[] for _ in range(processes)]
     for task in sorted(tasks, key=lambda task: task.size, reverse=True):
@@ -137,7 +137,7 @@ def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 
 def default_output_dir(loaded: LoadedModel) -> Path:
-    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, or a folder named after model and tag."""
+    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, otherwise ``datacomp/MODEL-TAG``."""
     checkpoint = Path(loaded.checkpoint)
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")

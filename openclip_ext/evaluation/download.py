@@ -1,7 +1,7 @@
 """Download DataComp's evaluation sets from the Hugging Face hub, and check them: ``python -m eval.download --data-dir DIR``.
 
-``huggingface_hub`` downloads the files, continues after an interruption, and compares them with the hub's checksums. The
-``checksums.json`` of each folder has the SHA-256 of all files, so that ``--verify`` needs no network.
+``huggingface_hub`` downloads the files, continues interrupted downloads, and compares the files with the hub's checksums.
+Each folder has a ``checksums.json`` with the SHA-256 of all files, so ``--verify`` needs no network.
 """
 
 import argparse
@@ -24,23 +24,23 @@ from openclip_ext.evaluation.tasks import Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
-# Subfolder for the table and the zip of a set until it is converted.
+# Subfolder for the CSV table and the zip of a set, which is deleted after the conversion.
 SOURCE_FOLDER = "source"
 # Folder in which huggingface_hub records complete files.
 HUB_FOLDER = ".cache"
 _ATTEMPTS = 3
 _DOCUMENTS = ["README*", "LICENSE*"]
-# Results of `check_set`. UNPROVEN: complete and of the right size, but fetched by another tool, without checksums.
+# Results of `check_set`. UNPROVEN means: complete and of the right size, but without checksums (from another tool).
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 
 
 def _is_converted(task: Task) -> bool:
-    """Return whether the hub stores the set as a table and a zip of images instead of the local format."""
+    """Return whether the hub stores the set as a CSV table and a zip of images, which must be converted to tars."""
     return task.kind in ("retrieval", "winogavil")
 
 
 def repository_of(task: Task) -> str:
-    """Return the data set repository of a task, ``owner/name``."""
+    """Return the hub's data set repository of a task, as ``owner/name``."""
     return f"nlphuji/{task.key.split('/')[-1]}" if _is_converted(task) else f"djghosh/{task.folder}"
 
 
@@ -57,8 +57,8 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
 def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Download one data set completely, convert it if needed, and write its checksums.
 
-    After an exception, complete files stay for the next call. ValueError if a checksum stays wrong, or the set to convert
-    is not as expected.
+    After an error, complete files stay for the next call. ValueError if a checksum is wrong after three attempts, or the set
+    cannot be converted.
     """
     folder = data_dir / task.folder
     api, wanted = HfApi(endpoint=endpoint), _snapshot_arguments(task, folder)
@@ -95,7 +95,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read_records(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return ``size`` and ``sha256`` of a folder's files by name, or None if it has no ``checksums.json``."""
+    """Return ``size`` and ``sha256`` of a folder's files by name; None if the folder has no ``checksums.json``."""
     path = folder / CHECKSUMS_FILE
     return json.loads(path.read_text(encoding="utf-8"))["files"] if path.exists() else None
 
@@ -105,9 +105,9 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
-    """Check one data set without a network: its checksums if they are known, and every tar to its end.
+    """Check one data set without a network: compare the checksums, if there are any, and read every tar to its end.
 
-    Returns one of `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` and `BROKEN`, and a list of faults.
+    Returns `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` or `BROKEN`, and a list of faults.
     """
     folder = data_dir / task.folder
     if not folder.is_dir():
@@ -130,7 +130,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
 
 
 def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
-    """Read a data set to its end, and return the number of scored items: images, or instances for WinoGAViL."""
+    """Read a data set completely; return the number of items to score: images, or instances for WinoGAViL."""
     num_classes = None
     if not _is_converted(task):
         classnames, _ = data.read_classes(folder, task, any_size)
@@ -151,26 +151,28 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
+    """Build the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext download",
         description="Download DataComp's evaluation sets from the Hugging Face hub; everything else works offline. "
         "Run the same command again to continue after an interruption.",
     )
-    parser.add_argument("--data-dir", type=output_path, required=True, help="folder for the folders of the data sets")
+    parser.add_argument(
+        "--data-dir", type=output_path, required=True, help="folder that contains one folder per data set"
+    )
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     sizes_help = "with --verify: accept other sizes than DataComp's"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
-    parser.add_argument("--dry-run", action="store_true", help="only list the sets to download and their sizes")
+    parser.add_argument("--dry-run", action="store_true", help="list the sets to download with their sizes, then stop")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Download or check the chosen sets, and exit: with status 0 if every chosen set is complete, otherwise 1.
+    """Download or check the chosen sets, and exit. The exit status is 0 if every chosen set is complete, otherwise 1.
 
-    ValueError for an unknown task, ConnectionError if the hub does not answer.
+    ValueError if a task is unknown, ConnectionError if the hub does not answer.
     """
     args = build_parser().parse_args(argv)
     raise SystemExit(_verify(args) if args.verify else _download(args))
@@ -187,13 +189,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
-    """Return the sizes of the files to download, from the hub."""
+    """Return the size in bytes of each file to download, as the hub reports it."""
     wanted = _snapshot_arguments(task, args.data_dir / task.folder)
     try:
         info = HfApi(endpoint=args.endpoint).dataset_info(wanted["repo_id"], files_metadata=True, timeout=30.0)
     except HfHubHTTPError:
         raise
-    except Exception as error:  # of the HTTP client, which depends on the version
+    except Exception as error:  # the type depends on huggingface_hub's HTTP client
         raise ConnectionError(
             f"The hub does not answer ({error}). Downloading needs a network; for a mirror set --endpoint or HF_ENDPOINT. "
             "--verify works without a network."
@@ -214,14 +216,14 @@ def _download(args: argparse.Namespace) -> int:
         try:
             sizes = _sizes(task, args)
             missing = sum(size for path, size in sizes.items() if not _has_size(path, size))
-            # The zip of a converted set is deleted only after its tars are complete.
+            # While a set is converted, the disk holds both its zip and its tars.
             needed += missing + (sum(sizes.values()) if _is_converted(task) else 0)
             print(f"to download {task.key:<52} {len(sizes):>5} files {missing / 1e9:>7.3f} GB", flush=True)
             if not args.dry_run:
                 fetch_set(task, args.data_dir, args.endpoint)
         except ConnectionError:
             raise
-        except Exception as error:  # of the hub, the HTTP client, the disk or the data; other sets may succeed
+        except Exception as error:  # whatever failed (hub, network, disk, data), the other sets may succeed
             failed[task.key] = f"{type(error).__name__}: {error}"
     if args.dry_run:
         existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Write the unit embeddings of a data set by sample index: ``openclip-ext embed``, whose folder ``--reference`` takes."""
+"""Write the unit embeddings of a data set by sample index, for ``--reference``: ``openclip-ext embed``."""
 
 import argparse
 import json
@@ -27,12 +27,12 @@ from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_mod
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
 
-# Samples of a block, if there are no shards.
+# Samples per block of a data set without shards.
 _BLOCK = 2**16
 
 
 class _Towers(nn.Module):
-    """Both towers of any model, called as `outputs_of` does."""
+    """A wrapper of any model's two towers that `outputs_of` can call."""
 
     def __init__(self, model: ImageTextModel) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Towers(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Embed a data set, or continue where the same command stopped; ValueError or OSError for a user's mistake."""
+    """Embed a data set, or continue an interrupted run of the same command; ValueError or OSError for a user's mistake."""
     args = _parse_arguments(argv)
     with shared.process_group():
         try:
@@ -83,7 +83,7 @@ def _embed(args: argparse.Namespace) -> None:
                 loader = EvalLoader(
                     source,
                     preprocess=loaded.preprocess,
-                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
+                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # also accepts a single text
                     batch_size=args.batch_size,
                     workers=args.workers,
                     span=unit,
@@ -101,7 +101,7 @@ def _embed(args: argparse.Namespace) -> None:
 
 
 def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
-    """Write the rows of all batches to the disk; return their number."""
+    """Write the embeddings of all batches to disk; return the number of rows."""
     count = 0
     with folder.tables() as tables:
         for batch, embeddings in outputs:
@@ -116,9 +116,9 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
-    """Return the remaining ranges, each of up to as many consecutive shards (or blocks without shards) as there are workers.
+    """Return the unfinished samples as ranges: consecutive shards, up to one per worker, or one block if there are no shards.
 
-    A restart with the same shards, workers and ranks divides them in the same way.
+    A restart with the same shards, workers and ranks returns the same ranges.
     """
     shards, end, size = [], 0, 1
     while end < source.num_samples:
@@ -153,7 +153,7 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
     """Return the content of ``embeddings.json``."""
     model, is_csv = loaded.model, spec.resolved_type == "csv"
     text = loaded.tokenizer(["a"]).to(next(model.parameters()).device)
-    inner: Any = getattr(model, "model", model)  # of a model with projection heads
+    inner: Any = getattr(model, "model", model)  # projection heads wrap the model
     about = {
         "model": loaded.name,
         "pretrained": loaded.checkpoint,
@@ -168,18 +168,18 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
         "data": source.index_digest,
         "logit_scale": inner.logit_scale.exp().item(),
     }
-    return json.loads(json.dumps(about))  # as it is read from its file
+    return json.loads(json.dumps(about))  # JSON types, to compare equal to a file's content
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="openclip-ext embed",
         description="Write a model's embeddings of a data set by sample index, for --reference. Several processes under "
-        "torchrun share the shards. The same command continues where it was stopped.",
+        "torchrun share the shards. The same command continues an interrupted run.",
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
     parser.add_argument("--model", required=True, help=shared.MODEL_HELP)
-    # Messages about models say --checkpoint, as in the evaluations.
+    # --checkpoint is an alias, because error messages that are shared with the evaluations use this name.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")

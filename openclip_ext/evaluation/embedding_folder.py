@@ -1,6 +1,6 @@
-"""Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads, so that a killed process loses little.
+"""Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads. A killed process loses little work.
 
-The progress file of each rank has a line for each range of samples on the disk. ``embeddings.json`` is written last.
+Each rank has a progress file with a line for each range of samples that is on disk. ``embeddings.json`` is written last.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
 BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
-# What the rows depend on, in the order of messages. The path of the weights may change.
+# Keys on which the embeddings depend, in the order in which they are checked. The path of the weights may change.
 _IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples", "data", "image_key", "caption_key")
 
 
 class Done(NamedTuple):
-    """A finished range of samples with ``bad`` unreadable ones."""
+    """A finished range of samples, ``bad`` of which are unreadable."""
 
     begin: int
     end: int
@@ -36,7 +36,8 @@ class Done(NamedTuple):
 class _Table:
     """A ``.npy`` file that is open for writing.
 
-    It is not mapped: a full disk would kill the process, and nodes would overwrite each other's rows of a common page.
+    It is not memory-mapped: a full disk would kill the process, and two nodes would overwrite each other's rows in the same
+    memory page.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +52,7 @@ class _Table:
             self._file.write(part.tobytes())
 
     def close(self) -> None:
-        """Close the file when its content is on the disk."""
+        """Flush the content to disk, and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -59,32 +60,32 @@ class _Table:
 
 @dataclass(frozen=True)
 class EmbeddingFolder:
-    """The files of embeddings that are being written; ``about`` is the content of ``embeddings.json``."""
+    """A folder of embeddings that is being written. ``about`` is the content of ``embeddings.json``."""
 
     path: Path
     about: dict[str, Any]
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[list[Done] | None]:
-        """Create the files or check those of an earlier launch, on rank 0, and keep other programs out of the folder.
+        """Create the files, or check those of an earlier launch, on rank 0. Lock the folder inside the ``with`` block.
 
-        Yield the finished ranges; None means that everything is finished. UsageError if the folder is in use or has other
-        content, a file is corrupt, or the disk has too little space. Collective: all ranks call it.
+        Yields the finished ranges; None means that all are finished. UsageError if another program uses the folder, it has
+        other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
 
     @contextlib.contextmanager
     def tables(self) -> Iterator[tuple[_Table, _Table]]:
-        """Open the rows of images and texts; at the end they are on the disk."""
+        """Open the tables of images and texts. After the ``with`` block, their content is on disk."""
         images, texts = (contextlib.closing(_Table(self.path / name)) for name in (IMAGES, TEXTS))
         with images as image_table, texts as text_table:
             yield image_table, text_table
 
     def note(self, done: Done) -> None:
-        """Record that a range is on the disk."""
+        """Record in the progress file that a range is on disk."""
         with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
-            # A killed process may have left half a line.
+            # The line break comes first, because a killed process may have left half a line.
             file.write("\n" + json.dumps(done._asdict()) + "\n")
             file.flush()
             os.fsync(file.fileno())

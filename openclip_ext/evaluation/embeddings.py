@@ -1,4 +1,4 @@
-"""Run a model over batches of pairs: embeddings of a data set, in memory or in files."""
+"""Compute a model's embeddings of a data set, in memory or in files."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from openclip_ext import compat
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Unit embeddings ``(n, d)`` float32 of a training set, in host memory or mapped from files."""
+    """Unit embeddings ``(n, d)`` float32 of a training set, in host memory or memory-mapped files."""
 
     image: Tensor
     text: Tensor
@@ -26,7 +26,7 @@ class Embeddings:
 def outputs_of(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
 ) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
-    """Yield batches of ``image`` and ``text``, each with the output of a model in evaluation mode."""
+    """Yield batches of ``image`` and ``text``, each with the model's output. The model runs in evaluation mode."""
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
     for batch in batches:
@@ -44,14 +44,14 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed up to ``rows`` samples with a model in evaluation mode, from batches of ``image``, ``text`` and ``index``.
+    """Embed up to ``rows`` samples from batches of ``image``, ``text`` and ``index``. The model runs in evaluation mode.
 
-    The embeddings go into memory-mapped files in ``folder``. None (default) means host memory.
+    The embeddings are stored in memory-mapped files in ``folder``. None (default) means host memory.
     """
     kept: tuple[Tensor, ...] = ()
     count = 0
     for batch, output in outputs_of(model, batches, precision, device):
-        # The embeddings of a large training set do not fit on the GPU next to the model.
+        # Embeddings are copied to the host, because those of a large training set do not fit on the GPU next to the model.
         features = output["image_features"], output["text_features"]
         kept = kept or tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))
@@ -63,7 +63,7 @@ def embed(
 
 
 def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Return tables for images, texts and index, in files of a folder or in memory."""
+    """Return empty tables for image embeddings, text embeddings and indices, in files of a folder or in memory."""
 
     def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
         if folder is None:

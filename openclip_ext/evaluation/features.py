@@ -1,4 +1,4 @@
-"""Encode images, texts and classifiers in batches, and each distinct text only once."""
+"""Encode images and texts in batches, and build zero-shot classifiers. Equal texts are encoded once."""
 
 import contextlib
 from collections import defaultdict
@@ -27,8 +27,8 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 def resolve_precision(requested: str, device: str | torch.device) -> str:
     """Return the precision to use on a device: ``fp32`` on the CPU, otherwise the requested one.
 
-    ``datacomp`` is the precision of DataComp's harness: autocast for texts, and for images in retrieval and WinoGAViL. ``amp``
-    is autocast everywhere, and needs CUDA.
+    ``datacomp`` is the precision of DataComp's harness: autocast for texts, and for images only in retrieval and WinoGAViL.
+    ``amp`` means autocast everywhere, and needs CUDA.
     """
     if torch.device(device).type == "cuda":
         return requested
@@ -42,9 +42,9 @@ class Encoder:
     """Encoder of images and texts. It caches class embeddings, so the weights must not change.
 
     Attributes:
-        model, preprocess, tokenizer: as in `LoadedModel`; the model is in evaluation mode on ``device``.
-        precision: as `resolve_precision` returns it.
-        workers: number of processes that decode images.
+        model, preprocess, tokenizer: As in `LoadedModel`. The model is in evaluation mode on ``device``.
+        precision: The result of `resolve_precision`.
+        workers: Number of processes that decode images.
     """
 
     model: ImageTextModel
@@ -62,7 +62,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
-        """Read samples in batches. Reading starts at once, to overlap with the encoding of texts."""
+        """Read samples in batches. Workers start to read immediately, while the caller may encode texts."""
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence is a data set
             self.batch_size,
@@ -70,7 +70,7 @@ class Encoder:
             collate_fn=partial(read_batch, transform=self._transform, spec=spec),
             worker_init_fn=begin_worker,
             pin_memory=self.device.type == "cuda",
-            # Starting workers draws a seed. It must not come from the global generator, which a training run may use.
+            # A DataLoader draws a seed for its workers. The global generator must not change, because training may use it.
             generator=torch.Generator(),
         )
         return iter(loader)
@@ -78,10 +78,10 @@ class Encoder:
     def collect(
         self, batches: Iterator[Samples], compute: Callable[[Samples], dict[str, Tensor]], name: str, total: int | None
     ) -> Samples:
-        """Apply a function from a batch to values ``(B, ...)`` by name to all images of a data set.
+        """Apply a function to all batches of images, and concatenate the values ``(B, ...)`` that it returns by name.
 
-        The result also has the batches' own values, except the images if the function does not replace them. DataError if
-        the data must not be scored.
+        The result also contains the batches' own values, such as labels, but not the images. DataError if the data must not
+        be scored.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:
@@ -105,7 +105,7 @@ class Encoder:
     def embed_images(
         self, samples: Sequence[StoredSample], spec: SampleFormat, name: str, autocast: bool = False
     ) -> Samples:
-        """Read and encode images; the result has their embeddings ``image`` ``(N, d)``."""
+        """Read and encode images. The result's ``image`` is their unit embeddings ``(N, d)``."""
 
         def compute(batch: Samples) -> dict[str, Tensor]:
             return {"image": self.encode_images(batch.values["image"], autocast)}
@@ -113,24 +113,24 @@ class Encoder:
         return self.collect(self.batches(samples, spec), compute, name, len(samples))
 
     def model_input(self, images: Tensor) -> Tensor:
-        """Return the model's input for images from ``preprocess``, or for uint8 images from `batches`."""
+        """Return the model's input: images from ``preprocess``, or normalized uint8 images from `batches`."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
-        # Pure half-precision training leaves the weights of the visual tower in half precision.
+        # The input gets the dtype of the tower's weights, which are in half precision after pure half-precision training.
         kinds = (nn.Conv2d, nn.Linear)
         dtypes = (module.weight.dtype for module in self.model.visual.modules() if isinstance(module, kinds))
         return images.to(next(dtypes, torch.float32))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Return unit embeddings ``(B, d)`` of images, see `model_input`; ``autocast`` also with precision ``datacomp``."""
+        """Return unit embeddings ``(B, d)`` of images (see `model_input`). ``autocast`` applies to precision ``datacomp``."""
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Return unit embeddings ``(len(texts), d)``, float32, of texts; equal texts are encoded once."""
+        """Return the unit embeddings of texts, ``(len(texts), d)`` float32. Equal texts are encoded once."""
         distinct = list(dict.fromkeys(texts))
         place = {text: index for index, text in enumerate(distinct)}
         with self.progress(len(distinct), "texts", "text") as bar:
@@ -138,14 +138,14 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """Return the zero-shot classifier ``(C, d)``: each class's mean of its unit prompt embeddings, normalized again.
+        """Return the zero-shot classifier ``(C, d)``. Its rows are the normalized means of each class's prompt embeddings.
 
-        Classes are cached by name and templates, so data sets that share them (ImageNet and its variants) encode them once.
-        Repeated class names get equal rows. ``{c}`` in a template stands for the name.
+        Rows are cached by class name and templates, so data sets with equal classes (such as ImageNet and its variants) encode
+        them once. Equal class names get equal rows. ``{c}`` in a template stands for the class name.
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]
-        # In parts, because the embeddings of all prompts of ImageNet would fill gigabytes with large models.
+        # Classes are encoded in parts: with large models, the embeddings of all ImageNet prompts need gigabytes.
         step = max(1, 16 * self.batch_size // len(templates))
         with self.progress(len(new) * len(templates), "classes", "prompt") as bar:
             for start in range(0, len(new), step):
@@ -158,7 +158,7 @@ class Encoder:
     @torch.no_grad()
     def _encode_texts(self, texts: Sequence[str], bar: tqdm) -> Tensor:
         tokens = self.tokenizer(list(texts))
-        # Texts of similar length share a batch, which is as long as its longest text.
+        # Texts are sorted by length, because a batch has the length of its longest text.
         order = self._text_encoder.lengths(tokens).argsort(stable=True)
         embeddings = []
         for rows in order.split(self.batch_size):
@@ -169,7 +169,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """Return the progress bar of one task, below the bar of all tasks."""
+        """Return a progress bar for one task. It is shown below the bar of all tasks."""
         place: dict[str, Any] = {"position": 1, "leave": False, "delay": 1, "disable": not self.show_progress}
         return progress_bar(total=total, desc=description, unit=unit, **place)
 
@@ -180,7 +180,7 @@ class Encoder:
 
 def _unit(features: Tensor, what: str) -> Tensor:
     features = F.normalize(features.float(), dim=-1)
-    # Every comparison with NaN is false, so the target would rank first.
+    # Every comparison with NaN is False, so NaN embeddings would rank every target first.
     if not torch.isfinite(features).all():
         raise ValueError(f"The model returns non-finite {what} embeddings: its weights are broken or overflow.")
     return features

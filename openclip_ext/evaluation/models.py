@@ -1,4 +1,4 @@
-"""Load the model to evaluate: any OpenCLIP model and checkpoint, also checkpoints with projection heads."""
+"""Load the model to evaluate: any OpenCLIP model with any checkpoint, also with projection heads."""
 
 import ast
 import copy
@@ -18,7 +18,7 @@ from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
-# Options of open_clip.create_model_and_transforms that a checkpoint may have been trained with.
+# Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
 MODEL_OPTIONS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length",
     "image_mean", "image_std", "image_interpolation", "image_resize_mode",
@@ -29,8 +29,8 @@ class ModelError(ValueError):
     """A model or checkpoint cannot be loaded."""
 
 
-# A module with ``visual``, ``encode_image`` (images ``(B, 3, H, W)`` to ``(B, d)``) and ``encode_text`` (tokens
-# ``(B, context_length)`` int64 to ``(B, d)``), as OpenCLIP's models.
+# A module like OpenCLIP's models. It has ``visual``, ``encode_image`` (from images ``(B, 3, H, W)`` to ``(B, d)``) and
+# ``encode_text`` (from tokens ``(B, context_length)`` int64 to ``(B, d)``).
 ImageTextModel = Any
 
 
@@ -43,7 +43,7 @@ class LoadedModel:
     tokenizer: Callable[[list[str]], Tensor]  # texts -> ``(B, context_length)`` int64
     name: str
     checkpoint: str  # path or pretrained tag of the weights
-    config: dict[str, Any]  # architecture and preprocessing, which affect the scores
+    config: dict[str, Any]  # architecture and preprocessing, because both affect the scores
     weights_sha256: str  # digest of all parameters and buffers
 
     @property
@@ -59,17 +59,17 @@ def load_model(
     model_config: str | Path | None = None,
     **options: Any,
 ) -> LoadedModel:
-    """Load an OpenCLIP model with its weights, ready to evaluate.
+    """Load an OpenCLIP model with its weights, in evaluation mode.
 
     Args:
-        name: OpenCLIP's model name; ``hf-hub:`` and ``local-dir:`` names have their own weights.
-        checkpoint: a file, or a pretrained tag of the model. None is only for ``hf-hub:`` and ``local-dir:`` names.
-        model_config: JSON of a model that OpenCLIP does not ship; the file's name is the model's name.
-        **options: arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). They replace those in
-            the ``params.txt`` of the checkpoint's run, except if None.
+        name: OpenCLIP's model name. ``hf-hub:`` and ``local-dir:`` names include weights.
+        checkpoint: A file, or a pretrained tag of the model. None is only valid for ``hf-hub:`` and ``local-dir:`` names.
+        model_config: JSON file of a model that OpenCLIP does not contain. The file's name is the model's name.
+        **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
+            None replace those in the ``params.txt`` of the checkpoint's run.
 
-    ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. HeadsError for an
-    unknown kind of projection heads.
+    ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. HeadsError if the
+    kind of projection heads is unknown.
     """
     add_model_configs()
     if model_config is not None:
@@ -80,7 +80,7 @@ def load_model(
     is_file = source is not None and Path(source).is_file()
     run_options = _options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
-    # Configuration and options of the architecture, which differ between models of the same name.
+    # Two models of the same name may differ in architecture, so the result contains its configuration and options.
     config: dict[str, Any] = {"options": options}
     if not _is_folder(name):
         config["model"] = open_clip.get_model_config(name.replace("/", "-"))
@@ -92,10 +92,10 @@ def load_model(
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
         logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
     if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
-        # Stock configurations lack the sigmoid loss's bias, so strict loading would reject the checkpoint.
+        # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)
-    # OpenCLIP ignores a file next to a hf-hub: or local-dir: name, and resizes a timm tower only after it has loaded the
-    # file. A run's checkpoint already has the run's sizes, so it is loaded last.
+    # Two cases need the file to be loaded after OpenCLIP has created the model. With hf-hub: and local-dir: names, OpenCLIP
+    # ignores a file. And it resizes a timm tower after loading, but a run's checkpoint already has the run's sizes.
     is_late = is_file and (_is_folder(name) or bool(run_options))
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
@@ -120,7 +120,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
-    """Return the checkpoint in the form that ``pretrained`` takes."""
+    """Return the checkpoint as OpenCLIP's argument ``pretrained``; ModelError if it is missing or unknown."""
     if checkpoint is not None and Path(checkpoint).is_file():
         return str(checkpoint)
     if _is_folder(name):
@@ -144,13 +144,13 @@ def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             return content.get("state_dict", content), content.get(HEADS_KEY)
-        except Exception:  # it may be an old or scripted file; OpenCLIP loads it or reports the error
+        except Exception:  # OpenCLIP can load files of other formats (old, scripted), or reports the error
             pass
     return {}, None
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:
-    """Return the content of OpenCLIP's ``params.txt`` in a checkpoint's run folder, if there is one."""
+    """Return the content of OpenCLIP's ``params.txt`` in a checkpoint's run folder; empty if there is no such file."""
     path = Path(source or "").parent.parent / "params.txt"
     if not path.is_file():
         return {}
@@ -165,9 +165,9 @@ def _options_of_run(source: str | None) -> dict[str, Any]:
         if option in MODEL_OPTIONS and text not in ("None", "False"):
             try:
                 value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):  # a word
+            except (ValueError, SyntaxError):  # a word without quotes
                 value = text
-            # OpenCLIP writes a single image size as 224 or as [224].
+            # OpenCLIP writes a single image size as 224 or [224].
             found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value
     return found
 

@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor
 
-# Elements of the similarity matrix at a time: 64 MiB of float32.
+# Elements of the similarity matrix that are computed at a time: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
 
 
 def ranks_of_best_match(
     queries: Tensor, items: Tensor, query_labels: Tensor, item_labels: Tensor, ties_by_index: bool = False
 ) -> Tensor:
-    """Count for each query the other labels' items that rank before its best match, an item of its own label.
+    """Return each query's rank: the number of items with other labels that rank before the best item with its own label.
 
-    Similarities that are not finite count against the query: such a match ranks last, and such another item first.
+    A similarity that is not finite counts against the query: its match ranks last, and another item ranks first.
 
     Args:
-        queries, items: ``(Q, d)`` and ``(N, d)``.
-        query_labels, item_labels: ``(Q,)`` and ``(N,)``. Each query needs at least one item of its label.
-        ties_by_index: whether items that tie with the match rank by index, as under ``argmax``. False (default) means that
-            half of them rank before it, so that constant embeddings score chance.
+        queries, items: Embeddings ``(Q, d)`` and ``(N, d)``.
+        query_labels, item_labels: ``(Q,)`` and ``(N,)``. Each query needs at least one item with its label.
+        ties_by_index: Whether items that tie with the match rank by index, as in ``argmax``. False (default) means that half
+            of them rank before the match, so constant embeddings score at chance.
 
-    Returns ``(Q,)`` float64, 0 if the match ranks first.
+    Returns ``(Q,)`` float64; 0 means that the match ranks first.
     """
     index = torch.arange(len(items), device=items.device)
     rows = max(1, _CHUNK_ELEMENTS // max(1, len(items)))

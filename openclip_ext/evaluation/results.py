@@ -1,7 +1,7 @@
-"""Store and average results. ``eval_results.jsonl`` has one line for each task in DataComp's format, and only one run's lines.
+"""Store and average results. ``eval_results.jsonl`` has one line per task, in DataComp's format, of one run only.
 
-So DataComp's ``aggregate_scores.py`` can read the file, and the numbers of two models never mix. Lines of other runs move to
-``eval_results.RUN.jsonl`` in the same folder, and return when that run continues.
+So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in
+the same folder, earlier lines move to ``eval_results.RUN.jsonl``. They return when their run continues.
 """
 
 import hashlib
@@ -17,24 +17,24 @@ from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
-if TYPE_CHECKING:  # reading results needs neither OpenCLIP nor scikit-learn, which take seconds to import
+if TYPE_CHECKING:  # reading results needs no OpenCLIP and no scikit-learn; their import takes seconds
     from openclip_ext.evaluation.classification import TaskResult
     from openclip_ext.evaluation.models import LoadedModel
 
 RESULTS_FILE, _LOCK_FILE = "eval_results.jsonl", ".eval_results.jsonl.lock"
-# Stands for the digest of lines without a run.
+# Replaces the digest for lines that contain no run.
 UNKNOWN_RUN = "unknown"
-# Must change whenever the same weights may get other numbers on the same data.
+# Change this name whenever a code change may give the same weights other scores on the same data.
 PROTOCOL = "datacomp-2"
 
 
 def config_digest(config: Any) -> str:
-    """Return a short digest of any JSON content."""
+    """Return a short digest of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) -> dict[str, str]:
-    """Return what a result depends on except its data; with ``any_size``, the data may have other sizes than DataComp's."""
+    """Return what a result depends on, without the data. ``any_size``: whether data sizes may differ from DataComp's."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,
@@ -45,10 +45,10 @@ def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) 
 
 
 class ResultFile:
-    """The results of one run (see `run_identity`) in a folder, also for several processes at a time.
+    """The results of one run (see `run_identity`) in a folder. Several processes can use it at the same time.
 
-    Every change writes a new file under a lock and renames it into place, so a killed process leaves the old file.
-    ``checkpoint`` is for information only.
+    Every change writes a new file under a lock, then renames it, so a killed process leaves the old file intact.
+    ``checkpoint`` is only stored for information.
     """
 
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
@@ -58,9 +58,9 @@ class ResultFile:
         self._run_id = _run_id({"run": run})
 
     def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool = False) -> list[Task]:
-        """Return the tasks to evaluate: without a result of this run, or whose data has changed since.
+        """Return the tasks to evaluate: those without a result of this run, and those whose data has changed.
 
-        Lines of other runs move out of the result file, and earlier lines of this run into it.
+        Lines of other runs are moved out of the result file, and earlier lines of this run are moved back.
         """
         by_run: dict[str, list[dict[str, Any]]] = {self._run_id: []}
         with held(self.folder, _LOCK_FILE, timeout=-1):
@@ -74,7 +74,7 @@ class ResultFile:
                 data = own.get(task.key, {}).get("data")
                 if overwrite or data is None or data != fingerprint(data_dir / task.folder):
                     todo.append(task)
-                    own.pop(task.key, None)  # if the evaluation fails, no older number may replace its result
+                    own.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
             for run_id, lines in by_run.items():
                 _write(self._aside(run_id), lines)
             _write(self.path, list(own.values()))
@@ -98,7 +98,7 @@ class ResultFile:
             "seconds": round(seconds, 3),
         }
         with held(self.folder, _LOCK_FILE, timeout=-1):
-            # If another run has taken over the file in the meantime, the result goes where `prepare` finds it.
+            # If another run has started in the folder since, write to this run's own file, where `prepare` finds the line.
             is_own = all(_run_id(other) == self._run_id for other in read_results(self.path))
             path = self.path if is_own else self._aside(self._run_id)
             _write(path, [*(other for other in read_results(path) if other["key"] != task.key), line])
@@ -118,13 +118,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def _run_id(line: dict[str, Any]) -> str:
-    """Return the short name of a line's run for file names."""
+    """Return a short id of a line's run, for file names."""
     run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
     return config_digest(run)[:8] if run else UNKNOWN_RUN
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    # DataComp's own harness writes NaN, which is not JSON.
+    # `json_lines` writes valid JSON: DataComp's own harness writes NaN, which JSON does not have.
     content = "".join(json_lines.dumps(line) + "\n" for line in lines)
     write_atomically(path, lambda stream: stream.write(content.encode()))
 
@@ -135,13 +135,13 @@ def _names(keys: Sequence[str], most: int = 5) -> str:
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the finite main metrics of the lines of a result file by key; DataComp's own files may contain NaN."""
+    """Return the finite main metrics of result lines, by task key. NaN, which DataComp's own files may contain, is omitted."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
     return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
 
 def averages(scores: Mapping[str, float]) -> dict[str, tuple[float | None, tuple[str, ...]]]:
-    """Return by a group's title the average of the main metrics, None if some are missing, and the missing keys."""
+    """Return, by group title, the average of the main metrics (None if some are missing) and the missing keys."""
     found = {}
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
@@ -165,7 +165,7 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:
-    """Return whether the size of a result's data is not DataComp's (``--allow-size-mismatch``)."""
+    """Return whether a result's data has another size than DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
     return task is not None and line.get("found", task.size) != task.size
 
@@ -173,7 +173,7 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
 def summary_text(
     lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
 ) -> str:
-    """Return the final text: the main metric of every task, the averages, and what was not evaluated."""
+    """Return the final text: the main metric of each task, the averages, and the tasks without a result."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
     for task in (task for key, task in TASKS.items() if key in by_key):

@@ -1,7 +1,7 @@
-"""Score image-text retrieval, and WinoGAViL's choice of images for a cue.
+"""Score image-text retrieval and WinoGAViL (choosing the images that belong to a cue).
 
-DataComp reads these sets with the `datasets` library, which passes the stored image to OpenCLIP's transform. Its
-classification sets come through webdataset, which converts to RGB first.
+As in DataComp, images of these sets are not converted to RGB before OpenCLIP's transform: DataComp reads them with the
+`datasets` library. It reads classification sets with webdataset, which converts to RGB first.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from openclip_ext.evaluation.tasks import Task
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the recall of images for captions and of captions for images; DataError if the data must not be scored."""
+    """Compute the recall of image retrieval (by caption) and of text retrieval (by image); DataError if the data is faulty."""
     spec = SampleFormat(captions=True, convert_first=False)
     found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     texts = encoder.encode_texts([caption for own in found.captions for caption in own])
@@ -29,9 +29,10 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
-    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1`` of unit embeddings ``(N, d)`` and ``(M, d)``.
+    """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
 
-    ``owners`` ``(M,)`` are the images of the captions. In text retrieval, any caption of the image counts.
+    ``images`` ``(N, d)`` and ``texts`` ``(M, d)`` are unit embeddings. ``owners`` ``(M,)`` contains the number of each
+    caption's image. In text retrieval, any caption of the image is right.
     """
     numbers = torch.arange(len(images), device=owners.device)
     ranks = {
@@ -46,9 +47,9 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the Jaccard index of the k images nearest to the cue, where k is the number of associations.
+    """Compute the Jaccard index between the k images nearest to the cue and the k associated images.
 
-    An instance is skipped if one of its images does not decode.
+    k is the number of associations. An instance is skipped if one of its images does not decode.
     """
     instances = read_instances(folder)
     spec = SampleFormat(convert_first=False)
@@ -77,7 +78,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Average the Jaccard index overall and by number of candidates. None means no such instance."""
+    """Average the Jaccard index over all instances, and by number of candidates. None means that there are no instances."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

@@ -12,7 +12,7 @@ from openclip_ext.files.schema import read_as
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's ``config.json``; UsageError if there is none."""
+    """Return the content of a run's ``config.json``; UsageError if the file is missing or not a configuration."""
     path = folder / "config.json"
     try:
         config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
@@ -26,7 +26,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return a checkpoint file itself, and of a run folder the newest readable one; UsageError if there is none."""
+    """Return the path itself if it is a file, or a run folder's newest readable checkpoint; UsageError if there is none."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []
@@ -35,7 +35,7 @@ def newest_checkpoint(path: Path) -> Path:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             found.append((content["epoch"], content.get("step", 0), file))
         except Exception as error:  # torch.load raises many types for a corrupt file
-            logging.warning(f"Passing over a checkpoint: {file} cannot be read ({type(error).__name__})")
+            logging.warning(f"Checkpoint skipped: {file} cannot be read ({type(error).__name__})")
     if not found:
         raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
     return max(found)[-1]

@@ -1,4 +1,4 @@
-"""Evaluate one task: score its data, and reject data that is not DataComp's."""
+"""Evaluate one task: score its data, and reject data that differs from DataComp's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +10,11 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.retrieval import evaluate_retrieval, evaluate_winogavil
 from openclip_ext.evaluation.tasks import Task
 
-# Tolerated images that do not decode: a number, or a share of the data set if the share is larger.
+# Accepted number of images that do not decode: the larger of this number and this fraction of the data set.
 MAX_SKIPPED = 10
 MAX_SKIPPED_SHARE = 0.01
 
-# By kind of task; every other kind is a classification.
+# Evaluation function by kind of task. All other kinds are classification.
 EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
     "faces": evaluate_faces,
     "retrieval": evaluate_retrieval,
@@ -23,9 +23,9 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 
 
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score one task, including its ``main_metric``; with ``any_size`` also data whose size is not DataComp's.
+    """Score one task, including its ``main_metric``. ``any_size``: whether the data's size may differ from DataComp's.
 
-    DataError if the data is missing, corrupt, or not DataComp's; ValueError if the model's embeddings are not finite.
+    DataError if the data is missing, corrupt, or differs from DataComp's. ValueError if the embeddings are not finite.
     """
     evaluate = EVALUATORS.get(task.kind, evaluate_classification)
     result = evaluate(task, Path(data_dir) / task.folder, encoder, any_size)

@@ -1,7 +1,7 @@
 """Score zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
-Classification uses the images with one item, and averages prompts over backgrounds. Retrieval and the relation task use the
-complete captions, because training captions omit so many words that most of them match several images.
+Classification uses the images with one item, and averages the embeddings of prompts with different backgrounds. Retrieval and
+the relation task use complete captions: most training captions omit so many words that they match several images.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from openclip_ext.files.writing import output_path
 from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
-# A class is described without a background, and on every background.
+# The prompts of a class: one without a background, and one for each background.
 _TEMPLATES = ("{c}", *(f"{{c}} on {background}" for background in shapes.BACKGROUNDS))
 
-# Metric -> its title, and the score of guessing (None if it depends on the captions).
+# Metric -> its title, and the score of random guessing (None if the score depends on the captions).
 _METRICS: dict[str, tuple[str, float | None]] = {
     "shape-top1": ("zero-shot shape", 1 / len(shapes.SHAPES)),
     "color-top1": ("zero-shot color", 1 / len(shapes.COLORS)),
@@ -50,7 +50,7 @@ class ShapesSample(NamedTuple):
 
 
 def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]:
-    """Return the accuracies between 0 and 1 of all tasks."""
+    """Return the scores of all tasks, between 0 and 1."""
     stored = [sample.image for sample in samples]
     images = encoder.embed_images(stored, SampleFormat(), "demo").values["image"]
     single = [sample.scene for sample in samples if sample.scene.relation is None]
@@ -65,7 +65,7 @@ def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]
 
 
 def chance(samples: Sequence[ShapesSample]) -> dict[str, float]:
-    """Return the score of guessing in each metric of `score`."""
+    """Return the score of random guessing for each metric of `score`."""
     captions = _candidates(samples)
     recall = sum(captions.count(caption) for caption in captions) / len(captions) ** 2
     return {name: recall if value is None else value for name, (_, value) in _METRICS.items()}
@@ -77,7 +77,7 @@ def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
 
 def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[str, float]:
     def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
-        """Return ``(N,)`` whether each image is nearest to its class; ``phrases`` describe the classes."""
+        """Return ``(N,)`` whether each image's nearest class is right. ``phrases`` describes the classes in words."""
         names = [f"{'an' if words[0] in 'aeiou' else 'a'} {words}" for words in phrases.values()]
         weights = encoder.class_embeddings(names, _TEMPLATES)
         wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
@@ -92,7 +92,7 @@ def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[s
 
 
 def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
-    """Return how often the caption with the true relation beats the same caption with each of the three others."""
+    """Return how often the caption with the true relation scores higher than the captions with the other three relations."""
     texts = encoder.encode_texts(
         [shapes.describe(scene, relation) for scene in scenes for relation in shapes.RELATIONS]
     )
@@ -102,7 +102,7 @@ def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) 
 
 
 def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str, float]:
-    """Return recall at 1; any equal caption is right."""
+    """Return recall at 1. Every caption that equals the image's own caption counts as right."""
     texts = encoder.encode_texts(captions)
     labels = torch.tensor([captions.index(caption) for caption in captions], device=texts.device)
     ways = {"image-to-text-R@1": (images, texts), "text-to-image-R@1": (texts, images)}
@@ -111,7 +111,7 @@ def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
-    """Read the scenes and captions of all shards of a folder."""
+    """Read the samples of all shards in a folder; ValueError if they are not the demo set's test split."""
     samples = []
     for shard in sorted(data_dir.glob("*.tar")):
         for found in read_shard(shard, frozenset({"json"})):
@@ -134,7 +134,7 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
 
 
 def format_table(columns: dict[str, dict[str, float]]) -> str:
-    """Format a Markdown table with a row for each metric and a column for each model."""
+    """Format a Markdown table with one row per metric and one column per model."""
     width = max(len(title) for title, _ in _METRICS.values())
     lines = [f"| {'':{width}} | " + " | ".join(f"{title:>9}" for title in columns) + " |"]
     lines.append(f"|:{'-' * width}-|" + "|".join("-" * 10 + ":" for _ in columns) + "|")
@@ -153,7 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with the shards of the test split")
     parser.add_argument("--model", default="demo-resnet", help="name of an OpenCLIP model configuration")
     parser.add_argument(
-        "--checkpoint", nargs="+", default=[], help="training checkpoints; without one, random weights are scored"
+        "--checkpoint",
+        nargs="+",
+        default=[],
+        help="training checkpoints; without a checkpoint, random weights are scored",
     )
     parser.add_argument("--untrained", action="store_true", help="also score random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -162,13 +165,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_name(checkpoint: Path) -> str:
-    """Return the run's name in ``LOGS/NAME/checkpoints/FILE``, or the file's name in another folder."""
+    """Return NAME for a path ``LOGS/NAME/checkpoints/FILE``, and the file's name for other paths."""
     folder = checkpoint.absolute().parent
     return folder.parent.name if folder.name == "checkpoints" else checkpoint.name
 
 
 def main(argv: list[str]) -> None:
-    """Score the checkpoints, or random weights, or both, and print the table."""
+    """Score the checkpoints, random weights, or both; print the table."""
     args = _parser().parse_args(argv)
     add_model_configs()
     samples = read_samples(args.data_dir)

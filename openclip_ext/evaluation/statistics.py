@@ -1,4 +1,4 @@
-"""Compute paired differences of two losses, with intervals that cover the seeds and the size of the validation set."""
+"""Compute paired differences of two losses. Their intervals cover the choice of seeds and of validation samples."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences over seeds and samples; 95 % interval for other seeds and other such samples."""
+    """The mean of paired differences over seeds and samples, and its 95 % interval over both."""
 
     mean: float
     low: float
@@ -23,17 +23,17 @@ class Difference:
 
 
 def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of at least two seeds' differences, by Student's t."""
+    """Return the 95 % interval of the mean difference, by Student's t. There is one difference per seed, at least two."""
     mean = statistics.fmean(differences)
     half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean - half, mean + half
 
 
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
-    """Compute the difference of two losses' scores ``(S, N)`` on the same samples with the same seeds.
+    """Compute the difference of two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
 
-    The interval adds two independent sources of chance, both by Student's t: the seeds, and the samples in groups, because
-    samples of equal captions are right or wrong together. None if there are fewer than two seeds or groups.
+    The interval combines two independent sources of chance, both by Student's t: seeds, and groups of samples. Samples with
+    equal captions form a group, because they are right or wrong together. None for fewer than two seeds or groups.
     """
     difference = (first - second).double()
     seeds = len(difference)
@@ -47,13 +47,13 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
 
 
 def group_numbers(names: Sequence[str]) -> list[int]:
-    """Return a number for each name; equal names have equal numbers."""
+    """Return a group number for each name. Equal names have equal numbers."""
     number = {name: place for place, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]
 
 
 def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
-    """Return half the width of the 95 % interval of the mean of ``(N,)`` values in groups; None if there is one group."""
+    """Return half the width of the 95 % interval of the mean of grouped values ``(N,)``; None if there is only one group."""
     place = torch.as_tensor(groups).unique(return_inverse=True)[1]
     count = int(place.max()) + 1
     if count < 2:
@@ -63,5 +63,5 @@ def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
 
 
 def student_t(freedom: int) -> float:
-    """Return half the width of the central 95 % of Student's t with ``freedom`` degrees of freedom."""
+    """Return half the width of the central 95 % interval of Student's t with ``freedom`` degrees of freedom."""
     return float(special.stdtrit(freedom, (1 + _CONFIDENCE) / 2))  # scipy.stats takes seconds to import

@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """An evaluator of the tasks whose data exist."""
+    """Evaluator of the tasks whose data exist."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -27,11 +27,11 @@ class DataCompSuite:
     make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure an OpenCLIP model in evaluation mode, not wrapped in DDP; a task that fails is logged and excluded.
+        """Evaluate an OpenCLIP model. It is in evaluation mode and not wrapped in DDP. A failed task is logged and excluded.
 
         Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
         """
-        # Each call needs a new encoder, because the cached class embeddings belong to other weights.
+        # Each call needs a new encoder, because cached class embeddings belong to the earlier weights.
         encoder = self.make_encoder(model)
         scores = {}
         for task in self.tasks:
@@ -40,7 +40,9 @@ class DataCompSuite:
             except Exception as error:
                 logging.error(f"{task.name} failed and is excluded: {error}")
                 continue
-            if value is not None:  # undefined, for example without instances of WinoGAViL with 10 or 12 candidates
+            if (
+                value is not None
+            ):  # None means undefined, for example if WinoGAViL has no instance with 10 or 12 candidates
                 scores[task.key] = value
         complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
         return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
@@ -49,13 +51,13 @@ class DataCompSuite:
 def build_suite(
     suite: str, data_dir: str | Path, *, device: str | torch.device = "cpu", any_size: bool = False, **encoding: Any
 ) -> list[DataCompSuite]:
-    """Build the evaluators of a training, each with ``name`` and ``run(model) -> dict[str, float]``.
+    """Build the evaluators of a training run, each with ``name`` and ``run(model) -> dict[str, float]``.
 
     Args:
-        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 with a main metric), or another name of `SUITES`;
-            ValueError if it is unknown or has no data in ``data_dir``. The log reports missing tasks.
-        data_dir: folder with the ``wds_*_test`` folders.
-        any_size: whether to score data whose size is not DataComp's.
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 tasks with a main metric), or another key of `SUITES`.
+            ValueError if it is unknown, or none of its data is in ``data_dir``. Missing tasks are logged.
+        data_dir: Folder with the ``wds_*_test`` folders.
+        any_size: Whether to score data whose size differs from DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.
     """
     if suite not in SUITES:

@@ -1,6 +1,6 @@
-"""List the 40 tasks of DataComp's evaluation (Gadre et al., 2023).
+"""The 40 tasks of DataComp's evaluation (Gadre et al., 2023).
 
-The average is over the 38 tasks that have a main metric.
+DataComp's average is over the 38 tasks that have a main metric.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ class Task:
     name: str
     size: int  # number of scored items: images, or instances for WinoGAViL
     classes: int | None = None  # number of entries in ``classnames.txt``, if DataComp states it
-    main_metric: str | None = "acc1"  # what enters the average
-    kind: str = "classification"  # how it is evaluated, see ``openclip_ext/evaluation/runner.py``
-    metadata: tuple[str, ...] = ()  # columns of the samples' ``.npy``
+    main_metric: str | None = "acc1"  # the metric in DataComp's average; None means the task is not in the average
+    kind: str = "classification"  # selects the evaluation function, see ``openclip_ext/evaluation/runner.py``
+    metadata: tuple[str, ...] = ()  # names of the columns of each sample's ``.npy``
 
     @property
     def folder(self) -> str:
-        """Name of the data set's folder, without a ``fairness/`` prefix but with others."""
+        """Name of the data set's folder. A prefix ``fairness/`` is removed; other prefixes are part of the name."""
         return f"wds_{self.key.removeprefix('fairness/').replace('/', '-')}_test"
 
 
@@ -85,7 +85,8 @@ AVERAGED: tuple[str, ...] = tuple(key for key, task in TASKS.items() if task.mai
 
 _IMAGENET_SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
 
-# Title in the summary -> keys. "VTAB" and "ImageNet dist. shifts" are the groups of DataComp's aggregate_scores.py.
+# A group's title in the summary -> keys of its tasks. DataComp's aggregate_scores.py defines the groups "VTAB" and
+# "ImageNet dist. shifts".
 GROUPS: dict[str, tuple[str, ...]] = {
     "DataComp average (38)": AVERAGED,
     "ImageNet 1k": ("imagenet1k",),
@@ -98,7 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fairness (Dollar Street, GeoDE)": ("fairness/dollar_street", "fairness/geode"),
 }
 
-# Names that --tasks accepts besides keys and task names. "quick" is for evaluation during training (40,754 images).
+# Suites of tasks, whose names --tasks also accepts. "quick" is for evaluation during training (40,754 images).
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),
@@ -111,7 +112,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
-    """Return the chosen tasks in the order of the list, without repeats; no names mean all 40.
+    """Return the tasks with these names, without repeats, in the order of `TASKS`. None means all 40.
 
     A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
     (``imagenet``, ``quick``, ...).

@@ -1,7 +1,7 @@
-"""Encode texts without their padding, and make OpenCLIP's causal text tower smaller.
+"""Encode texts without their padding, and shrink OpenCLIP's causal text tower.
 
-OpenCLIP pads every text to the context length of 77 tokens, but a prompt has about 15. A causal text tower that pools at the
-end-of-text token ignores all later tokens, so they can be cut off.
+OpenCLIP pads every text to the context length of 77 tokens, although a prompt has about 15. A causal text tower that pools at
+the end-of-text token ignores all later tokens, so they can be removed.
 """
 
 import logging
@@ -16,19 +16,19 @@ from openclip_ext.evaluation.models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 
-# Lengths are multiples of this many tokens, for few different shapes.
+# Lengths are rounded up to multiples of this many tokens, to have few different tensor shapes.
 _STEP = 8
 _CHECKED_TEXTS = 8
-# Lowest cosine between the two results at which they count as equal, by dtype.
+# Lowest cosine similarity, by dtype, at which embeddings with and without padding count as equal.
 _AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
 _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
 class TextEncoder(nn.Module):
-    """``model.encode_text`` for only as many tokens as the longest text of the batch has.
+    """``model.encode_text`` without the padding after the longest text of the batch.
 
-    Texts are cut only if the tower is recognized as causal with pooling at the end-of-text token. The first texts are
-    encoded both ways; if the results differ, all texts are encoded in full.
+    Padding is removed only if the tower is recognized as causal, with pooling at the end-of-text token. The first texts are
+    encoded with and without padding; if the embeddings differ, all texts are encoded with padding.
     """
 
     def __init__(self, model: ImageTextModel):
@@ -38,7 +38,7 @@ class TextEncoder(nn.Module):
         self._is_checked = False
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """Encode ``(B, context_length)`` int64 to ``(B, d)``."""
+        """Encode tokens ``(B, context_length)`` int64 to embeddings ``(B, d)``."""
         longest = int(self.lengths(tokens).max())
         length = min(-(-longest // _STEP) * _STEP, tokens.shape[1])
         if length < tokens.shape[1] and not self._is_checked:
@@ -51,14 +51,14 @@ class TextEncoder(nn.Module):
         return self._cut(tokens, length)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Encode full texts; a module's ``forward`` is what ``functional_call`` calls."""
+        """Encode texts with padding. It is called ``forward`` because ``functional_call`` calls this method."""
         return self.model.encode_text(tokens)
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Count the tokens that each text needs: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
+        """Return the number of tokens in each text without padding: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
-        # The end-of-text token has the largest number, by which the tower itself finds it.
+        # As in the tower itself, the end-of-text token is found as the largest token number.
         return tokens.argmax(dim=-1) + 1
 
     def _cut(self, tokens: Tensor, length: int) -> Tensor:
@@ -71,23 +71,23 @@ class TextEncoder(nn.Module):
         full = self(tokens)
         try:
             cut = self._cut(tokens, length)
-        except (RuntimeError, ValueError):  # shapes that this tower does not accept
+        except (RuntimeError, ValueError):  # the tower does not accept the shorter shape
             return False
         least = _AGREEMENT.get(full.dtype, _AGREEMENT_IN_FLOAT32)
         return bool((F.cosine_similarity(full.float(), cut.float()) >= least).all())
 
 
 def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Find the module whose texts are causal and pooled at the end-of-text token, so that later positions have no effect.
+    """Find a causal text tower that pools at the end-of-text token, so later positions have no effect.
 
-    Returns the prefix of its parameters' names in the model, and the module. None means a tower of another kind.
+    Returns the prefix of the tower's parameter names in the model, and the tower. None if the model has no such tower.
     """
     for name, module in model.named_modules():
         pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
         mask, positions = getattr(module, "attn_mask", None), getattr(module, "positional_embedding", None)
         if pooling != "argmax" or not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
             continue
-        if getattr(module, "cls_emb", None) is not None:  # CoCa: a class token after the padding
+        if getattr(module, "cls_emb", None) is not None:  # CoCa has a class token after the padding, which must stay
             continue
         causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
         if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
@@ -103,10 +103,10 @@ def _cut_positions(tower: Any, length: int) -> dict[str, Tensor]:
 def shrink(tower: Any, vocabulary: Tensor, length: int) -> None:
     """Remove unused tokens, and positions after the longest text, from a causal tower, in place.
 
-    It stays the same function of these texts and learns the same, in a fifth to a quarter less time.
+    The outputs and the gradients for these texts do not change. A training step takes a fifth to a quarter less time.
 
-    ``vocabulary`` ``(V,)`` are the tokens that occur, ascending, ``length`` those of the longest text. Give texts as positions
-    in the vocabulary, so that the end-of-text token stays the largest number.
+    ``vocabulary`` ``(V,)`` contains the ascending tokens that occur, and ``length`` is the number of tokens of the longest
+    text. Later inputs must be positions in ``vocabulary``; the end-of-text token then still has the largest number.
     """
     weight = tower.token_embedding.weight
     tower.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)

@@ -1,4 +1,4 @@
-"""Read what the training in a run folder logged, and make charts of it."""
+"""Read the training log in a run folder, and draw charts of it."""
 
 import math
 import statistics
@@ -12,10 +12,10 @@ from openclip_ext.files import json_lines
 from openclip_ext.pages.charts import Chart, Curve
 
 METRICS_FILE = "metrics.jsonl"
-# Prefix of DataComp's tasks and averages among the metrics.
+# Prefix of the metrics that are DataComp's tasks and averages.
 SUITE_PREFIX = "datacomp/"
-_POINTS = 40  # of a curve of logged steps
-# Charts of logged steps: the title, and the keys of the curve and of the lower and upper end of its band.
+_POINTS = 40  # maximum number of points of a curve
+# Charts of logged steps: title, and the log keys of the curve, of its band's lower end and of its upper end.
 _INFONCE = "InfoNCE of the batch"
 _LOGGED = (
     (_INFONCE, "infonce", "infonce", "infonce"),
@@ -35,7 +35,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of a run folder, in order; ``settings`` are flags and options of the loss, empty without ``config.json``."""
+    """The log of a run folder. ``settings`` contains flags and options of the loss; it is empty without ``config.json``."""
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ class TrainingLog:
 
 
 def read_log(folder: Path) -> TrainingLog:
-    """Read the log of a run folder; it has no steps if nothing is logged yet."""
+    """Read the log of a run folder. It has no steps if nothing has been logged yet."""
     settings: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = read_config(folder)
@@ -62,12 +62,12 @@ def read_log(folder: Path) -> TrainingLog:
 
 
 def metric_names(logs: Iterable[TrainingLog]) -> list[str]:
-    """Return the names of all metrics of validation."""
+    """Return the names of all validation metrics."""
     return list(dict.fromkeys(name for log in logs for found in log.validations for name in found.values))
 
 
 def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence[str]) -> list[Chart]:
-    """Return charts of the logged steps and of some metrics of validation; the repeats of a run have one color."""
+    """Return charts of the logged steps and of the given validation metrics. All repeats of a run have the same color."""
     named = [(name, color, log) for color, (name, logs) in enumerate(runs.items()) for log in logs]
     charts = {title: [_step_curve(*place, *keys) for place in named] for title, *keys in _LOGGED}
     for metric in metrics:
@@ -82,7 +82,7 @@ def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence
 
 
 def _step_curve(name: str, color: int, log: TrainingLog, key: str, low: str, high: str) -> Curve:
-    """Return up to :data:`_POINTS` points, each the mean and the range of its neighbors, the last at the end."""
+    """Return a curve of up to :data:`_POINTS` points. Each is the mean of neighboring steps, with a band of their range."""
     steps = [step for step in log.steps if step.get(key) is not None]
     size = max(1, math.ceil(len(steps) / _POINTS))
     points, band = [], []

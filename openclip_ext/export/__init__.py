@@ -1,1 +1,1 @@
-"""Export of a checkpoint as a folder that OpenCLIP and transformers load. Page: ``docs/fine-tuning.md``."""
+"""Export a checkpoint to a folder that OpenCLIP and transformers load. See ``docs/fine-tuning.md``."""

@@ -33,16 +33,18 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
 
     Args:
-        checkpoint: a file in ``checkpoints/`` of a run folder, or the run folder.
-        to: one of :data:`FORMATS`.
-        output: a new or empty folder.
+        checkpoint: A file in a run's ``checkpoints/``, or the run folder.
+        to: A key of :data:`FORMATS`.
+        output: A new or empty folder.
 
     Raises:
-        UsageError: the checkpoint or run is missing, the folder is not empty, or the format does not support the model.
-        ValueError: another process writes into the folder.
+        UsageError: The checkpoint or run is missing, the folder is not empty, or the format does not support the model.
+        ValueError: Another process is writing to the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):  # a failed export leaves its lock
+    if output.exists() and any(
+        file.name != ".lock" for file in output.iterdir()
+    ):  # a failed export leaves its lock file
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
@@ -64,8 +66,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
         save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
         if "hf_tokenizer_name" in model_config["text_cfg"]:
-            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP reads it from this folder
-        # A file with the model alone, such as best.pt, has an epoch and no step.
+            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP loads the tokenizer from this folder
+        # A file that contains only the model, such as best.pt, stores its epoch, but no step.
         unit = "epoch" if loaded.shared is None else "step"
         end = getattr(loaded.position, unit)
         lines = [line for line in read_log(run).steps if line[unit] < end]
@@ -73,7 +75,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
             plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
         card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
-        (output / ".lock").unlink()  # it is not for publication
+        (output / ".lock").unlink()  # the folder may be published, and does not need the lock file
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
@@ -90,7 +92,7 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command line."""
+    """Run the command line ``openclip-ext export``."""
     parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
     parser.add_argument("checkpoint", type=Path, help=file)

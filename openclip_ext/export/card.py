@@ -1,4 +1,4 @@
-"""The model card, from the files of the run folder."""
+"""Write the model card from the files of the run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,13 +32,13 @@ def model_card(
     results: Mapping[str, float],
     with_transformers: bool,
 ) -> str:
-    """Return the card as Markdown, without paths of the machine.
+    """Return the card as Markdown. It contains no paths of this machine.
 
     Args:
-        config: the run's ``config.json``.
-        logged: the last line of ``metrics.jsonl`` before the checkpoint; None if the folder has no figure of the run.
-        results: evaluations of the checkpoint.
-        with_transformers: whether the folder contains a ``CLIPModel``.
+        config: Content of the run's ``config.json``.
+        logged: The last line of ``metrics.jsonl`` before the checkpoint. None if there is no figure of the run's curves.
+        results: Evaluation results of the checkpoint, by metric.
+        with_transformers: Whether the folder contains a ``CLIPModel``.
     """
     flags, loss = config["flags"], config["loss"]
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
@@ -73,7 +73,7 @@ def model_card(
 
 
 def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the results of a checkpoint: of its epoch's evaluation, and of ``openclip-ext evaluate``."""
+    """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``."""
     found: dict[str, float] = {}
     position = checkpoint.position
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
@@ -86,7 +86,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _without_folder(value: Any) -> Any:
-    """Return only the name of a value that is a path of this machine, with its prefix ``local-dir:``; else the value."""
+    """Return a value; if it is a path on this machine, only the last part, with the prefix ``local-dir:`` if it has one."""
     if not isinstance(value, str):
         return value
     path = value.removeprefix("local-dir:")

@@ -1,4 +1,4 @@
-"""Conversion of a model of OpenCLIP, its tokenizer and its transform to ``transformers``."""
+"""Convert an OpenCLIP model, its tokenizer and its transform to ``transformers``."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openclip_ext.cli.errors import UsageError
 
-# Maximum difference of unit embeddings between the two implementations.
+# Maximum accepted difference between the unit embeddings of the two implementations.
 TOLERANCE = 1e-5
 _RENAMED = {
     "token_embedding.": "text_model.embeddings.token_embedding.",
@@ -40,10 +40,10 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
     """Write a folder for ``CLIPModel``, ``CLIPTokenizer`` and ``CLIPImageProcessor`` of ``transformers``.
 
     Args:
-        model: a model of OpenCLIP, on the CPU, in float32 and evaluation mode.
-        config: its configuration, as in OpenCLIP's JSON files.
-        tokenizer: its tokenizer.
-        folder: an existing folder.
+        model: An OpenCLIP model on the CPU, in float32 and evaluation mode.
+        config: The model's configuration, in the format of OpenCLIP's JSON files.
+        tokenizer: The model's tokenizer.
+        folder: An existing folder.
 
     Raises:
         UsageError: ``transformers`` is not installed, or does not support the model, its tokenizer or its transform.
@@ -72,10 +72,10 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return OpenCLIP's weights with the names of ``CLIPModel``; KeyError for a weight that it lacks."""
+    """Return OpenCLIP's weights with the names of ``CLIPModel``; KeyError if ``CLIPModel`` does not have a weight."""
     converted: dict[str, Tensor] = {}
     for full_name, value in state.items():
-        name = full_name.removeprefix("text.")  # the text tower of models with custom_text
+        name = full_name.removeprefix("text.")  # models with custom_text have this prefix in their text tower
         if name in _TRANSPOSED:
             converted[_TRANSPOSED[name]] = value.T.contiguous()
         elif block := _BLOCK.fullmatch(name):
@@ -102,7 +102,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return ``CLIPConfig``'s arguments, with sizes of the weights, and heads and activation of OpenCLIP's configuration."""
+    """Return ``CLIPConfig``'s arguments: sizes from the weights; heads and activation from OpenCLIP's configuration."""
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor])
 
 @torch.no_grad()
 def _difference(model: Any, clip: Any) -> float:
-    """Return the maximum difference of both models' unit embeddings of random images and texts."""
+    """Return the maximum difference between both models' unit embeddings, for random images and texts."""
     generator = torch.Generator().manual_seed(0)
     text_config, size = clip.config.text_config, clip.config.vision_config.image_size
     images = torch.randn(2, 3, size, size, generator=generator)
@@ -166,7 +166,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """Return tokens with their numbers, and merges, with ``CLIPTokenizer``'s names of the special tokens."""
+    """Return the token numbers by token, and the merges. Special tokens have the names that ``CLIPTokenizer`` uses."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}

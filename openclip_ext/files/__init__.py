@@ -1,1 +1,1 @@
-"""Atomic writing of files, JSON lines, JSON of a known schema."""
+"""Atomic writing of files, JSON lines, and JSON with a known schema."""

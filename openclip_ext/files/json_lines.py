@@ -1,4 +1,4 @@
-"""JSON without NaN, and logs of JSON lines, whose last line may be incomplete if a process was killed."""
+"""JSON without NaN, and logs of JSON lines. If a process was killed, the last line of a log may be incomplete."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from openclip_ext.files.writing import write_atomically
 
 
 def dumps(content: Any, **options: Any) -> str:
-    """Return content as JSON, with ``null`` for numbers that are not finite."""
+    """Convert content to JSON. Numbers that are not finite become ``null``."""
     return json.dumps(_finite(content), allow_nan=False, **options)
 
 
@@ -25,12 +25,12 @@ def _finite(content: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log without broken lines; empty if there is no file."""
+    """Return the lines of a log. Broken lines are skipped. Empty if there is no file."""
     return [content for _, content in _lines(path) if content is not None]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each line with its content; None if that is not a dictionary."""
+    """Yield each line with its content. The content is None if the line is broken or not a dictionary."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         content = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -39,7 +39,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the lines that ``keep`` rejects from a log, and broken lines with a warning."""
+    """Remove from a log the lines for which ``keep`` returns False. Broken lines are also removed, with a warning."""
     if not path.is_file():
         return
     kept, broken = [], 0
@@ -49,7 +49,7 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
                 broken += 1
             elif keep(content):
                 kept.append(line + "\n")
-        except TypeError:  # a step that is not a number
+        except TypeError:  # the line has a step that is not a number
             broken += 1
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")

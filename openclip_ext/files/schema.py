@@ -1,4 +1,4 @@
-"""JSON of a known schema, checked when a file is read."""
+"""Check JSON against a schema when a file is read."""
 
 import types
 from dataclasses import MISSING, fields, is_dataclass
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def read_as(kind: type[T], value: Any, where: str) -> T:
-    """Check a value from ``json.loads``, and build dataclasses from it.
+    """Check a value from ``json.loads``, and convert it to dataclasses.
 
     Args:
-        kind: a dataclass or TypedDict of ``bool``, ``int``, ``float``, ``str``, ``list[X]``, ``tuple[X, Y]`` (a list in JSON),
-            ``dict[str, X]``, ``X | None``, ``Any``, and nested dataclasses and TypedDicts. Entries with a default are
-            optional.
-        where: name of the value in messages.
+        kind: A dataclass or TypedDict. Its entries may have the types ``bool``, ``int``, ``float``, ``str``, ``list[X]``,
+            ``tuple[X, Y]`` (a list in JSON), ``dict[str, X]``, ``X | None``, ``Any``, or be dataclasses and TypedDicts.
+            Entries with a default are optional.
+        where: Name of the value in error messages.
 
     Raises:
-        ValueError: a type is wrong, or an entry is missing or unknown.
+        ValueError: A type is wrong, or an entry is missing or unknown.
 
     Example:
         >>> read_as(Shard, {"url": "0.tar", "num_samples": 7.5}, "shards[0]")
@@ -59,7 +59,7 @@ def _read_entries(kind: Any, entries: dict[str, Any], where: str) -> Any:
 
 @cache
 def _entries_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of the entries, and the names of the required ones."""
+    """Return the types of all entries, and the names of the required entries."""
     if is_typeddict(kind):
         return get_type_hints(kind), kind.__required_keys__
     needed = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
@@ -68,6 +68,6 @@ def _entries_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 def _checked(value: Any, kind: type, where: str) -> Any:
     is_right = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not is_right or (isinstance(value, bool) and kind is not bool):  # bool is an int for isinstance
+    if not is_right or (isinstance(value, bool) and kind is not bool):  # isinstance(True, int) is True
         raise ValueError(f"{where} is {str(value)[:80]!r}, expected {kind.__name__}")
     return value

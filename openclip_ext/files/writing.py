@@ -11,13 +11,13 @@ from typing import IO, Any
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write or replace a file: ``write`` fills a hidden ``.partial`` file, which is renamed when it is on the disk.
+    """Write or replace a file. ``write`` fills a hidden ``.partial`` file, which is flushed to disk and then renamed.
 
     Raises:
-        OSError: the folder is not writable, or the disk is full. The file is unchanged.
+        OSError: The folder is not writable, or the disk is full. An existing file does not change.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with open(unfinished, "xb") as file:  # not tempfile, whose files ignore the umask
+    with open(unfinished, "xb") as file:  # tempfile is not used, because its files ignore the umask
         try:
             write(file)
             file.flush()
@@ -32,7 +32,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 
 
 def refuse_url(path: str | None, fix: str = "Give a local one, and copy it yourself") -> None:
-    """Raise ValueError if an output path is a URL, which would create a local folder named ``s3:``."""
+    """Raise ValueError if an output path is a URL. Otherwise, a local folder named ``s3:`` would be created."""
     if path is not None and _URL.match(path):
         raise ValueError(f"{path} is a URL: expected a local path. {fix}")
 
@@ -48,14 +48,14 @@ def output_path(text: str) -> Path:
 
 @contextmanager
 def held(folder: Path, name: str = ".lock", timeout: float = 0) -> Iterator[None]:
-    """Create a folder, and lock it until the context ends.
+    """Create a folder, and lock it inside the ``with`` block.
 
     Args:
-        name: the lock file in the folder, which remains; another name locks less than the whole folder.
-        timeout: seconds to wait for another process; -1 waits until it has finished.
+        name: Name of the lock file in the folder. The file is not deleted. Locks with different names are independent.
+        timeout: Seconds to wait for another process to release the lock. -1 means no limit.
 
     Raises:
-        ValueError: another process holds the lock.
+        ValueError: Another process holds the lock.
     """
     from filelock import FileLock, Timeout
 

@@ -1,1 +1,1 @@
-"""The losses in other people's trainers: one file each. Page: ``docs/integrations.md``."""
+"""The losses in other training libraries, one file per library. See ``docs/integrations.md``."""

@@ -12,17 +12,17 @@ from openclip_ext.integrations.model_loss import ModelLoss
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader, loss: ContrastiveLoss
 ) -> tuple[nn.Module, Optimizer, DataLoader, ModelLoss]:
-    """Prepare model, optimizer and loader as ``accelerator.prepare`` does; also return the loss to call.
+    """Prepare model, optimizer and loader like ``accelerator.prepare``; also return the loss to call.
 
-    Create the learning rate schedule afterwards.
+    Create the learning rate schedule after this call.
 
     Args:
-        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
-        loader: training data, with an index (``openclip_ext.data.with_index``) if the loss needs it.
-        loss: from ``openclip_ext.create_loss``.
+        model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
+        loader: Training data, with an index (``openclip_ext.data.with_index``) if the loss needs it.
+        loss: Loss from ``openclip_ext.create_loss``.
 
     Raises:
-        ValueError: the loop would accumulate gradients, or repeat samples at the end of an epoch.
+        ValueError: The loop would accumulate gradients, or repeat samples at the end of an epoch.
 
     Example:
         >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)

@@ -14,20 +14,20 @@ from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
 
 class ContrastiveModule(lightning.LightningModule):
-    """A training of a two-tower model; pass ``optimizer``, or override ``configure_optimizers`` in a subclass.
+    """A Lightning module that trains a two-tower model. Pass ``optimizer``, or override ``configure_optimizers``.
 
-    Batches are dictionaries: the model's inputs, ``"index"`` (``openclip_ext.data.with_index``) if the loss needs it, and
-    ``"positives"`` with ``equal_captions``.
+    Batches are dictionaries with the model's inputs, ``"index"`` (``openclip_ext.data.with_index``) if the loss needs it, and
+    ``"positives"`` if the loss has ``equal_captions``.
 
     Args:
-        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
-        loss: from ``openclip_ext.create_loss``. Several processes need a function that creates it, because Lightning starts
-            them later.
-        optimizer: creates an optimizer from parameters.
+        model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
+        loss: Loss from ``openclip_ext.create_loss``. With several processes, a function that creates the loss, because
+            Lightning starts the processes later.
+        optimizer: Function that creates an optimizer from parameters.
 
     Attributes:
-        model_loss: the loss, available from ``configure_model`` on. It is not a submodule, because
-            DistributedDataParallel would overwrite the state that belongs to one process.
+        model_loss: The loss, which exists after ``configure_model``. It is not a submodule, because
+            DistributedDataParallel would then overwrite state that differs between processes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Exact large batches in little memory, in any training loop."""
+"""Train with exact large batches in little memory, in any training loop."""
 
 import contextlib
 import functools
@@ -14,24 +14,24 @@ _EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
 
 
 def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
-    """Make a model compute training batches in micro-batches, of which one at a time has activations in memory.
+    """Make a model compute training batches in micro-batches. Only one micro-batch at a time has activations in memory.
 
-    Value and gradient are those of the full batch, because the backward pass computes each micro-batch again with the same
+    Value and gradient are equal to those of the full batch: the backward pass computes each micro-batch again, with the same
     random numbers (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``, Lightning, accelerate and custom
-    training loops. Batch normalization uses the statistics of each micro-batch. For ``sentence-transformers``, which has one
-    tower, set ``micro_batch_size`` of its loss instead.
+    training loops. Batch normalization uses the statistics of each micro-batch. In ``sentence-transformers``, whose models
+    have one tower, set ``micro_batch_size`` of the loss instead.
 
     Args:
-        model: two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, called with tensors whose rows are
-            samples, and not compiled or wrapped yet. It changes in place.
-        size: samples of a micro-batch.
+        model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, which is not yet compiled or wrapped.
+            Its inputs are tensors whose rows are samples. The model is changed in place.
+        size: Number of samples per micro-batch.
 
     Returns:
-        The model. In training it returns a dictionary of the embeddings, ``logit_scale`` and ``logit_bias``.
+        The model. In training mode, it returns a dictionary with the embeddings, ``logit_scale`` and ``logit_bias``.
 
     Raises:
-        ValueError: the size is not positive.
-        AttributeError: the model has no ``logit_scale``.
+        ValueError: The size is not positive.
+        AttributeError: The model has no ``logit_scale``.
 
     Example:
         >>> model = in_micro_batches(model, 64)
@@ -57,7 +57,7 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
             for first in range(0, count, size)
         ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
-        # DistributedDataParallel searches the outputs for the parameters in use.
+        # The scalars must be outputs, because DistributedDataParallel searches the outputs for the parameters in use.
         scalars = {LOGIT_SCALE: logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
         return rows | scalars
 
@@ -70,5 +70,5 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
 
 
 def rows_of(value: Any, first: int, size: int, count: int) -> Any:
-    """Return the rows of a micro-batch if a value has a row for each of ``count`` samples, else the value."""
+    """Return the rows of a micro-batch. A value that does not have ``count`` rows, one per sample, is returned unchanged."""
     return value[first : first + size] if isinstance(value, Tensor) and value.ndim and len(value) == count else value

@@ -1,4 +1,4 @@
-"""A loss and its model in any training loop."""
+"""Use a loss with a model in any training loop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,22 +15,22 @@ from openclip_ext.files.schema import read_as
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the model's inputs and the loss's (``index``, ``positives``, ``reference``)."""
+    """Split a batch into the inputs of the model and those of the loss (``index``, ``positives``, ``reference``)."""
     for_loss = {name: batch[name] for name in (INDEX, "positives", "reference") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
 
 class ModelLoss:
-    """A loss of a model's outputs, with the initial value, learning rate and bounds of the model's temperature.
+    """A loss of a model's outputs, which also sets the model's temperature: initial value, learning rate and bounds.
 
     Args:
-        loss: from ``openclip_ext.create_loss``.
-        model: has the parameter ``logit_scale``, ``log(1/τ)``, which is set to the loss's initial value, or frozen if the
-            loss learns no temperature.
-        averages: whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class does.
+        loss: Loss from ``openclip_ext.create_loss``.
+        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. It is set to the loss's initial value, or frozen if the
+            loss does not train it.
+        averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
-        ValueError: the loss trains its own modules, or compares two views of an image.
+        ValueError: The loss trains its own modules, or compares two views of an image.
 
     Example:
         >>> model_loss = ModelLoss(openclip_ext.create_loss("neuclip", embed_dim=512), model)
@@ -64,11 +64,13 @@ class ModelLoss:
         """Return the loss of a batch, 0-d.
 
         Args:
-            outputs: of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of ``transformers``.
-            index: ``(B_local,)`` positions of the samples in the training set, if the loss needs them.
-            training: False for validation data: returns OpenCLIP's loss over this process's samples, without state.
-            positives: equal captions, for a loss with ``equal_captions``, as in its ``forward``.
-            reference: a reference model's embeddings, for a loss with ``reference_dim``, as in its ``forward``.
+            outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of
+                ``transformers``.
+            index: Positions ``(B_local,)`` of the samples in the training set, if the loss needs them.
+            training: Whether the batch is training data. If not, return OpenCLIP's loss over this process's samples, and do
+                not change the state.
+            positives: Labels or mask of equal captions, for a loss with ``equal_captions`` (see its ``forward``).
+            reference: A reference model's embeddings, for a loss with ``reference_dim`` (see its ``forward``).
         """
         features = self._features(outputs)
         if not training:
@@ -93,7 +95,10 @@ class ModelLoss:
         }
 
     def separate_rate(self, optimizer: Optimizer) -> None:
-        """Move the temperature to its own parameter group if the loss sets its learning rate; call it before a schedule."""
+        """Move the temperature to its own parameter group, if the loss sets its learning rate.
+
+        Call this method before you create a learning rate schedule.
+        """
         rate = self.loss.logit_scale_lr
         if rate is None:
             return
@@ -102,10 +107,10 @@ class ModelLoss:
         optimizer.add_param_group({"params": [self.logit_scale], "lr": rate, "weight_decay": 0.0})
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Set the temperature's learning rate, which has no schedule; call it before ``optimizer.step()``.
+        """Set the temperature's learning rate, which has no schedule. Call this method before ``optimizer.step()``.
 
         Raises:
-            ValueError: the temperature shares its group with other parameters.
+            ValueError: The temperature is in a group with other parameters.
         """
         self._before = self.logit_scale.detach().clone()
         if not self._averages and self.logit_scale.grad is not None:
@@ -121,21 +126,21 @@ class ModelLoss:
         group["lr"] = self.loss.logit_scale_lr
 
     def after_step(self) -> None:
-        """Clamp the temperature; call it after ``optimizer.step()``."""
+        """Clamp the temperature to its bounds. Call this method after ``optimizer.step()``."""
         self.loss.finish_logit_scale_step(self.logit_scale, self._before)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Call ``optimizer.step()`` between :meth:`before_step` and :meth:`after_step`."""
+        """Call :meth:`before_step`, ``optimizer.step()`` and :meth:`after_step`."""
         self.before_step(optimizer)
         optimizer.step()
         self.after_step()
 
     def check_loop(self, accumulation: int, repeats: bool) -> None:
-        """Raise ValueError for a loop that would corrupt the loss's state, or in which each process trains alone.
+        """Raise ValueError if the loop would corrupt the loss's state, or if the processes are not connected.
 
         Args:
-            accumulation: micro-batches in an optimizer step.
-            repeats: whether an epoch's last batch is filled with samples of earlier batches.
+            accumulation: Number of micro-batches per optimizer step.
+            repeats: Whether the last batch of an epoch is filled with samples of earlier batches.
         """
         if accumulation > 1 and self.loss.keeps_state:
             raise ValueError(
@@ -154,7 +159,7 @@ class ModelLoss:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss's state, the shards of its tables, and the temperature. Collective: all ranks call it."""
+        """Return the loss's state, all shards of its tables, and the temperature. Collective: all ranks call it."""
         tables = {name: table.rows(0, table.size) for name, table in self.loss.tables().items()}
         parts = distributed.all_gather_object(tables)
         return {
@@ -164,7 +169,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, saved with any number of processes; ValueError if options or data differ."""
+        """Restore a state from :meth:`state_dict`. The number of processes may differ; ValueError if options or data do."""
         state = read_as(dict[str, Any], state, "the saved loss")
         saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

@@ -1,4 +1,4 @@
-"""OpenCLIP's training script with this package's losses. Page: ``docs/coming-from-openclip.md``."""
+"""Use this package's losses in OpenCLIP's training script. See ``docs/coming-from-openclip.md``."""
 
 import argparse
 import functools
@@ -16,19 +16,20 @@ from openclip_ext.training import flags
 from openclip_ext.training.parser import Parser, add_loss_flags, take_loss_options
 
 _USE_OURS = "Train with: python -m openclip_ext.training.main"
-# Temperature options of losses that learn the model's temperature; only this package's training program uses them.
+# Options of losses that train the model's temperature. Only this package's training program uses these options.
 _IGNORED_BY_OPENCLIP = ("temperature", "temperature_min", "temperature_max", "lr_tau")
 
 
 def register() -> None:
-    """Add this package's losses to OpenCLIP's training script: call it before ``open_clip_train.main.main(argv)``.
+    """Add this package's losses to OpenCLIP's training script. Call it before ``open_clip_train.main.main(argv)``.
 
-    The script then accepts ``--loss`` and its options, and ``open_clip.create_loss(args)`` creates the loss ``args.loss``.
-    Options come from the dictionary ``args.loss_options``, and from attributes of ``args`` with the flags' names
-    (``loss_eps`` for ``--loss-eps``). Further calls have no effect.
+    The script then accepts ``--loss`` and the options of losses, and ``open_clip.create_loss(args)`` creates the loss
+    ``args.loss``. Its options are read from the dictionary ``args.loss_options``, and from attributes of ``args`` with the
+    names of the flags (``loss_eps`` for ``--loss-eps``). Later calls have no effect.
 
-    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: those that need the index, that train
-    their own modules, or that keep state with ``accum_freq > 1``. Use ``python -m openclip_ext.training.main`` for them.
+    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index, losses that
+    train their own modules, and, with ``accum_freq > 1``, losses with state. Train these losses with
+    ``python -m openclip_ext.training.main``.
     """
     compat.extend_script(
         create_loss=_extended_create_loss, parse_args=_extended_parse_args, train_one_epoch=_announced_epoch
@@ -36,7 +37,10 @@ def register() -> None:
 
 
 def _extended_parse_args(original: Callable) -> Callable:
-    """Return OpenCLIP's parser with ``--loss`` and its options, which it would read as a short ``--loss-dist-impl``."""
+    """Return a ``parse_args`` that also accepts ``--loss`` and the options of losses.
+
+    OpenCLIP's own parser would read ``--loss`` as an abbreviation of ``--loss-dist-impl``.
+    """
 
     @functools.wraps(original)
     def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -82,7 +86,7 @@ def _extended_create_loss(original: Callable) -> Callable:
             return original(args)
         options = _loss_options(name, args)
         if name in compat.OPENCLIP_LOSSES and all(OPTIONS[option].openclip_flag for option in options):
-            # --loss decides, whether or not --siglip is given.
+            # --loss selects OpenCLIP's loss, whether or not --siglip is given.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
         if getattr(args, "distill", False):
@@ -105,7 +109,7 @@ def _extended_create_loss(original: Callable) -> Callable:
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a loss that ``args`` sets, by the names of their flags (``args.eps`` is Adam's)."""
+    """Return the options of a loss that ``args`` sets. Attributes have the flags' names, because ``args.eps`` is Adam's."""
     given = getattr(args, "loss_options", {})
 
     def value_of(option: str) -> Any:
@@ -113,5 +117,5 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     parts = {part: value_of(part) for part in flags.PARTS}
     used = [*parts, *registry.options_used_by(name, **parts)]
-    # None is a value if the user gave it; an attribute of args that is None was not given.
+    # In ``args.loss_options``, None is a value. An attribute of args that is None means that the option was not given.
     return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

@@ -1,4 +1,4 @@
-"""The losses in ``sentence-transformers``, with the index as the label."""
+"""The losses in ``sentence-transformers``. The index is passed as the label."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,10 +19,10 @@ class GlobalContrastiveLoss(nn.Module):
     """A global contrastive loss of pairs of texts, in both directions.
 
     Args:
-        loss: from ``openclip_ext.create_loss``.
-        scale: initial ``1/τ`` if the loss has no initial value.
-        micro_batch_size: texts with activations in memory at a time, each embedded twice (GradCache, Gao et al. 2021). Value
-            and gradient remain those of the full batch. None (default) embeds a batch at once.
+        loss: Loss from ``openclip_ext.create_loss``.
+        scale: Initial ``1/τ`` if the loss has no initial value.
+        micro_batch_size: Number of texts with activations in memory at a time. Each text is embedded twice (GradCache, Gao et
+            al. 2021). Value and gradient are equal to those of the full batch. None (default) embeds a batch at once.
 
     Example:
         >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
@@ -51,8 +51,8 @@ class GlobalContrastiveLoss(nn.Module):
         """Return the loss of a batch, 0-d.
 
         Args:
-            sentence_features: the two columns of texts, tokenized.
-            labels: ``(B_local,)`` the index.
+            sentence_features: The two columns of texts, tokenized.
+            labels: The index, ``(B_local,)``.
         """
         embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
         if len(embeddings) != 2:
@@ -68,7 +68,9 @@ class GlobalContrastiveLoss(nn.Module):
         if self.micro_batch_size is None or not (self.model.training and torch.is_grad_enabled()):
             return embed(features)
         if "attention_mask" not in features:
-            raise ValueError("micro_batch_size needs an attention_mask, which this model lacks: leave it out")
+            raise ValueError(
+                "micro_batch_size needs an attention_mask, which this model lacks: remove micro_batch_size"
+            )
         count = len(features["attention_mask"])
         parts = (
             {name: rows_of(value, first, self.micro_batch_size, count) for name, value in features.items()}
@@ -77,10 +79,10 @@ class GlobalContrastiveLoss(nn.Module):
         return torch.cat([checkpoint(embed, part, use_reentrant=False) for part in parts])
 
     def callback(self) -> LossCallback:
-        """Return the trainer's callback for epochs, the temperature's bounds, and the loss's state in checkpoints."""
+        """Return a callback for the trainer. It sets the epoch, bounds the temperature, and saves the loss's state."""
         return LossCallback(self.model_loss)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return ``learning_rate_mapping`` for the training arguments: the temperature's rate, if the loss sets one."""
+        """Return ``learning_rate_mapping`` for the training arguments. It has the temperature if the loss sets its rate."""
         rate = self.model_loss.loss.logit_scale_lr
         return {} if rate is None else {r"^logit_scale$": rate}

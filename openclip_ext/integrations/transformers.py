@@ -1,4 +1,4 @@
-"""The losses in ``transformers.Trainer``, with ``"index"`` (``openclip_ext.data.with_index``) in its batches."""
+"""The losses in ``transformers.Trainer``. Batches contain ``"index"`` (see ``openclip_ext.data.with_index``)."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LOSS_FILE = "contrastive_loss.pt"
 
 
 class LossCallback(TrainerCallback):
-    """Callback for the loss's epochs, the temperature's bounds, and the loss's state in checkpoints."""
+    """A callback that sets the loss's epoch, bounds the temperature, and saves the loss's state with checkpoints."""
 
     def __init__(self, model_loss: ModelLoss) -> None:
         self.model_loss = model_loss
@@ -42,7 +42,7 @@ class LossCallback(TrainerCallback):
         self.model_loss.after_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        content = self.model_loss.state_dict()  # a collective
+        content = self.model_loss.state_dict()  # a collective, so all ranks call it
         if distributed.is_master():
             write_atomically(self._path(args, state), lambda file: torch.save(content, file))
 
@@ -51,14 +51,14 @@ class LossCallback(TrainerCallback):
 
 
 class ContrastiveTrainer(Trainer):
-    """``Trainer`` of a two-tower model of ``transformers`` or OpenCLIP, with a loss of ``openclip_ext.create_loss``."""
+    """A ``Trainer`` for two-tower models of ``transformers`` or OpenCLIP, with a loss from ``openclip_ext.create_loss``."""
 
     def __init__(self, *args: Any, contrastive_loss: ContrastiveLoss, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.args.remove_unused_columns:
             raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
         self.model_loss = ModelLoss(contrastive_loss, self.model)
-        # Validation data have a loss but no labels.
+        # These two lines make the Trainer compute a loss for validation data, which have no labels.
         self.can_return_loss = True
         self.label_names: list[str] = []
         self.add_callback(LossCallback(self.model_loss))
@@ -80,7 +80,7 @@ class ContrastiveTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log the trainer's numbers, and the loss's metrics next to the training loss."""
+        """Log the trainer's metrics. If they contain the training loss, add the metrics of the contrastive loss."""
         if "loss" in logs:
             logs |= self.model_loss.loss.metrics()
         super().log(logs, *args, **options)

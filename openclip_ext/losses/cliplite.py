@@ -1,4 +1,4 @@
-"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per pair, without normalizers.
+"""CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per positive pair, without normalizers.
 
 Shrivastava et al., *CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision*,
 AISTATS 2023; equation numbers in [brackets] are from this paper. With a discriminator ``T`` and a cyclic shift ``π``::
@@ -35,8 +35,8 @@ _BATCH_NORM_MOMENTUM = 0.1
 class Projection(nn.Module):
     """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
 
-    The shortcut is linear, and initially the identity if the dimensions are equal. The first linear layer and the shortcut
-    have no bias. ``random`` draws the initial values.
+    The shortcut is linear. If the dimensions are equal, it starts as the identity. The first linear layer and the shortcut
+    have no bias. Initial values are drawn from the generator ``random``.
     """
 
     running_mean: Tensor
@@ -56,15 +56,15 @@ class Projection(nn.Module):
         self.layer_norm = nn.LayerNorm(projection_dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map unit embeddings ``(B, embed_dim)`` to ``(B, projection_dim)``, with the running statistics, for evaluation."""
+        """Map unit embeddings ``(B, embed_dim)`` to ``(B, projection_dim)`` with running statistics, for evaluation."""
         features = features.to(self.hidden.weight.dtype)
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Map as :meth:`forward`, with the statistics of the valid samples (at least two), for training.
+        """Map like :meth:`forward`, but with the statistics of the valid samples (at least two), for training.
 
         Returns:
-            The projections, and the target of the running statistics: mean and unbiased variance, ``(2, projection_dim)``.
+            The projections, and the batch's mean and unbiased variance for the running statistics, ``(2, projection_dim)``.
         """
         hidden = self.hidden(features)
         count = valid.sum().clamp(min=2)
@@ -75,7 +75,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def follow(self, statistics: Tensor, share: Tensor) -> None:
-        """Move the running statistics towards ``(2, projection_dim)`` by ``share``, 0-d."""
+        """Update the running statistics: ``share`` (0-d) is the weight of the new ``statistics`` ``(2, projection_dim)``."""
         self.running_mean.lerp_(statistics[0], share)
         self.running_var.lerp_(statistics[1], share)
 
@@ -100,10 +100,10 @@ class Projections(nn.Module):
 class ClipLiteLoss(ContrastiveLoss):
     """``mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))`` [3, 4].
 
-    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale``. ``π`` is the cyclic shift of this
-    process's batch, so that every pair has one negative. Pass the projections' parameters (:meth:`model_head`) to the
-    training's optimizer; evaluations must use the projections. Each process uses the negatives and the BatchNorm statistics
-    of its own batch. The running statistics follow the mean over all processes.
+    ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale``. ``π`` is a cyclic shift of this
+    process's batch, which gives every pair one negative. The optimizer must also train the parameters of the projections
+    (:meth:`model_head`), and evaluations must use the projections. Each process uses negatives and BatchNorm statistics of its
+    own batch. The running statistics are updated with the mean over all processes.
     """
 
     expects_unit_norm = False
@@ -116,7 +116,7 @@ class ClipLiteLoss(ContrastiveLoss):
         self._last: LocalBatch | None = None
 
     def model_head(self) -> Projections:
-        """Return the projections, which evaluations must use."""
+        """Return the projections, which the optimizer trains and which evaluations must use."""
         return self.projections
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -142,22 +142,22 @@ class ClipLiteLoss(ContrastiveLoss):
             return [projection(side) for projection, side in zip(sides, features, strict=True)]
         results = [projection.project(side, valid) for projection, side in zip(sides, features, strict=True)]
         statistics = torch.stack([statistics for _, statistics in results])
-        # One collective: the sum of the statistics of the processes with valid samples, and their number.
+        # A single all-reduce sums the statistics of all processes with valid samples, and counts these processes.
         sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
         mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
         share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
-        if not is_in_backward():  # a recomputed batch was already counted
+        if not is_in_backward():  # in a recomputation, the batch has already updated the statistics
             for projection, statistics in zip(sides, mean, strict=True):
                 projection.follow(statistics, share)
         return [projected for projected, _ in results]
 
     def metrics(self) -> dict[str, float]:
-        """Return ``infonce`` and ``chance`` within this process's projections, and the temperature, of the last call."""
+        """Return metrics of the last call: the temperature, and ``infonce`` and ``chance`` of this process's projections."""
         return {} if self._last is None else minibatch_metrics(self._last)
 
 
 def _next_valid(valid: Tensor) -> Tensor:
-    """Return ``π``: the next valid sample of each sample, cyclically; ``(B,)``."""
+    """Return ``π`` ``(B,)``: for each sample the position of the next valid sample, cyclically."""
     order = torch.argsort((~valid).to(torch.uint8), stable=True)
     place = valid.cumsum(dim=0) - 1
     return order[(place + 1) % valid.sum().clamp(min=1)]

@@ -1,23 +1,23 @@
-"""FastCLIP v0 to v3: a moving average for each sample, with a schedule of its weight γ.
+"""FastCLIP v0 to v3: a moving average for each sample. Its weight γ has a schedule.
 
 Wei et al., *FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources*,
 arXiv:2407.01445, 2024; Algorithm 2 and equations [3, 4, 13] of NeuCLIP. For each sample and side::
 
-    u_i ← (1−γ)·u_i + γ·(ε + g_i(batch)),    α_i = log u_i, the new one                               [NeuCLIP 3]
+    u_i ← (1−γ)·u_i + γ·(ε + g_i(batch)),    α_i = log of the new u_i                                 [NeuCLIP 3]
     γ(epoch) = γ_min + ½(1−γ_min)(1 + cos(π·epoch/E)) up to epoch E, then γ_min
 
-with ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions differ in the temperature:
+where ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions have different temperatures:
 
-- ``fastclip-v0``: one, learned; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
-- ``fastclip-v1``: constant;
-- ``fastclip-v2``: one per sample, learned (``isogclr.py``);
-- ``fastclip`` = ``fastclip-v3``: one, learned, with ρ; a third of its learning rate at ``τ ≤ 0.03``       [NeuCLIP 13]
+- ``fastclip-v0``: one learned temperature; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
+- ``fastclip-v1``: one constant temperature;
+- ``fastclip-v2``: one learned temperature per sample (``isogclr.py``);
+- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ; its learning rate is a third at ``τ ≤ 0.03``  [NeuCLIP 13]
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 
 Example:
     >>> loss = openclip_ext.create_loss("fastclip", num_samples=len(dataset), epochs=30)
-    >>> loss.start_epoch(epoch)  # γ follows the epoch
+    >>> loss.start_epoch(epoch)  # sets γ
     >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
@@ -35,11 +35,11 @@ from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
 
 
 class SampleAverages(Normalizer):
-    """An average ``u`` of the mini-batch estimates for each sample and side, ``α_i = log u_i``, the new one.
+    """A moving average ``u`` of mini-batch estimates for each sample and side. The estimate is ``α_i = log u_i``.
 
-    Stored as ``log u``. The first average of a sample is the mini-batch estimate. An index that occurs more than once in the
-    global batch gets the mean of its new u. A subclass implements :meth:`averaged`. The table needs 8 bytes per sample,
-    sharded over the processes.
+    The table stores ``log u``: 8 bytes per sample, sharded over processes. ``α`` uses the updated ``u``. The first value of
+    ``u`` is the mini-batch estimate. If an index occurs several times in the global batch, the mean of its new values is
+    stored. Subclasses implement :meth:`averaged`.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -50,7 +50,7 @@ class SampleAverages(Normalizer):
         self.table = ShardedTable(2, num_samples)
 
     def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return the new ``log u`` ``(2, B)`` from the stored one and the mini-batch estimate."""
+        """Return the new ``log u`` ``(2, B)``, computed from the stored ``log u`` and the mini-batch estimate."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class SampleAverages(Normalizer):
         return Estimate(self.stored(batch_at_tau))
 
     def stored(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return the stored ``log u`` ``(2, B)``; the mini-batch estimate for unused samples."""
+        """Return the stored ``log u`` ``(2, B)``; for samples without a stored value, the mini-batch estimate."""
         return self.table.read(batch_at_tau.batch.sample_index(), missing=batch_at_tau.log_estimate)
 
 
@@ -95,7 +95,7 @@ class MovingAverageNormalizer(SampleAverages):
 
 
 class Ratio(Unscaled):
-    """FastCLIP-v0: ``g/u`` with ``u = exp(α)``, without the factor τ."""
+    """The objective of FastCLIP-v0: ``g/u`` with ``u = exp(α)``, without the factor τ."""
 
     estimand = NEGATIVES_MEAN
 

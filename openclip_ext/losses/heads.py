@@ -1,6 +1,6 @@
-"""Modules that a loss trains with the model: their entry in checkpoints, and their use in evaluation.
+"""Projection heads, which a loss trains together with the model: how checkpoints store them and evaluations use them.
 
-A checkpoint contains them under :data:`HEADS_KEY`, next to the ``state_dict`` that stock OpenCLIP loads:
+A checkpoint contains the heads under :data:`HEADS_KEY`, next to the ``state_dict`` that stock OpenCLIP loads:
 ``{"kind": kind of a METHOD's head, "config": plain types, "state_dict": tensors}``.
 """
 
@@ -17,13 +17,13 @@ HEADS_KEY = "heads"
 
 
 class HeadsError(ValueError):
-    """Heads in a checkpoint that cannot be used."""
+    """The heads in a checkpoint cannot be used."""
 
 
 class ProjectedModel(nn.Module):
-    """An OpenCLIP model followed by heads ``image`` and ``text`` that were trained on its unit embeddings (CLIP-Lite)."""
+    """An OpenCLIP model followed by the heads ``image`` and ``text``, whose inputs are its unit embeddings (CLIP-Lite)."""
 
-    # OpenCLIP's models and heads have no common typed base class.
+    # Any, because OpenCLIP's models have no common base class, and neither have heads.
     model: Any
     heads: Any
 
@@ -39,7 +39,7 @@ class ProjectedModel(nn.Module):
         return self.model.visual
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the model's outputs, with projected unit embeddings."""
+        """Return the model's outputs. The embeddings are projected and have unit norm."""
         outputs = dict(self.model(image, text))
         for name, head in (("image_features", self.heads.image), ("text_features", self.heads.text)):
             if outputs.get(name) is not None:
@@ -47,24 +47,24 @@ class ProjectedModel(nn.Module):
         return outputs
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Encode ``(B, 3, H, W)`` to ``(B, d')``."""
+        """Encode images ``(B, 3, H, W)`` to projected embeddings ``(B, d')``."""
         features = self.heads.image(self.model.encode_image(image, normalize=True))
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Encode ``(B, context_length)`` to ``(B, d')``."""
+        """Encode tokens ``(B, context_length)`` to projected embeddings ``(B, d')``."""
         features = self.heads.text(self.model.encode_text(text, normalize=True))
         return F.normalize(features, dim=-1) if normalize else features
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """Return the checkpoint entry of heads."""
+    """Return the entry of a checkpoint that contains the heads."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads of a checkpoint entry; raise HeadsError, with the source, for unknown heads."""
-    # Only registered classes, because a file must not control what is imported.
+    """Build the heads from a checkpoint entry. HeadsError, whose message contains ``source``, if they are unknown."""
+    # Only registered classes are accepted, because a file must not decide what is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
@@ -80,21 +80,21 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 
 def read_heads(path: str | Path) -> nn.Module | None:
-    """Return the heads in a checkpoint file; None if it has none, or ``path`` is not a checkpoint file."""
+    """Return the heads in a checkpoint file; None if it has no heads, or ``path`` is not a checkpoint file."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # An old or scripted file, which has no heads. OpenCLIP loads it or reports the error.
+        # The file may have an old format or be scripted. Such files have no heads. OpenCLIP loads them or reports the error.
         return None
     entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
     return None if entry is None else build_heads(entry, path)
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """Return the model that evaluations use: followed by the heads, on its device, if they are evaluated."""
+    """Return the model for evaluations: followed by the heads, on the model's device, if evaluations use the heads."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

@@ -1,4 +1,4 @@
-"""The declaration of a method, one or more in each file of this folder."""
+"""Classes with which each file in this folder declares its methods, one or more."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +12,16 @@ from openclip_ext.contrastive.temperature import TemperatureScheme
 
 @dataclass(frozen=True)
 class NormalizerPart:
-    """A normalizer that losses can be composed of.
+    """A normalizer that can be a part of losses.
 
-    Two parts can have the same name if they estimate different quantities: the objective decides.
+    Two parts can have the same name if they estimate different quantities. The objective of the loss then selects the part.
 
     Attributes:
-        name: value of the option ``normalizer``.
-        build: the class. Its keyword-only arguments are its options.
-        objective: the objective of a loss with this normalizer, unless its method declares one.
-        defaults: defaults that differ from the options' own defaults; also for temperature schemes without a default.
+        name: Value of the option ``normalizer``.
+        build: The class. Its keyword-only arguments are its options.
+        objective: The objective of a loss with this normalizer, unless the loss's method declares another.
+        defaults: Defaults of options that differ from those in ``options.py``. They also apply to options of the temperature
+            scheme for which the scheme has no default.
     """
 
     name: str
@@ -31,11 +32,11 @@ class NormalizerPart:
 
 @dataclass(frozen=True)
 class TemperaturePart:
-    """A temperature scheme that losses can be composed of.
+    """A temperature scheme that can be a part of losses.
 
     Attributes:
-        name, build, defaults: as in :class:`NormalizerPart`.
-        long_run_defaults: defaults that differ in a training of many optimizer steps.
+        name, build, defaults: As in :class:`NormalizerPart`.
+        long_run_defaults: Other defaults for training runs of many optimizer steps.
     """
 
     name: str
@@ -49,9 +50,9 @@ class WholeLoss:
     """A loss that is not composed of a normalizer and a temperature scheme.
 
     Attributes:
-        build, defaults: as in :class:`NormalizerPart`.
-        refused: common options that it does not support, with the reason.
-        parts: classes of an objective, a normalizer and a temperature scheme that it is built from.
+        build, defaults: As in :class:`NormalizerPart`.
+        refused: Common options that the loss does not support, with the reason.
+        parts: Classes of an objective, a normalizer and a temperature scheme from which the loss is built.
     """
 
     build: type[ContrastiveLoss]
@@ -62,21 +63,23 @@ class WholeLoss:
 
 @dataclass(frozen=True)
 class Method:
-    """A loss by name: composed of parts, or a :class:`WholeLoss`, or a whole loss unless the user chooses a part.
+    """A loss with a name. It is composed of parts, or a :class:`WholeLoss`, or has both forms.
+
+    With both forms, the whole loss is used unless the user chooses a part.
 
     Attributes:
-        name: value of ``--loss``.
-        normalizer, temperature_scheme: names of its parts; the user can override both.
-        objective: what it minimizes. None means the objective of its normalizer.
-        normalizer_defaults, temperature_defaults: defaults for the options of its own parts, not of their replacements.
-        training_defaults: defaults of the training program that differ from the paper's, if the normalizer is its own.
-        training_scheme: temperature scheme of the training program; empty means the paper's.
-        fixed: arguments of its parts that are not options.
-        whole: the loss that is not composed of parts, or None.
-        two_views: the loss of this name for two views of each image, without texts, or None.
-        head: class of its ``model_head()``, or None; the attribute ``kind`` is its name in checkpoints.
-        parts: normalizers and temperature schemes that its file adds.
-        options: options that its file adds to those of ``losses/options.py``.
+        name: Value of ``--loss``.
+        normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
+        objective: The objective. None means the objective of the normalizer.
+        normalizer_defaults, temperature_defaults: Defaults for options of the default parts, not of other parts.
+        training_defaults: Defaults of the training program that differ from the paper's. They apply to the default normalizer.
+        training_scheme: Temperature scheme of the training program. Empty means the paper's scheme.
+        fixed: Arguments of the parts that are not options.
+        whole: The loss that is not composed of parts, or None.
+        two_views: The loss of this name for two views of each image, without texts, or None.
+        head: Class of the loss's ``model_head()``, or None. Its attribute ``kind`` is its name in checkpoints.
+        parts: Normalizers and temperature schemes that the method's file adds.
+        options: Options that the method's file adds to those in ``losses/options.py``.
     """
 
     name: str

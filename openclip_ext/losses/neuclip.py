@@ -1,21 +1,22 @@
 """NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.
 
 *NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization*; equation numbers in [brackets] are from
-this paper. With ``e1, e2`` the unit embeddings of images and texts, ``s_ij = e1_i·e2_j`` and prototypes ``W1, W2``,
-``(m, d)`` each, the normalizer-prediction network (NPN) predicts::
+this paper. ``e1, e2`` are the unit embeddings of images and texts, ``s_ij = e1_i·e2_j``, and ``W1, W2`` are prototypes,
+``(m, d)`` each. The normalizer-prediction network (NPN) predicts::
 
     α1_i = log( ε + (1/m) Σ_j exp((cos(e1_i, W1_j) − s_ii)/τ) )          α2_i likewise with e2_i, W2        [10, 11]
 
 One step ``t`` (Algorithm 1):
 
-1. if ``t mod T_r = 0``, restart: ``W1 ←`` the most recent samples' text embeddings, ``W2 ←`` their image embeddings;
-2. ``T_u`` AdaGrad updates of ``W`` on this batch, minimizing ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]``       [12]
-   with ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` of the batch (for ``k = 2``: ``s_ji``);
-3. with the ``α`` that the updated ``W`` predicts, the encoders minimize the same objective, averaged over the two sides,
-   plus ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.NeuCLIPObjective`).
+1. If ``t mod T_r = 0``, restart: set ``W1`` to the text embeddings of the most recent samples, and ``W2`` to their image
+   embeddings.
+2. Make ``T_u`` AdaGrad updates of ``W`` on this batch. They minimize ``τ·Σ_k mean_i [exp(−α_k,i)(ε + g_k,i) + α_k,i]`` [12],
+   where ``g_k,i = mean_{j≠i} exp((s_ij − s_ii)/τ)`` is computed from the batch (for ``k = 2`` with ``s_ji``).
+3. Predict ``α`` with the updated ``W``. The encoders minimize the same objective, averaged over the two sides, plus
+   ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.NeuCLIPObjective`).
 
-With ``verify_fit`` (not in the paper) step 3 uses the recent embeddings themselves as prototypes if the fitted prototypes
-predicted this batch worse before they were fitted to it.
+With ``verify_fit`` (not in the paper), the prototypes and the recent embeddings both predict the batch before step 2. If the
+recent embeddings predict it better, step 3 uses them as prototypes.
 
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
 
@@ -48,14 +49,14 @@ _ADAGRAD_EPS = 1e-10
 
 @dataclass(frozen=True)
 class PrototypeEstimate:
-    """Log-normalizers of this process's anchors from prototypes, and their gradient in the embeddings.
+    """Log-normalizers of this process's anchors, predicted by prototypes, and terms of their gradient.
 
-    With ``p_ij`` the share of prototype ``j`` in ``exp(α_i)``:
+    ``p_ij`` is the share of prototype ``j`` in ``exp(α_i)``.
 
     Attributes:
-        alpha: ``(2, B_local)``.
-        share: ``Σ_j p_ij``, ``(2, B_local)``: 1 minus the share of ε.
-        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None.
+        alpha: ``α``, ``(2, B_local)``.
+        share: ``Σ_j p_ij``, ``(2, B_local)``. It is 1 minus the share of ε.
+        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None if no gradient is needed.
     """
 
     alpha: Tensor
@@ -63,7 +64,7 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors in its features; prototypes and τ are constant.
+        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors, for its features. Prototypes and τ are constant.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
@@ -93,11 +94,11 @@ def estimate_from_prototypes(
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        batch_at_tau: the anchors.
-        eps: ε.
-        with_gradient: whether the gradient in the embeddings is needed.
-        multiplicity: weight of each prototype in the mean ``(m,)``. None (default) means 1.
-        excluded: with a multiplicity, the prototype to exclude for each anchor ``(B,)``, −1 for none. None (default) means
+        batch_at_tau: The anchors.
+        eps: The constant ε.
+        with_gradient: Whether the gradient with respect to the embeddings is needed.
+        multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
+        excluded: The prototype to exclude for each anchor, ``(B,)``, or −1. Needs ``multiplicity``. None (default) excludes
             none.
     """
     batch, tau = batch_at_tau.batch, batch_at_tau.tau
@@ -129,14 +130,14 @@ def estimate_from_prototypes(
 
 
 def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
-    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log-mean of ``exp((cos − s_ii)/τ_i)`` over the prototypes, ``(2, B)``."""
+    """Return ``(2, B)``: ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((cos − s_ii)/τ_i)``."""
     if isinstance(prototypes, Tensor):
         return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
     return batch_at_tau.positive_exponent + math.log(prototypes)
 
 
 def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
-    """Set the exponents ``(2, b, m)`` of one prototype per anchor to −∞; of none if ``excluded`` is −1."""
+    """Set the exponents ``(2, b, m)`` of each anchor's ``excluded`` prototype to −∞. −1 excludes no prototype."""
     column = excluded.clamp(min=0).expand(2, -1)[:, :, None]
     kept = torch.where(excluded[:, None] < 0, exponents.gather(2, column), -torch.inf)
     exponents.scatter_(2, column, kept)
@@ -145,13 +146,14 @@ def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
-    A step with valid samples: restart if ``t mod T_r = 0`` (including the first step) from the ``m`` most recent embeddings,
-    ``T_u`` AdaGrad updates on the batch, prediction. Prototypes are stored unnormalized and normalized only in the cosine.
-    With a reference model (``contrastive/steering.py``) they have two blocks, and α is the difference of two cosines.
+    A step with valid samples restarts the prototypes from the ``m`` most recent embeddings if ``t mod T_r = 0`` (also in the
+    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored unnormalized; the cosine
+    normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and the cosine is
+    replaced by a difference of two cosines.
 
-    AdaGrad's first update after a restart moves every coordinate of a unit prototype by the learning rate, 1 in the paper,
-    and the fit uses only one batch. The prototypes can then predict far worse than the embeddings they started from, and
-    the encoders learn to avoid them. ``verify_fit`` prevents this: see :meth:`_fit_is_better`.
+    AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
+    paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they
+    started, and the encoders learn to avoid them. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -199,9 +201,9 @@ class PrototypeNormalizer(Normalizer):
         self.blocks = blocks(reference_dim)
         self.register_buffer("prototypes", torch.zeros(2, prototypes, embed_dim))
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
-        # Steps with valid samples, counted on the device to avoid a host-device sync.
+        # Number of steps with valid samples. It is counted on the device to avoid a host-device sync.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        # Whether the last step predicted with the fitted prototypes; if not (verify_fit), with the queue.
+        # Whether the last step predicted with the fitted prototypes. With verify_fit, it may have predicted with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
@@ -221,12 +223,12 @@ class PrototypeNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Predict with the last step's prototypes; before the first step, with prototypes restarted from this batch."""
+        """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
         fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
         return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), batch_at_tau)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return whether the last step used the fit, with ``verify_fit``. Synchronizes with the device."""
+        """With ``verify_fit``, return whether the last step used the fitted prototypes. Synchronizes with the device."""
         return {"uses_fit": float(self.uses_fit)} if self.verify_fit else {}
 
     def _used_prototypes(self) -> Tensor:
@@ -235,10 +237,10 @@ class PrototypeNormalizer(Normalizer):
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
     def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Compare the predictions of the prototypes and of the queue for a batch that is new to both; 0-d bool.
+        """Return whether the prototypes predict a new batch better than the queue: 0-d bool.
 
-        The score of both is the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``, whose expectation over batches is
-        smallest for the exact normalizers. A NaN score is not better.
+        Neither has used this batch yet. Both are scored by the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``. Its
+        expectation over batches is smallest for the exact normalizers. If the score is NaN, the result is False.
         """
         batch = batch_at_tau.batch
         fitted, recent = (
@@ -252,7 +254,7 @@ class PrototypeNormalizer(Normalizer):
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self._is_restart_due() & ok
-        if due.is_cpu and can_read_values(due) and not due:  # on a GPU this would synchronize
+        if due.is_cpu and can_read_values(due) and not due:  # only on a CPU, because on a GPU this would synchronize
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:
@@ -265,7 +267,7 @@ class PrototypeNormalizer(Normalizer):
             fit.update()
 
     def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return all processes' log-normalizers, ``(2, B)``, without their gradient."""
+        """Return the log-normalizers of all processes' anchors, ``(2, B)``, without gradient."""
         estimate = estimate_from_prototypes(
             normalize_blocks(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
         )
@@ -284,9 +286,10 @@ class PrototypeNormalizer(Normalizer):
 
 
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """Make one in-place step of ``torch.optim.Adagrad`` with its defaults, on an accumulator that ``state_dict`` contains."""
+    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. ``accumulator`` is part of ``state_dict``."""
     if parameter.is_cpu and not torch.compiler.is_compiling():
-        # One pass over memory instead of four. The learning rate has no decay, so the step count has no effect.
+        # torch's fused function makes one pass over memory instead of four. Without decay of the learning rate, the step count
+        # has no effect.
         adagrad(
             [parameter],
             [gradient],
@@ -307,10 +310,10 @@ def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: 
 class _Fit:
     """Updates of prototypes on one batch.
 
-    They minimize ``τ·(exp(−α)(ε+g) + α)`` [12], or with ``l2-log`` ``½(α − log(ε+g))²`` (section 5.2). The gradient has a
-    closed form and needs no graph: two matrix products per update. With unit prototypes ``Ŵ`` and their shares ``p_ij`` in
-    ``exp(α_i)``, ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
-    :func:`_log_offset` is added to ``α_i``, so that it is ``logsumexp_j e_i·Ŵ_j/τ_i`` without ε.
+    They minimize ``τ·(exp(−α)(ε+g) + α)`` [12], or, with ``l2-log``, ``½(α − log(ε+g))²`` (section 5.2). The gradient has a
+    closed form, which needs no graph and two matrix products per update. ``Ŵ`` are the unit prototypes and ``p_ij`` their
+    shares in ``exp(α_i)``: ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
+    In this class, ``α_i`` includes :func:`_log_offset`, so without ε it is ``logsumexp_j e_i·Ŵ_j/τ_i``.
     """
 
     def __init__(self, batch_at_tau: BatchAtTemperature, normalizer: "PrototypeNormalizer") -> None:
@@ -323,15 +326,15 @@ class _Fit:
         self.scaled = batch.features / tau[:, :, None]
         self.log_eps = offset + (math.log(normalizer.eps) if normalizer.eps else -math.inf)
         self.log_estimate = batch_at_tau.log_estimate + offset
-        # The constant factors of the derivative: the anchor's share of the mean, and τ for [12].
+        # Constant factors of the derivative: the anchor's weight in the mean, and, for [12], τ.
         factor = tau if self.is_unified else 1.0
         self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
         self.chunks = list(anchor_chunks(slice(0, batch.size), number))
-        # Reused in every update: on the CPU, new memory of this size costs as much as a pass over it.
+        # Buffers are reused in every update, because on a CPU, allocating memory takes as long as a pass over it.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
-        # Prototypes along the rows: both products then read their first factor row by row.
+        # Rows are prototypes, because both matrix products then read their first factor row by row.
         self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
-        # Zero in a step without valid samples, which changes nothing.
+        # In a step without valid samples, the weight decay is 0, because such a step must not change the prototypes.
         decay = normalizer.weight_decay
         self.decay = batch.ok * decay if decay else None
 
@@ -351,7 +354,7 @@ class _Fit:
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:
-        """Add the gradient of some anchors in the directions; the first chunk overwrites the buffer."""
+        """Add the gradient of some anchors with respect to the directions. The first chunk overwrites the buffer."""
         terms = self.terms[:, :, : anchors.stop - anchors.start]
         torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
         largest = log_math.shifted_exp_(terms, dim=1)

@@ -12,14 +12,14 @@ from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError
 
-# Only ablations set these options.
+# Options that only ablations set.
 _ablation = functools.partial(Option, ablation=True)
 
 # Options that need a reference model.
 REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 
-# In the order of the help: parts, samples, the objective, temperatures, schedules, estimates from embeddings, networks of a
-# loss; then the options of a single method.
+# All options, in the order of the help: parts, samples, the objective, temperatures, schedules, estimates from embeddings,
+# networks of a loss, and then the options of single methods.
 PACKAGE_OPTIONS = (
     Option(
         "normalizer",
@@ -49,20 +49,20 @@ PACKAGE_OPTIONS = (
         "equal_captions",
         str,
         "negative",
-        "how to treat other samples with an anchor's caption: as negatives (as OpenCLIP), excluded (mask), or as positives",
+        "role of other samples with the anchor's caption: negatives (as in OpenCLIP), excluded (mask), or positives",
         choices=("negative", "mask", "positive"),
     ),
     Option(
         "steer",
         bool,
         True,
-        "with a reference model: count each negative by how much worse the model is on it than the reference",
+        "with a reference model: give negatives on which the model is worse than the reference a larger weight",
     ),
     Option(
         "distill",
         float,
         0.0,
-        "with a reference model: weight of the cross entropy with its softmax over the batch",
+        "with a reference model: weight of the cross entropy between its softmax over the batch and the model's",
         minimum=0.0,
     ),
     Option(
@@ -103,7 +103,7 @@ PACKAGE_OPTIONS = (
         "temperature",
         float,
         None,
-        "initial temperature, or its value if constant; none: the model's (OpenCLIP: 0.07)",
+        "initial temperature, or the value of a constant temperature; none: the model's (OpenCLIP: 0.07)",
         symbol="τ",
         exclusive_minimum=0.0,
         nullable=True,
@@ -122,12 +122,12 @@ PACKAGE_OPTIONS = (
         "temperature_queue",
         int,
         4096,
-        "number of recent embeddings for a solved temperature",
+        "number of recent embeddings from which a solved temperature is computed",
         symbol="m",
         minimum=2,
     ),
-    _ablation("solve_per_sample", bool, False, "solve for each anchor's own temperature, in every step"),
-    Option("epochs", int, 32, "epochs of the whole run, for schedules", symbol="T", minimum=1, openclip_flag=True),
+    _ablation("solve_per_sample", bool, False, "solve for a separate temperature of each anchor, in every step"),
+    Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
         "normalizer_updates",
@@ -142,21 +142,21 @@ PACKAGE_OPTIONS = (
         "normalizer_objective",
         str,
         "unified",
-        "what the normalizer network minimizes",
+        "objective that the normalizer network minimizes",
         choices=("unified", "l2-log", "kl", "js", "kl-printed"),
     ),
-    _ablation("l2_log_weight", float, 0.1, "weight of l2-log, which is added to kl, js and kl-printed", minimum=0.0),
+    _ablation("l2_log_weight", float, 0.1, "weight of the l2-log term in kl, js and kl-printed", minimum=0.0),
     _ablation(
         "alpha_gradient",
         bool,
         False,
-        "let the gradient of the predicted log-normalizers reach the encoders (NeuCLIP's equation 12, read literally)",
+        "pass the gradient of the predicted log-normalizers to the encoders (NeuCLIP's equation 12, read literally)",
     ),
     _ablation(
         "alpha_tau_gradient",
         bool,
         False,
-        "let this gradient also reach a learned temperature (NeuCLIP's line 11, read literally)",
+        "also pass this gradient to a learned temperature (NeuCLIP's line 11, read literally)",
     ),
     _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
@@ -172,7 +172,7 @@ PACKAGE_OPTIONS = (
         "width_factor",
         float,
         0.5,
-        "hidden width of the MLP / embedding dimension",
+        "hidden width of the MLP divided by the embedding dimension",
         symbol="f_d",
         exclusive_minimum=0.0,
     ),
@@ -194,7 +194,7 @@ PACKAGE_OPTIONS = (
         "gather_stage2",
         bool,
         False,
-        "use the global batch in the second stage, not only each process's local batch",
+        "use the global batch in the second stage, instead of each process's own batch",
     ),
     Option(
         "gamma",
@@ -209,7 +209,7 @@ PACKAGE_OPTIONS = (
         "gamma_schedule",
         str,
         "cosine",
-        "constant, or cosine: from 1 down to gamma over gamma_decay_epochs",
+        "schedule of gamma: constant, or cosine from 1 to gamma over gamma_decay_epochs",
         choices=("constant", "cosine"),
     ),
     Option(
@@ -237,10 +237,10 @@ PACKAGE_OPTIONS = (
         "verify_fit",
         bool,
         False,
-        "use the fitted prototypes only in steps whose batch they predict better, before the fit, than recent "
-        "embeddings; off: as published",
+        "use the fitted prototypes only if, before the fit, they predict the step's batch better than recent embeddings "
+        "do; off: as published",
     ),
-    Option("local_loss", bool, False, "rows of this process only", openclip_flag=True),
+    Option("local_loss", bool, False, "compute only the rows of this process", openclip_flag=True),
     Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
     Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
@@ -248,7 +248,7 @@ PACKAGE_OPTIONS = (
         "batch_weight",
         float,
         0.5,
-        "share of the current batch in the queue's normalizer; bounds the weights by its inverse",
+        "share of the current batch in the queue's normalizer; its inverse is an upper bound of the weights",
         symbol="λ",
         minimum=0.0,
         maximum=1.0,
@@ -257,7 +257,7 @@ PACKAGE_OPTIONS = (
         "leave_own_out",
         bool,
         False,
-        "exclude the anchor's positive pair from the queue; lowers the estimation error, but does not bound the weights",
+        "exclude the anchor's positive pair from the queue; smaller estimation error, but no bound of the weights",
     ),
     Option(
         "kappa",
@@ -277,22 +277,22 @@ PACKAGE_OPTIONS = (
     ),
 )
 
-# An alternative to the option rho.
+# An alternative to the option rho, with a more intuitive scale.
 HARD_SHARE = Option(
     "hard_share",
     float,
     None,
-    "rho as the share of the data that counts as hard: sets rho to -log of it",
+    "fraction of the data that counts as hard; sets rho to -log of this fraction",
     symbol="exp(−ρ)",
     exclusive_minimum=0.0,
     maximum=1.0,
 )
 
-# The options of all losses by name. ``registry.register_method`` adds the options of other losses.
+# The options of all losses by name. ``registry.register_method`` adds options of losses outside this package.
 OPTIONS: dict[str, Option] = {option.name: option for option in PACKAGE_OPTIONS}
 
 
-# A description of each of this package's losses, by name.
+# Descriptions of this package's losses, by name.
 SUMMARIES = {
     "amorlip": "AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.",
     "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, without normalizers.",
@@ -314,7 +314,7 @@ SUMMARIES = {
 
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
-    """Raise OptionError for an unknown loss."""
+    """Raise OptionError, with a suggestion if possible, if ``name`` is not a known loss."""
     if name in known:
         return
     close = difflib.get_close_matches(str(name), known, n=1)
@@ -325,5 +325,5 @@ def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
 
 
 def rho_of(hard_share: float) -> float:
-    """Return ρ for a hard share."""
+    """Return ρ for a value of the option ``hard_share``: ``−log(hard_share)``."""
     return -math.log(hard_share)

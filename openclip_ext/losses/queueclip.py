@@ -1,14 +1,14 @@
-"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. There is no paper.
+"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without a trained network. There is no paper.
 
-The embeddings of the ``m`` most recent samples, including the batch, replace NeuCLIP's prototypes, and the batch has a share
-λ (a defensive mixture)::
+The embeddings of the ``m`` most recent samples, including the batch, replace NeuCLIP's prototypes. They are mixed with the
+batch's own estimate, which has the share λ (a defensive mixture)::
 
     α_queue,i = log( ε + (1/m) Σ_j exp((s_ij − s_ii)/τ) ),   j over the queue
     exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
 
-The share bounds the weights ``exp(−α)(ε+g)`` by ``1/λ``. The gradient of both parts of ``α`` reaches the encoders, which
-makes the queue a control variate for the batch: with ``r = g_batch/g_queue`` the coefficients of ``∇log g_batch`` and
-``∇log g_queue`` sum to one.
+Because of the batch's share, the weights ``exp(−α)(ε+g)`` are at most ``1/λ``. The gradients of both parts of ``α`` flow to
+the encoders, so the queue is a control variate for the batch: with ``r = g_batch/g_queue``, the coefficients of
+``∇log g_batch`` and ``∇log g_queue`` sum to one.
 
 Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
 
@@ -35,8 +35,8 @@ from openclip_ext.losses.neuclip import estimate_from_prototypes
 class QueueNormalizer(Normalizer):
     """NeuCLIP's prediction [NeuCLIP 10, 11] from the queue, mixed with the batch.
 
-    The anchor's positive pair is in the queue, unless ``leave_own_out``. This makes the estimate too large, and so bounds the
-    weights from above.
+    The queue contains the anchor's positive pair, unless ``leave_own_out``. The positive pair makes the estimate too large,
+    which also limits the weights.
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -74,7 +74,7 @@ class QueueNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Estimate from the stored queue, or from this batch if the queue is empty."""
+        """Estimate log-normalizers from the stored queue, or from this batch if the queue is empty."""
         empty = self.queue.filled == 0
         rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
         return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
@@ -103,7 +103,7 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # Only with its gradient is the queue a control variate. The learning rate of a learned temperature is NeuCLIP's.
+    # The queue is a control variate only if its gradient flows. A learned temperature has NeuCLIP's learning rate.
     parts=(
         NormalizerPart(
             "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}

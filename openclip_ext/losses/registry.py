@@ -1,4 +1,4 @@
-"""Create losses by name from the METHODs of the files in this folder."""
+"""Create losses by name. Each file in this folder declares its losses in ``METHOD`` or ``METHODS``."""
 
 import importlib
 import inspect
@@ -43,11 +43,12 @@ _SHARED_PARTS = (
     NormalizerPart("minibatch", MinibatchNormalizer, objective=FastCLIPObjective),
     TemperaturePart("constant", ConstantTemperature),
     TemperaturePart("global", GlobalTemperature),
-    # Parts may share a name; a loss takes the first one its objective allows.
+    # Two parts have this name. A loss uses the first part that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
     TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
-    # Embeddings early in training are close together, which would drive a temperature to any lower bound. In a short run the
-    # temperature moves little, and a high one is best; a long run gains from a lower initial temperature.
+    # Early in training, embeddings are close together. This would move a solved temperature down to its lower bound, so the
+    # bound is higher than for other schemes. In a short run, the temperature changes little, and a high temperature is best.
+    # A long run has better results with a lower initial temperature.
     TemperaturePart(
         "solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}, {"temperature": 0.07}
     ),
@@ -59,22 +60,22 @@ _REQUIREMENTS = {
     "num_samples": "the number of training samples, the size of the index space",
 }
 
-# Embedding dimension and number of samples of a loss that is built only to check its options.
+# Embedding dimension and number of samples of a loss that is only built to check options.
 _SMALL = 8
 
-# All losses by name. :func:`register_method` adds to them, and to :data:`openclip_ext.losses.options.OPTIONS`.
+# All losses by name. :func:`register_method` adds entries here and in :data:`openclip_ext.losses.options.OPTIONS`.
 METHODS: dict[str, Method] = {}
 
 
 def _discover_methods() -> Iterator[Method]:
-    """Yield the ``METHOD``, or ``METHODS``, of each file in this folder."""
+    """Yield the methods (``METHOD`` or ``METHODS``) that the files in this folder declare."""
     for info in pkgutil.iter_modules(losses.__path__):
         contents = vars(importlib.import_module(f"{losses.__name__}.{info.name}"))
         yield from (*contents.get("METHODS", ()), *([contents["METHOD"]] if "METHOD" in contents else []))
 
 
 def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
-    """Return the normalizers or the temperature schemes that losses can be composed of, optionally only those with a name."""
+    """Return all normalizers or all temperature schemes (``kind``) for losses, or only those with the given name."""
     parts = itertools.chain(_SHARED_PARTS, *(method.parts for method in METHODS.values()))
     return [part for part in parts if isinstance(part, kind) and name in (None, part.name)]
 
@@ -91,10 +92,10 @@ _collect_options()
 
 
 def register_method(method: Method) -> None:
-    """Add a loss from outside of this package (``docs/add-your-own-loss.md``), or replace an earlier one of this name.
+    """Add a loss from outside this package (see ``docs/add-your-own-loss.md``), or replace one that was added before.
 
     Raises:
-        ValueError: the name belongs to this package, or an option exists with another meaning.
+        ValueError: A loss of this package has this name, or an option exists with another meaning.
     """
     if method.name in SUMMARIES:
         raise ValueError(f"openclip_ext already has a loss {method.name!r}: use another name")
@@ -111,10 +112,10 @@ def register_method(method: Method) -> None:
 
 
 def find_method(name: str) -> Method:
-    """Return the method of a loss: one of :func:`list_losses`, or ``my.module:METHOD``, which is imported and registered.
+    """Return the method of a loss. ``name`` is in :func:`list_losses`, or ``my.module:METHOD``, which is then imported.
 
     Raises:
-        OptionError: the loss or the module does not exist.
+        OptionError: The loss or the module does not exist.
     """
     if ":" in str(name):
         return _import_method(name)
@@ -125,7 +126,7 @@ def find_method(name: str) -> Method:
 def _import_method(name: str) -> Method:
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # python -m adds the current folder to the path, an installed program does not.
+        # Unlike ``python -m``, an installed program does not add the current folder to the path.
         sys.path.append(os.getcwd())
     try:
         method = getattr(importlib.import_module(module_name), attribute, None)
@@ -157,21 +158,21 @@ def create_loss(
     """Create a loss.
 
     Args:
-        name: one of :func:`list_losses`; or ``my.module:METHOD``, your own loss.
-        embed_dim: embedding dimension; needed by losses with a network or prototypes, ignored by others.
-        num_samples: size of the index space; needed by losses with per-sample state, ignored by others.
-        reference_dim: embedding dimension of a reference model, whose embeddings each call then needs as
-            ``reference=(image, text)``. None (default) means no reference model. A loss with one is composed of parts, even
-            ``openclip``.
-        options: see :data:`OPTIONS`; all have a default. ``hard_share`` sets ``rho`` by ``exp(−ρ)``.
+        name: A name in :func:`list_losses`, or ``my.module:METHOD`` for your own loss.
+        embed_dim: Embedding dimension. Losses with a network or prototypes need it; other losses ignore it.
+        num_samples: Size of the index space. Losses with per-sample state need it; other losses ignore it.
+        reference_dim: Embedding dimension of a reference model. Each call then needs the reference's embeddings as
+            ``reference=(image, text)``. None (default) means no reference model. With a reference model, every loss is
+            composed of parts, even ``openclip``.
+        options: See :data:`OPTIONS`. All have a default. ``hard_share`` sets ``rho``: ``hard_share = exp(−ρ)``.
 
     Returns:
-        A module that is called as ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
+        A module. Call it as ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        OptionError: an unknown loss, an option that no part of this loss uses, a value out of range, or incompatible parts; a
-            ValueError.
-        ValueError: a missing ``embed_dim`` or ``num_samples``.
+        OptionError: (a ValueError) The loss is unknown, no part of it uses an option, a value is out of range, or the parts
+            are incompatible.
+        ValueError: ``embed_dim`` or ``num_samples`` is missing.
 
     Example:
         >>> loss = create_loss("neuclip", embed_dim=512, prototypes=1024)
@@ -195,9 +196,9 @@ def create_loss(
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
-    """Return a loss with small sizes, to check options and read attributes before the sizes are known.
+    """Create a loss with small sizes, to check its options and read its attributes before the sizes are known.
 
-    Raises OptionError as :func:`create_loss`.
+    OptionError as in :func:`create_loss`.
     """
     composition, values = _checked_values(name, options)
     with warnings.catch_warnings():
@@ -206,18 +207,19 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
-    """Return the options of a loss with their defaults; raise OptionError as :func:`create_loss`.
+    """Return all options of a loss with their defaults; OptionError as in :func:`create_loss`.
 
-    Of ``options``, only those that choose parts matter: ``normalizer``, ``temperature_scheme``, ``views``.
+    Of ``options``, only those that choose parts have an effect: ``normalizer``, ``temperature_scheme``, ``views``.
     """
     return _compose(name, options).defaults()
 
 
 def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
-    """Return a loss's options with the training program's defaults; some differ from :func:`create_loss`'s.
+    """Return a loss's options with the training program's defaults. Some differ from the defaults of :func:`create_loss`.
 
-    The training program can use another temperature scheme than the paper. Any option of the paper's scheme in ``given``, and
-    a ``pretrained`` model with a learned temperature, keep the paper's scheme. ``steps`` counts the whole training.
+    The training program may use another temperature scheme than the paper. The paper's scheme is used if an option of this
+    scheme is in ``given``, or if ``pretrained`` (the model already has a learned temperature). ``steps`` is the number of
+    optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
     if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:
@@ -228,7 +230,7 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
 
 @dataclass(frozen=True)
 class _Composition:
-    """The classes of a loss, with their defaults (``option_defaults``) and the options that choose them (``part_names``)."""
+    """The classes of a loss, the defaults of their options, and the options that chose the classes (``part_names``)."""
 
     title: str
     build: type[ContrastiveLoss]
@@ -246,7 +248,7 @@ class _Composition:
         return found if self.has_reference else found - REFERENCE_OPTIONS
 
     def defaults(self) -> dict[str, Any]:
-        """Return the options of the classes with their defaults."""
+        """Return all options of the classes with their defaults."""
         keywords = self.keywords()
         values = {name: self.option_defaults.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
@@ -255,14 +257,16 @@ class _Composition:
         self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
     ) -> ContrastiveLoss:
         arguments = {**values, **sizes, **self.fixed}
-        in_features = reference_dim if values.get("steer") else 0  # features then have two blocks
+        in_features = (
+            reference_dim if values.get("steer") else 0
+        )  # with steering, features also have the reference's block
 
         def build(cls: type, *parts: Any, **more: Any) -> Any:
             return cls(
                 *parts, **more, **{name: arguments[name] for name in _keywords(cls) & arguments.keys() - more.keys()}
             )
 
-        # The loss gets the sizes that its parts need.
+        # The loss receives only the sizes that its parts need.
         sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
         taken = inspect.signature(self.build).parameters
         wide = {"embed_dim": (sizes["embed_dim"] or 0) + in_features, "reference_dim": in_features}
@@ -336,7 +340,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
 def _compatible_parts(
     method: Method, title: str, normalizer: str, temperature_scheme: str
 ) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
-    """Return the parts with these names that the method's objective allows; raise OptionError if there are none."""
+    """Return the parts with these names that the method's objective allows; OptionError if there are no such parts."""
     reason = None
     for normalizer_part in _parts(NormalizerPart, normalizer):
         objective = method.objective or normalizer_part.objective
@@ -350,7 +354,7 @@ def _compatible_parts(
 
 
 def _keywords(build: type) -> set[str]:
-    """Return the names of a class's keyword-only arguments, including those that it passes to its base class."""
+    """Return the names of a class's keyword-only arguments, including those of base classes that it accepts."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
         parameters = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
@@ -361,7 +365,7 @@ def _keywords(build: type) -> set[str]:
 
 
 def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
-    """Return what a loss is built from, and the values of all its options; raise OptionError for a wrong option."""
+    """Return the classes of a loss, and the values of all its options; OptionError for a wrong option."""
     options = _with_rho(options)
     composition = _compose(name, options)
     defaults = composition.defaults()
@@ -385,7 +389,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
 
 
 def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
-    """Raise OptionError if a given temperature is out of bounds, as a logit scale would be."""
+    """Raise OptionError if a given temperature is out of bounds, for example because it is a logit scale."""
     smallest = values.get("temperature_min")
     largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if temperature > largest:

@@ -4,9 +4,9 @@ Wei et al., *A Geometry-Aware Efficient Algorithm for Compositional Entropic Ris
 The dual of each anchor's loss, ``min_ν exp(−ν)(ε + g) + ν`` with ``u = exp(ν)``, takes one step of proximal mirror descent
 with the Bregman divergence of ``exp(−ν)`` and step size ``exp(κ)``::
 
-    u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch)),    γ_i = sigmoid(log u_i + κ),    α_i = log u_i, the new one
+    u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch)),    γ_i = sigmoid(log u_i + κ),    α_i = log of the new u_i
 
-A large normalizer therefore follows the batch, and a small one averages over more epochs.
+So a large normalizer is close to the last batch's estimate, and a small normalizer is an average over more epochs.
 
 Naive float64 version: ``Scent`` in ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 
@@ -28,23 +28,23 @@ _QUANTILES = (0.05, 0.5, 0.95)
 
 
 class ScentNormalizer(SampleAverages):
-    """``u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch))`` with ``γ_i = sigmoid(log u_i + κ)`` of the stored ``u_i``."""
+    """``u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch))``, where ``γ_i = sigmoid(log u_i + κ)`` with the stored ``u_i``."""
 
     def __init__(self, *, num_samples: int, kappa: float) -> None:
         super().__init__(num_samples)
         self.kappa = kappa
-        # Logits of the last step's γ and the valid samples: only for the logs, and in no checkpoint.
+        # Logits of the last step's γ, and which samples are valid. They are used only for logs, and are not saved.
         self._last: tuple[Tensor, Tensor] | None = None
 
     def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         log_u = self.stored(batch_at_tau)
         logit = log_u + self.kappa
         self._last = logit, batch_at_tau.batch.valid
-        # log γ and log(1−γ) do not overflow.
+        # Computed with log γ and log(1−γ), which do not overflow.
         return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return quantiles of γ in the last step; for a new sample, of its new u. Synchronizes with the device."""
+        """Return quantiles of γ in the last step. New samples use their new u. Synchronizes with the device."""
         if self._last is None:
             return {}
         logit, valid = self._last

@@ -1,7 +1,7 @@
 """SimCLR: two augmented views of each image, compared with all other views of the batch, without texts.
 
-Chen et al., *A Simple Framework for Contrastive Learning of Visual Representations*, ICML 2020. With ``h`` the projected
-unit embeddings of the ``2·B`` views, the loss (NT-Xent) is the mean over all views of::
+Chen et al., *A Simple Framework for Contrastive Learning of Visual Representations*, ICML 2020. ``h`` are the projected unit
+embeddings of the ``2·B`` views. The loss (NT-Xent) is the mean over all views of::
 
     −log( exp(h_i·h_i⁺/τ) / (exp(h_i·h_i⁺/τ) + Σ_{z: other images' views} exp(h_i·z/τ)) )
 
@@ -36,7 +36,7 @@ TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
-    """SimCLR's projection head, ``Linear(ReLU(Linear x))``: the loss uses its output, and evaluations use its input."""
+    """SimCLR's projection head, ``Linear(ReLU(Linear x))``. The loss uses its output; evaluations use its input."""
 
     kind = "projector"
     evaluated = False
@@ -50,16 +50,16 @@ class Projector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map ``(B, embed_dim)`` to ``(B, projection_dim)``."""
+        """Map embeddings ``(B, embed_dim)`` to ``(B, projection_dim)``."""
         return self.layers(features)
 
 
 class TwoViewLoss(GlobalContrastiveLoss):
-    """A global contrastive loss of ``2·B`` views: each is an anchor, and the other view of its image is the positive.
+    """A global contrastive loss of ``2·B`` views. Each view is an anchor; its positive is the other view of the same image.
 
-    The negatives of an anchor are the ``2·(B−1)`` views of all other images. The ``2·B`` pairs are the first views with the
-    second ones, and the second with the first. An anchor's own embedding is masked. The two anchors of an image share its
-    index.
+    The negatives of an anchor are the ``2·(B−1)`` views of all other images. There are ``2·B`` positive pairs: each first view
+    with its second view, and each second view with its first view. The pair of an anchor with itself is masked. Both anchors
+    of an image have the image's index.
     """
 
     expects_unit_norm = False
@@ -84,11 +84,11 @@ class TwoViewLoss(GlobalContrastiveLoss):
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
 
     def model_head(self) -> Projector:
-        """Return the projector, which evaluations do not use."""
+        """Return the projector, which the optimizer trains. Evaluations do not use it."""
         return self.projector
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """Check the inputs, and return the pairs of projected views, NaN for masked images."""
+        """Check the inputs, and return the pairs of projected views. Embeddings of masked images are NaN."""
         batch = super()._batch(*inputs, **options)
         finite = batch.finite[:, None]
         first, second = (
@@ -105,7 +105,7 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return functional.normalize(self.projector(features), dim=1)
 
     def log_normalizers(self, image_features: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return the normalizer's prediction for the first and for the second views."""
+        """Return the predicted log-normalizers of the first views and of the second views."""
         alpha, _ = super().log_normalizers(image_features, *others, **named)
         return alpha[: len(image_features)], alpha[len(image_features) :]
 
@@ -120,9 +120,10 @@ _CROSS_ENTROPY, _WITHOUT_POSITIVE = (
 
 
 class InfoNce(Unscaled):
-    """NT-Xent: ``log(1 + N·g)`` over the batch's ``N`` negatives, without the factor τ; without the positive ``log(N·g)``.
+    """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives in the batch, without the factor τ.
 
-    ``α`` is the loss itself, so that the weights of the negatives are the softmax's.
+    Without the positive pair in the denominator, it is ``log(N·g)``. ``α`` is the loss itself, so the weights of the negatives
+    are their softmax.
     """
 
     estimand = _CROSS_ENTROPY

@@ -1,12 +1,12 @@
-"""SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.
+"""SogCLR: a moving average for each sample instead of the batch's normalizer, with a constant temperature.
 
 Yuan et al., *Provable Stochastic Optimization for Global Contrastive Learning: Small Batch Does Not Harm Performance*,
 ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretraining of Representation Models*.
 
-- Images with texts: the moving average of ``fastclip.py`` with a constant γ.
-- Two views of each image (``views=2``), as in the paper: with projected unit embeddings ``h`` and a ``u`` for each image,
-  ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)`` over the other images' views ``z``, and the loss is the mean of
-  ``−h_i·h_i⁺ + τ·log(ε + u_i)``, whose gradient includes the batch's part of ``u``.
+- For images with texts, it uses the moving average of ``fastclip.py`` with a constant γ.
+- For two views of each image (``views=2``), as in the paper, ``h`` are projected unit embeddings, and each image has a ``u``:
+  ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, where ``z`` are the views of other images. The loss is the mean of
+  ``−h_i·h_i⁺ + τ·log(ε + u_i)``. Its gradient flows through the batch's part of ``u``.
 
 Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
@@ -60,7 +60,7 @@ class Decoupled(Objective):
 class UncenteredMovingAverage(MovingAverageNormalizer):
     """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
 
-    Each view's anchor uses the ``u`` with its own batch estimate. The stored value of an image is the mean over its views.
+    Each of an image's two views uses a new ``u`` with the view's own estimate. The mean of the two is stored.
     """
 
     estimates = (_UNCENTERED_MEAN,)

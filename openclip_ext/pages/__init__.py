@@ -1,1 +1,1 @@
-"""HTML pages and SVG charts: one style, escaped, readable in dark and light, without anything from outside."""
+"""HTML pages and SVG charts. They have one style, are readable in dark and light themes, and load no external files."""

@@ -1,6 +1,6 @@
-"""Draw bars and curves as inline SVG, with matplotlib.
+"""Draw bar charts and curves as inline SVG, with matplotlib.
 
-Text, axes and grid have the page's text color (``currentColor``); the colors of the series are readable on white and black.
+Text, axes and grid have the page's text color (``currentColor``). The colors of the series are readable on white and black.
 """
 
 import io
@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# The colors of Okabe and Ito, which color-blind people can tell apart, with a contrast of at least 3:1 on both themes.
+# Colors after Okabe and Ito, which color-blind people can distinguish. Their contrast is at least 3:1 on both themes.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
-# Stands for the page's text color, which matplotlib cannot name.
+# Placeholder for the page's text color (``currentColor``), which matplotlib does not support. It is replaced in the SVG.
 _TEXT_COLOR = "#010203"
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _TEXT_COLOR,
@@ -27,7 +27,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
-    "font.family": "DejaVu Sans",  # comes with matplotlib; the page's style sheet replaces it
+    "font.family": "DejaVu Sans",  # part of matplotlib; the page's style sheet sets another font
     "font.size": 11,
     "grid.alpha": 0.2,
     "grid.color": _TEXT_COLOR,
@@ -37,14 +37,14 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _TEXT_COLOR,
     "ytick.color": _TEXT_COLOR,
 }
-_PIXELS_PER_INCH = 72  # makes matplotlib's points SVG's pixels
+_PIXELS_PER_INCH = 72  # with this value, one of matplotlib's points is one pixel in the SVG
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: its label, its value, the text next to it, the text shown on hovering, and its standard error."""
+    """A bar: label, value, the text next to the bar, the text shown on hovering, and the standard error."""
 
     label: str
     value: float
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: its name, its points in ascending x, the number of its color, and the range around each point, if any."""
+    """A curve: name, points in ascending order of x, number of the color, and optionally a range around each point."""
 
     name: str
     points: Sequence[Point]
@@ -65,7 +65,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over a common horizontal axis from 0; ``levels`` are labeled horizontal lines."""
+    """Curves over a common horizontal axis that starts at 0. ``levels`` are labeled horizontal lines."""
 
     title: str
     curves: Sequence[Curve]
@@ -75,15 +75,15 @@ class Chart:
 
 
 def color(number: int) -> str:
-    """Return the color of a series; the eight colors repeat."""
+    """Return the color of series ``number``. After eight series, the colors repeat."""
     return PALETTE[number % len(PALETTE)]
 
 
 def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
-    """Draw at least one horizontal bar, from top to bottom in the given order, on both sides of zero."""
+    """Draw one or more horizontal bars, in the given order from top to bottom. Values may be positive or negative."""
 
     def draw(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")  # labels have any length
+        figure.set_layout_engine("constrained")  # makes room for labels of any length
         axes = figure.subplots()
         colors = [color(0) if bar.value >= 0 else color(1) for bar in bars]
         errors = [bar.error for bar in bars] if any(bar.error for bar in bars) else None
@@ -104,7 +104,7 @@ def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
 
 
 def draw_curves(axes: Axes, chart: Chart) -> None:
-    """Draw a chart on axes of any figure; points have the ids of hints."""
+    """Draw a chart on the axes of any figure. Each point gets an id, by which :func:`_svg` adds the text on hovering."""
     number = itertools.count()
     for curve in chart.curves:
         axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8, label=curve.name)
@@ -129,11 +129,11 @@ def draw_curves(axes: Axes, chart: Chart) -> None:
 
 
 def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
-    """Draw a chart of a width and height in pixels, without a legend, because all charts of a page share one."""
+    """Draw a chart of ``size`` (width and height in pixels). It has no legend, because the page has a common one."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        # matplotlib's own layout would take as long as the drawing.
+        # Margins are set here, because matplotlib's layout engine would take as long as the drawing.
         width, height = size
         figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
         draw_curves(axes, chart)
@@ -143,7 +143,7 @@ def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
 
 
 def short_number(value: float) -> str:
-    """Return a number in four digits: ``320M`` rather than ``320000000``."""
+    """Format a number with up to four digits and a letter, such as ``320M`` for 320000000."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -155,10 +155,10 @@ def _hint_id(number: int) -> str:
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on an empty figure; return only the ``<svg>`` element, with a hint for each element that has a hint's id."""
+    """Draw on an empty figure; return the ``<svg>`` element. ``hints`` are the texts on hovering, by the elements' ids."""
     width, height = size
     stream = io.StringIO()
-    # Identifiers are equal each time a page is written, and differ between the charts of a page.
+    # With the label as salt, the ids of a chart never change, and differ from those of other charts on the page.
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
         figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
         draw(figure)

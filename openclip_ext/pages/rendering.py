@@ -1,4 +1,4 @@
-"""Render a template of ``templates/``: one self-contained HTML page, or plain text."""
+"""Render a template in ``templates/`` to a self-contained HTML page or to plain text."""
 
 import base64
 import functools
@@ -14,28 +14,28 @@ from PIL import Image
 def render_page(template: str, title: str, **values: Any) -> str:
     """Return an HTML page with a title and the ``values`` that the template shows.
 
-    Everything except :class:`markupsafe.Markup`, the type of charts, is escaped. ``jinja2.UndefinedError`` if the template
-    shows a value that was not given.
+    All values are escaped, except those of type :class:`markupsafe.Markup`, such as charts. ``jinja2.UndefinedError`` if the
+    template shows a value that is not given.
 
     Args:
-        template: file name in ``templates/``; ``base.html`` has the style, ``macros.html`` the shared macros.
+        template: File name in ``templates/``. (``base.html`` contains the style, ``macros.html`` the common macros.)
     """
     return _environment().get_template(template).render(title=title, **values)
 
 
 def render_lines(template: str, **values: Any) -> list[str]:
-    """Return the lines of a text that are not empty; nothing is escaped."""
+    """Render a template to plain text; return its non-empty lines. Values are not escaped."""
     return [line for line in _environment().get_template(template).render(**values).splitlines() if line]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table; the first row is the head."""
+    """Format a Markdown table. The first row is the head."""
     head, *body = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows)
     return "\n".join(f"| {row} |" for row in (head, " | ".join(["---"] * len(rows[0])), *body))
 
 
 def thumbnail(image: Image.Image, pixels: int) -> str:
-    """Return a small copy of an image, up to ``pixels`` wide and high, as a data URI."""
+    """Return a small copy of an image as a data URI. Its width and height are at most ``pixels``."""
     small, buffer = image.convert("RGB"), io.BytesIO()
     small.thumbnail((pixels, pixels))
     small.save(buffer, "JPEG", quality=80)

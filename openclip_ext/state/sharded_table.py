@@ -1,4 +1,4 @@
-"""Tables of per-sample state, sharded over the processes by contiguous ranges of the index."""
+"""Tables of per-sample state, sharded over processes. Each process stores a contiguous range of indices."""
 
 import contextlib
 import math
@@ -14,22 +14,22 @@ _SHARD = "shard"
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the range of indices of process ``rank``: ``⌈n/K⌉`` each, fewer at the end."""
+    """Return first and end of the range of indices that ``rank`` stores: ``⌈n/K⌉`` indices, fewer on the last ranks."""
     per_rank = math.ceil(num_samples / world_size)
     first = min(rank * per_rank, num_samples)
     return first, min(first + per_rank, num_samples)
 
 
 class ShardedTable(nn.Module):
-    """A table with ``columns`` elements for each of ``num_samples`` samples; each process keeps its range on its device.
+    """A table with ``columns`` elements for each of ``num_samples`` samples. Each process stores its range on its device.
 
-    A read costs one all-reduce of ``columns·B`` scalars (the owner contributes, the others add zero). A write is local.
-    Samples that were never written read as NaN.
+    A read needs one all-reduce of ``columns·B`` scalars: the owner of a sample adds its values, other processes add zero. A
+    write needs no communication. Values of samples that were never written are NaN.
 
     Attributes:
         values: ``(columns, size + 1)``, NaN where nothing was written.
-        overwritten: the rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. Set it to None to
-            keep that write.
+        overwritten: The rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. Set it to None to
+            make the write final.
     """
 
     values: Tensor
@@ -40,14 +40,14 @@ class ShardedTable(nn.Module):
         self.columns = columns
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
-        # The last row receives the writes of other processes' samples, so that no shape depends on data.
+        # The additional last row receives writes for samples of other processes, so no tensor shape depends on the data.
         self.register_buffer("values", torch.full((columns, self.size + 1), torch.nan), persistent=False)
         self.overwritten: tuple[Tensor, Tensor] | None = None
         self._in_state_dict = True
 
     @property
     def size(self) -> int:
-        """Samples in this process's range."""
+        """Number of samples in this process's range."""
         return self.end - self.first
 
     @property
@@ -56,7 +56,7 @@ class ShardedTable(nn.Module):
         return self.columns * self.size * self.values.itemsize
 
     def _slots(self, index: Tensor) -> Tensor:
-        """Return the row of each sample; −1 or :attr:`size`, both the last row, for samples of other processes."""
+        """Return the row of each sample. For samples of other processes, it is −1 or :attr:`size`; both mean the last row."""
         distributed.check_world_size(self.world_size)
         offset = index - self.first if self.first else index
         return offset.clamp(-1, self.size)
@@ -66,9 +66,9 @@ class ShardedTable(nn.Module):
         """Return the values of samples, ``(columns, B)``, equal on all processes. Collective: all ranks call it.
 
         Args:
-            index: ``(B,)``; the values of an index outside of ``[0, num_samples)`` are arbitrary.
-            columns: the columns to return.
-            missing: ``(columns, B)`` for samples that were never written. None (default) means NaN.
+            index: ``(B,)`` sample indices. The result for an index outside of ``[0, num_samples)`` is arbitrary.
+            columns: The columns to return.
+            missing: ``(columns, B)``, results for samples that were never written. None (default) means NaN.
         """
         slots = self._slots(index)
         values = self.values[columns, slots]
@@ -80,14 +80,17 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
-        """Store ``values`` ``(columns, B)`` where ``where`` ``(B,)`` is True; equal indices need equal values."""
+        """Store ``values`` ``(columns, B)`` for the samples for which ``where`` ``(B,)`` is True.
+
+        Samples with equal indices must have equal values.
+        """
         slots = self._slots(index).masked_fill(~where, self.size)
         self.overwritten = slots, self.values[:, slots]
         self.values[:, slots] = values.to(self.values.dtype)
 
     @torch.no_grad()
     def undo_write(self, skip_if: Tensor | None = None) -> None:
-        """Undo the last :meth:`write`, if :attr:`overwritten` has it, except where ``skip_if`` (0-d bool) is True."""
+        """Undo the last :meth:`write` if it is in :attr:`overwritten`, unless ``skip_if`` (0-d bool) is True."""
         if self.overwritten is not None:
             slots, before = self.overwritten
             self.values[:, slots] = before if skip_if is None else torch.where(skip_if, self.values[:, slots], before)
@@ -99,13 +102,13 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def set_rows(self, start: int, rows: Tensor) -> None:
-        """Overwrite the rows from ``start`` with ``(rows, columns)`` of any dtype and device."""
+        """Overwrite the rows from ``start`` on with ``rows`` ``(k, columns)``, of any dtype and device."""
         self.values[:, start : start + len(rows)] = rows.T.to(self.values)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._in_state_dict:
-            # A copy, because safetensors needs contiguous memory.
+            # The entry is a contiguous copy, which safetensors needs.
             destination[prefix + _SHARD] = self.values[:, :-1].clone(memory_format=torch.contiguous_format)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -122,14 +125,17 @@ class ShardedTable(nn.Module):
                 f"{key}: expected shape {(self.columns, self.size)}, found {tuple(shard.shape)}. Load the state with the same "
                 "number of samples and processes"
             )
-        # By column: a full shard in another dtype would be a second copy on the device.
+        # Copy each column separately, because converting the full shard to another dtype would need twice the memory.
         for column, given in zip(self.values, shard, strict=True):
             column[:-1].copy_(given)
 
 
 @contextlib.contextmanager
 def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
-    """Exclude these tables, which checkpoints stream, from ``state_dict()`` and ``load_state_dict()`` in this context."""
+    """Exclude tables from ``state_dict()`` and ``load_state_dict()`` inside the ``with`` block.
+
+    Checkpoints use it, because they write and read tables separately, in chunks.
+    """
     tables = list(tables)
     for table in tables:
         table._in_state_dict = False
@@ -141,24 +147,24 @@ def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
 
 
 def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
-    """Return the logarithm of the mean of the values with an index, for each occurrence of the index: ``(rows, B)``.
+    """Return, for each sample, the log of the mean of the values of all valid samples with its index: ``(rows, B)``.
 
-    The values have the logarithms ``log_values`` ``(rows, B)``. Results of masked samples are arbitrary.
+    ``log_values`` ``(rows, B)`` contains the logarithms of the values. Results of masked samples are arbitrary.
     """
     group, size = _group(index, valid)
     group = group.expand_as(log_values)
     masked = log_values.masked_fill(~valid, -torch.inf)
-    # The bound is finite also where all are −inf, so that their difference is not NaN.
+    # The maximum starts at a finite number: with −inf for all samples of a group, the difference below would be NaN.
     bound = torch.full_like(log_values, torch.finfo(log_values.dtype).min)
     largest = bound.scatter_reduce(1, group, masked, "amax").gather(1, group)
-    # On a GPU the order of summation is not fixed. Sums in double precision round to the same result.
+    # On a GPU, the order of summation varies. Sums in double precision still give the same result after rounding.
     shares = (masked - largest).double().exp()
     sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
     return largest + (sums / size).log().to(log_values.dtype)
 
 
 def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean of the values with an index, for each occurrence of the index: ``(rows, B)``."""
+    """Return, for each sample, the mean of the values of all valid samples with its index: ``(rows, B)``."""
     group, size = _group(index, valid)
     group = group.expand_as(values)
     wide = values.double().masked_fill_(~valid, 0)
@@ -167,12 +173,12 @@ def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_count(index: Tensor, valid: Tensor) -> Tensor:
-    """Return the number of valid samples with each sample's index, ``(B,)`` int64, at least 1."""
+    """Return, for each sample, the number of valid samples with its index: ``(B,)`` int64, at least 1."""
     return _group(index, valid)[1].to(torch.int64)
 
 
 def _group(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's group of equal indices ``(B,)``, and the group's number of valid samples ``(B,)``, at least 1."""
+    """Return, for each sample, its group of equal indices ``(B,)``, and the group's valid samples ``(B,)``, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()
     size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)

@@ -1,7 +1,7 @@
-"""Tables of per-sample state on disk, written and read in chunks, without a second copy in memory.
+"""Tables of per-sample state on disk. They are written and read in chunks, without a second copy in memory.
 
-A file contains one rank's shard in numpy's format: one row per sample, NaN for samples that were never used. ``numpy.load``
-reads it.
+A file contains one rank's shard, in a format that ``numpy.load`` reads: one row per sample, with NaN for samples that were
+never used.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.state.sharded_table import ShardedTable
 
 _FORMAT = np.lib.format
-# Rows copied at a time: 4 to 16 MiB in the losses' tables.
+# Number of rows that are copied at a time: 4 to 16 MiB for the tables of our losses.
 CHUNK_ROWS = 1 << 19
 
 
 def write_table(table: ShardedTable, file: BinaryIO) -> None:
-    """Write this rank's shard into an empty file."""
-    dtype = table.rows(0, 0).numpy().dtype.newbyteorder("<")  # the same on every machine
+    """Write this rank's shard to an empty file."""
+    dtype = table.rows(0, 0).numpy().dtype.newbyteorder("<")  # little-endian on every machine
     shape = (table.size, table.columns)
     header = {"descr": _FORMAT.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     _FORMAT.write_array_header_1_0(file, header)
@@ -31,7 +31,7 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
 
 
 def open_table(path: Path) -> np.ndarray:
-    """Return the shard that :func:`write_table` wrote, ``(samples, columns)``, as a memory map; it is not read yet."""
+    """Return the shard ``(samples, columns)`` in a file of :func:`write_table`, as a memory map, without reading it."""
     rows, reason = None, ""
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -45,12 +45,12 @@ def open_table(path: Path) -> np.ndarray:
 
 
 def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: object = "the checkpoint") -> None:
-    """Fill this rank's shard from the shards of all ranks of the saved run, in rank order; their number may differ.
+    """Fill this rank's shard from the shards of all ranks of the saved run. The number of ranks may have changed.
 
     Args:
-        table: the table to fill.
-        parts: ``(samples of the rank, columns)`` each, as :func:`open_table` returns them.
-        source: name for messages.
+        table: The table to fill.
+        parts: The saved shards in rank order, from :func:`open_table`: ``(samples of the rank, columns)`` each.
+        source: Name of the checkpoint in error messages.
     """
     found = sum(map(len, parts)), parts[0].shape[1]
     if found != (table.num_samples, table.columns):

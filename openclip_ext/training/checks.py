@@ -1,4 +1,4 @@
-"""Checks of a configuration before anything is built or written."""
+"""Check a configuration before anything is built or written."""
 
 import importlib.util
 import logging
@@ -22,7 +22,7 @@ from openclip_ext.training.optimizer import check_optimizer, full_name
 
 
 def check(config: TrainingConfig) -> None:
-    """Raise UsageError for the first mistake, with a fix."""
+    """Raise UsageError for the first mistake in a configuration. The message contains a fix."""
     weights, data = config.model.pretrained, config.data
     if weights and os.path.isdir(weights):
         raise UsageError(
@@ -41,7 +41,7 @@ def check(config: TrainingConfig) -> None:
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
-        if files and not any(map(os.path.isfile, files)):  # some missing files are counted as bad samples
+        if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
@@ -53,7 +53,7 @@ def check(config: TrainingConfig) -> None:
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
-    """Return a warning if a recipe runs with a different global batch, else None."""
+    """Return a warning if a run's global batch differs from its recipe's, else None."""
     name = config.flags["recipe"]
     wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
     if wanted == global_batch:
@@ -63,7 +63,7 @@ def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> s
 
 
 def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
-    """Raise UsageError for flags that do not fit the loss or the number of processes."""
+    """Raise UsageError for flags that the loss or the number of processes does not support."""
     assert config.data is not None
     name, has_head = config.loss.name, loss.model_head() is not None
     if config.data.resampled and loss.needs_index:
@@ -84,7 +84,7 @@ def _check_model(config: ModelConfig) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     name, tag = config.file_name, config.pretrained
-    if config.is_folder:  # OpenCLIP looks for it
+    if config.is_folder:  # OpenCLIP reports an error if the folder does not exist
         if tag:
             raise UsageError(f"--pretrained {tag}: --model {config.name} has its own weights. Remove --pretrained")
         return
@@ -111,13 +111,13 @@ def _check_pixels(config: ModelConfig) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raise UsageError for a device that PyTorch does not support or this machine does not have; None was not given."""
+    """Raise UsageError if PyTorch does not support the device, or this machine lacks it. None means no --device."""
     if name is None:
         return
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name} is no device of PyTorch: expected cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {name} is not a device of PyTorch: expected cpu, cuda or cuda:N") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
@@ -126,7 +126,7 @@ def check_device(name: str | None) -> None:
 def _check_evaluation(config: EvaluationConfig) -> None:
     for flag, folder in (("--imagenet-val", config.imagenet_val), ("--imagenet-v2", config.imagenet_v2)):
         if folder is not None and not Path(folder).is_dir():
-            raise UsageError(f"{flag} {folder} is no folder")
+            raise UsageError(f"{flag} {folder} is not a folder")
     if config.val_data is not None and config.val_data.resolved_type != "synthetic":
         files = _local_files(config.val_data)
         missing = [file for file in files if not os.path.isfile(file)]

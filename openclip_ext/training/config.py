@@ -1,7 +1,7 @@
-"""The configuration of a training: one frozen tree, made of the command line's flags. Nothing here imports torch.
+"""The configuration of a training run: a tree of frozen dataclasses, filled from the flags. Nothing here imports torch.
 
-A field is a flag (``openclip_ext/cli/options.py``), with its default, help and range. Each part of a training receives its own
-flags only.
+Each field is a flag with its default, help and range (see ``openclip_ext/cli/options.py``). Each part of the training program
+receives only its own part of the tree.
 """
 
 import os
@@ -32,21 +32,21 @@ _FACTORY_OPTIONS = (
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters, which are trained instead of the weights."""
+    """Low-rank adapters, which are trained instead of the model's weights."""
 
     rank: int | None = flag(
         None, "rank of LoRA adapters to train (such as 16), with all other weights frozen", dest="lora_rank", minimum=1
     )
     alpha: float | None = flag(
         None,
-        "the adapters' scale times their rank (default: twice the rank, so that another rank needs no other --lr)",
+        "scale of the adapters times their rank (default: twice the rank; one --lr then works for every rank)",
         dest="lora_alpha",
         needs="lora_rank",
         exclusive_minimum=0.0,
     )
     targets: str = flag(
         "both",
-        "the towers with adapters; the other tower is frozen",
+        "towers that get adapters; a tower without adapters is frozen",
         dest="lora_targets",
         needs="lora_rank",
         choices=("image", "text", "both"),
@@ -55,10 +55,10 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """OpenCLIP's flags for building the model; the names are those of ``open_clip``'s factory.
+    """OpenCLIP's flags for building the model. The fields have the names of ``open_clip``'s factory.
 
-    A locked tower is frozen, except for ``unlocked`` layer groups, counted from the output. Its BatchNorm statistics or
-    LayerNorm parameters are frozen only if their flags say so.
+    A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze its BatchNorm statistics or
+    LayerNorm parameters.
     """
 
     name: str = flag(dest="model")
@@ -78,7 +78,7 @@ class ModelConfig:
     image_resize_mode: str | None = flag(None)
     image_backend: str = flag(
         "pil",
-        "library for training images; torchvision takes a third of the time, and its pixels differ by a rounding",
+        "library that decodes training images; torchvision takes a third of the time, with pixel values rounded differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
@@ -91,28 +91,28 @@ class ModelConfig:
     lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
     grad_checkpointing: bool = flag(False)
-    trace: int | None = None  # batch size for torch.jit.trace, for evaluation only
+    trace: int | None = None  # batch size for torch.jit.trace, used in evaluation only
     lora: LoraConfig = LoraConfig()
 
     @property
     def file_name(self) -> str:
-        """Name of the configuration: ``ViT-B-32`` also for ``ViT-B/32``, and ``m`` for ``local-dir:models/m``."""
+        """Name of the model's configuration file: ``ViT-B-32`` for ``ViT-B/32``, ``m`` for ``local-dir:models/m``."""
         if not self.is_folder:
             return self.name.replace("/", "-")
         return re.sub(r"[^\w.-]", "-", os.path.basename(os.path.abspath(self.name.partition(":")[2])))
 
     @property
     def is_folder(self) -> bool:
-        """Whether the model is a folder with configuration and weights: ``local-dir:`` or ``hf-hub:``."""
+        """Whether ``--model`` is a folder with configuration and weights (``local-dir:`` or ``hf-hub:``)."""
         return ":" in self.name
 
     @property
     def weights(self) -> str | None:
-        """Tag or file of the initial weights; None for an untrained model."""
+        """Tag or file of the initial weights; None means random weights."""
         return self.pretrained or compat.hub_weights(self.name, self.cache_dir)
 
     def create(self, device: "torch.device") -> tuple[Any, Callable, Callable]:
-        """Return the bare model, the training transform and the evaluation transform."""
+        """Return the unwrapped model, the training transform and the evaluation transform."""
         options = {name: getattr(self, name) for name in _FACTORY_OPTIONS} | {"aug_cfg": dict(self.aug_cfg)}
         return compat.create_model(self.name, device, siglip_start=self.siglip_start, jit=self.torchscript, **options)
 
@@ -127,18 +127,18 @@ class LossConfig:
     """The loss and its options."""
 
     name: str
-    given: Mapping[str, Any] = field(default_factory=dict)  # from the user or the recipe
-    options: Mapping[str, Any] = field(default_factory=dict)  # all; empty before training.model.with_loss_options
-    without_effect: tuple[str, ...] = ()  # given flags that only other losses use
+    given: Mapping[str, Any] = field(default_factory=dict)  # options that the user or the recipe gave
+    options: Mapping[str, Any] = field(default_factory=dict)  # all options; training.model.with_loss_options fills them
+    without_effect: tuple[str, ...] = ()  # given flags that this loss does not use
 
 
 def _tower_lr(tower: str) -> Any:
-    hint = f"to train no part of this tower use --lock-{tower}"
+    hint = f"to freeze this tower, use --lock-{tower}"
     return flag(None, f"learning rate of the {tower} tower (default: --lr)", exclusive_minimum=0.0, hint=hint)
 
 
 def _layer_decay(tower: str) -> Any:
-    text = f"learning rate of each layer of the {tower} tower over that of the next one; its head has the full rate"
+    text = f"learning rate of a layer of the {tower} tower divided by the next layer's; the head has the full rate"
     return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
 
 
@@ -146,7 +146,7 @@ def _layer_decay(tower: str) -> Any:
 class OptimizerConfig:
     """The optimizer: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
 
-    ``weight_decay`` is for parameters with more than one dimension. None means the timm optimizer's own default.
+    ``weight_decay`` applies to parameters with more than one dimension. A value of None means the timm optimizer's default.
     """
 
     name: str = flag("adamw", dest="opt")
@@ -157,13 +157,13 @@ class OptimizerConfig:
     eps: float | None = flag(1e-6, exclusive_minimum=0.0)
     momentum: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
     lookahead_steps: int | None = flag(
-        None, "steps for each LookAhead step, with --opt timm/lookahead_NAME (CLIP-Lite: 5; default: 6)", minimum=1
+        None, "optimizer steps per LookAhead step, with --opt timm/lookahead_NAME (CLIP-Lite: 5; default: 6)", minimum=1
     )
     kwargs: tuple[str, ...] = flag(
-        (), "further arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
+        (), "more arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
     )
     decay_excluded: tuple[str, ...] = flag(
-        (), "globs of the names of parameters without weight decay, such as '*positional_embedding'", dest="wd_exclude"
+        (), "patterns of parameter names without weight decay, such as '*positional_embedding'", dest="wd_exclude"
     )
     lr_image: float | None = _tower_lr("image")
     image_layer_decay: float = _layer_decay("image")
@@ -171,7 +171,7 @@ class OptimizerConfig:
     text_layer_decay: float = _layer_decay("text")
 
     def tower_rates(self) -> dict[str, tuple[float, float]]:
-        """Return, for each tower with its own rates, its learning rate over the run's and its layer decay."""
+        """Return, for each tower with its own rates: its learning rate divided by ``--lr``, and its layer decay."""
         towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
         return {
             tower: (1.0 if lr is None else lr / self.lr, decay)
@@ -182,7 +182,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the run; ``warmup`` is in optimizer steps, and ``cooldown_`` is for ``const-cooldown``."""
+    """The learning rate schedule. ``warmup`` is in optimizer steps; ``cooldown_`` fields belong to ``const-cooldown``."""
 
     name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
     lr: float = flag(5e-4)
@@ -197,12 +197,12 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is distributed over the processes, and whether it is compiled."""
+    """How the model is distributed over processes, and whether it is compiled."""
 
     fsdp: bool = flag(False, "shard parameters, gradients and optimizer state over the processes (FSDP2, not DDP)")
     keep_gathered: bool = flag(
         False,
-        "with --fsdp: keep gathered parameters from forward to backward; less communication, more memory",
+        "with --fsdp: keep gathered parameters between forward and backward; less communication, more memory",
         dest="fsdp_no_reshard_after_forward",
         needs="fsdp",
     )
@@ -217,33 +217,35 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The flags of a step; ``precision`` is OpenCLIP's name for the dtypes."""
+    """The flags of an optimizer step. ``precision`` is OpenCLIP's name for a combination of dtypes."""
 
     precision: str = flag("fp32")
     grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
     model_ema_decay: float | None = flag(
         None,
-        "decay of an average of the weights, such as 0.9999; evaluations and users of a checkpoint get the average",
+        "decay of a moving average of the weights, such as 0.9999; evaluations and checkpoints use the average",
         exclusive_minimum=0.0,
         exclusive_maximum=1.0,
-        hint="give one such as 0.9999",
+        hint="a usual value is 0.9999",
     )
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of the run, and what is counted in its steps."""
+    """The length of the run, and settings that are counted in optimizer steps."""
 
     epochs: int = flag(minimum=1, hint="to evaluate only, remove --train-data")
     accum_freq: int = flag(1)
     log_every: int = flag(100, dest="log_every_n_steps", minimum=1)
-    max_skipped_steps: int = flag(50, "stop after N steps in a row whose gradients are not finite", minimum=1)
-    profile: int = flag(0, "trace N optimizer steps, after the first 12, into profile/ of the run folder", minimum=0)
+    max_skipped_steps: int = flag(50, "stop after N consecutive steps with non-finite gradients", minimum=1)
+    profile: int = flag(
+        0, "trace N optimizer steps after the first 12; writes to profile/ in the run folder", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When checkpoints are written to ``folder`` (None: never) and which ones are kept; the last epoch is always saved."""
+    """When checkpoints are saved in ``folder`` (None means never), and which are kept. The last epoch is always saved."""
 
     folder: Path | None
     name: str
@@ -251,12 +253,12 @@ class SavePolicy:
     every_steps: int = flag(0, "also save every N optimizer steps (0: never)", dest="save_every_steps", minimum=0)
     most_recent: bool = flag(False, dest="save_most_recent")
     delete_previous: bool = flag(False, dest="delete_previous_checkpoint")
-    best_metric: str | None = flag(None, "save the best model by this metric as best.pt", dest="keep_best")
+    best_metric: str | None = flag(None, "metric by which the best model is saved as best.pt", dest="keep_best")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations during training, each kind every so many epochs and after the last one; 0 means never."""
+    """Evaluations during training: the interval of each kind in epochs (0 means never). All also run after the last epoch."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -264,34 +266,38 @@ class EvaluationConfig:
     imagenet_v2: str | None = flag(None)
     imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
     suite: str | None = flag(
-        None, "DataComp tasks to run in training", dest="eval_suite", needs="eval_data_dir", choices=("quick", "full")
+        None,
+        "DataComp tasks evaluated in training",
+        dest="eval_suite",
+        needs="eval_data_dir",
+        choices=("quick", "full"),
     )
-    suite_data: str | None = flag(None, "folder with evaluation data", dest="eval_data_dir", needs="eval_suite")
-    suite_every: int = flag(1, "run the suite every N epochs and at the end", dest="eval_frequency")
+    suite_data: str | None = flag(None, "folder with DataComp's data", dest="eval_data_dir", needs="eval_suite")
+    suite_every: int = flag(1, "evaluate the suite every N epochs and at the end", dest="eval_frequency")
     batch_size: int = flag(64)
     workers: int = flag(0)
 
     @property
     def frequencies(self) -> list[int]:
-        """The epochs between two evaluations of each kind for which there is data; 0 means never."""
+        """The interval in epochs of each kind of evaluation that has data; 0 means never."""
         imagenet = self.imagenet_val or self.imagenet_v2
         kinds = ((self.val_data, self.val_every), (imagenet, self.imagenet_every), (self.suite, self.suite_every))
         return [every for data, every in kinds if data is not None]
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there are evaluations during training."""
+        """Whether any evaluation runs during training."""
         return any(every > 0 for every in self.frequencies)
 
 
 @dataclass(frozen=True)
 class RunFolderConfig:
-    """Where the run's files go and what is logged."""
+    """Where the run writes its files and logs."""
 
-    logs: Path | None  # None: no files are written
+    logs: Path | None  # None means that no files are written
     name: str
-    resume_latest: bool = False  # the folder may have a run, which continues
-    log_local_rank: int | None = None  # with --log-local, the rank on the node, whose first rank logs
+    resume_latest: bool = False  # whether the folder may contain an earlier run, which then continues
+    log_local_rank: int | None = None  # with --log-local: this process's rank on its node; rank 0 of each node logs
     rank: int = 0
     debug: bool = flag(False)
     remote_sync: str | None = flag(None)
@@ -300,23 +306,23 @@ class RunFolderConfig:
 
     @property
     def remote(self) -> str | None:
-        """The URL of this run's copy."""
+        """The URL to which the run folder is copied, or None."""
         return None if self.remote_sync is None else f"{self.remote_sync.rstrip('/')}/{self.name}"
 
     @property
     def folder(self) -> Path | None:
-        """``LOGS/NAME``, or None."""
+        """The run folder ``LOGS/NAME``; None if no files are written."""
         return None if self.logs is None else self.logs / self.name
 
     @property
     def log_file(self) -> str:
-        """``out.log``, or with ``--log-local`` one for each node."""
+        """Name of the log file: ``out.log``, or with ``--log-local`` a separate file for each node."""
         return "out.log" if self.log_local_rank is None else f"out-{self.rank}"
 
 
 @dataclass(frozen=True)
 class ReportingConfig:
-    """Where numbers go in addition to the log and ``metrics.jsonl``: ``wandb`` and ``tensorboard``."""
+    """Destinations of metrics in addition to the log and ``metrics.jsonl``: ``wandb`` and ``tensorboard``."""
 
     destinations: frozenset[str] = frozenset()
     epochs: int = flag(1)
@@ -329,10 +335,10 @@ class ReportingConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A run, part by part."""
+    """The configurations of all parts of a run."""
 
     model: ModelConfig
-    data: DataSpec | None  # None: only evaluate
+    data: DataSpec | None  # None means: only evaluate
     loading: TrainLoaderConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -344,14 +350,14 @@ class TrainingConfig:
     evaluation: EvaluationConfig
     folder: RunFolderConfig
     reporting: ReportingConfig
-    flags: Mapping[str, Any]  # by their Python names, as they were parsed
-    device: str | None = flag(None)  # None: OpenCLIP's default, cuda
+    flags: Mapping[str, Any]  # all parsed flags by their Python names
+    device: str | None = flag(None)  # None means OpenCLIP's default, cuda
     rank_patience: float | None = flag(
-        600.0, "seconds without a heartbeat of a rank after which the run ends (none: never)", exclusive_minimum=0.0
+        600.0, "seconds without a rank's heartbeat after which the run ends ('none': never)", exclusive_minimum=0.0
     )
     shared_batch: int | None = flag(
         None,
-        "samples of an optimizer step over all GPUs; --batch-size is then a maximum, and --accum-freq follows",
+        "samples per optimizer step over all GPUs; --batch-size is then a maximum, and --accum-freq a minimum",
         dest="global_batch",
         minimum=1,
     )
@@ -360,7 +366,7 @@ class TrainingConfig:
 
     @cached_property
     def stored_flags(self) -> dict[str, Any]:
-        """All flags as the run folder stores them: without secrets, and with OpenCLIP's names for the folder's files."""
+        """All flags for the run folder's files: without secrets, and with the paths that OpenCLIP stores as flags."""
         folder, config = self.folder.folder, self.folder
         paths: dict[str, Any] = {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
         if folder is not None:
@@ -370,7 +376,7 @@ class TrainingConfig:
         return without_secrets({**self.flags, **paths, "name": config.name, "aug_cfg": dict(self.flags["aug_cfg"])})
 
 
-# The configurations that flags fill, by the heading of their flags in the help.
+# The configurations that are filled from flags, by the heading of these flags in the help.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
@@ -380,7 +386,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 
 
 def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfig:
-    """Return the configuration of the flags, by their Python names; those that OpenCLIP sets later may be missing."""
+    """Return the configuration for flags by their Python names. Flags that OpenCLIP sets later may be missing."""
     folder = from_flags(
         RunFolderConfig,
         flags,
@@ -421,9 +427,9 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
 
 
 def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingConfig:
-    """Return the configuration of one of several connected processes.
+    """Return the configuration of one process, after the processes have been connected.
 
-    ``date`` is for the name of a run without one; ``flags`` are what OpenCLIP sets when it connects the processes.
+    ``date`` is part of the run's default name. ``flags`` are the flags that OpenCLIP sets when it connects the processes.
     """
     flags = {**config.flags, **flags}
     flags |= shared_batch(config, flags["world_size"])
@@ -435,7 +441,7 @@ def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingCo
 
 
 def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
-    """Return ``batch_size`` and ``accum_freq`` with the fewest micro-batches that make the ``--global-batch``, if given."""
+    """Return ``batch_size`` and ``accum_freq`` for ``--global-batch``, with as few micro-batches as possible."""
     total, loading = config.shared_batch, config.loading
     if total is None:
         return {}
@@ -447,7 +453,7 @@ def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
 
 
 def model_config(flags: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's configuration from OpenCLIP's flags, given by their Python names."""
+    """Return the model's configuration from OpenCLIP's flags by their Python names."""
     size = flags["force_image_size"]
     if isinstance(size, list | tuple):
         size = size[0] if len(size) == 1 else tuple(size)
@@ -456,5 +462,5 @@ def model_config(flags: Mapping[str, Any]) -> ModelConfig:
 
 
 def writes_nothing(logs: str | None) -> bool:
-    """Return whether ``--logs`` disables all files."""
+    """Return whether the value of ``--logs`` means that no files are written."""
     return not logs or logs.lower() == "none"

@@ -1,4 +1,4 @@
-"""An exponential moving average of the model's weights (``--model-ema-decay``), which is evaluated and exported."""
+"""An exponential moving average of the model's weights (``--model-ema-decay``), used for evaluation and export."""
 
 import contextlib
 from collections import defaultdict
@@ -10,24 +10,25 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 
-# Key of a checkpoint's trained weights if ``state_dict`` is their average.
+# A checkpoint's key of the trained weights, if its ``state_dict`` contains their average.
 TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
-# Elements that are updated at a time; their copy takes 128 MiB.
+# Elements that are updated at a time. Their temporary copy takes 128 MiB.
 _GROUP = 1 << 25
 
 
 class ModelEma:
     """``average ← d·average + (1−d)·weights`` after each optimizer step, ``d = min(decay, 1 − (1+t)^(−2/3))``.
 
-    ``t`` counts optimizer steps from 0; the growing ``d`` removes the initial weights. BatchNorm's statistics are averaged,
-    too, all in float32 or more. The model is replicated, so averages are equal on all processes without communication.
+    ``t`` counts optimizer steps from 0. ``d`` starts at 0 and grows, so the initial weights do not enter the average.
+    BatchNorm's statistics are also averaged. Averages have float32 precision or more. All processes have equal replicas of the
+    model, so their averages are equal without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._model = compat.unwrap(model)
-        # These share the model's memory.
+        # These tensors share the model's memory, so they always have the current weights.
         state = self._model.state_dict()
         self._weights = {name: value for name, value in state.items() if value.is_floating_point()}
         self._averages = {
@@ -42,7 +43,7 @@ class ModelEma:
 
     @torch.no_grad()
     def update(self, step: int, good: Tensor) -> None:
-        """Include the weights after a step, if it was ``good`` (0-d bool on the device). Without a sync."""
+        """Update the average after a step, if the step was ``good`` (0-d bool on the device). This needs no sync."""
         decay = min(self.decay, 1 - (1 + step) ** -_WARMUP_POWER)
         share = torch.where(good, 1 - decay, 0.0)
         for names in self._groups:
@@ -53,7 +54,7 @@ class ModelEma:
             torch._foreach_add_(averages, change)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's own ``state_dict``, with the averages in place of its weights."""
+        """Return the model's ``state_dict`` with averages instead of weights."""
         return {**self._model.state_dict(), **self._averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -62,7 +63,7 @@ class ModelEma:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the model's weights by the averages; restore them at the end, bit for bit."""
+        """Replace the model's weights by the averages inside the ``with`` block; then restore the exact weights."""
         weights = {name: value.clone() for name, value in self._weights.items()}
         self._copy(self._averages)
         try:

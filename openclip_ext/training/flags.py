@@ -1,4 +1,4 @@
-"""From a command line to the configuration of a training. Nothing here imports torch, so mistakes are reported at once."""
+"""Parse a command line to a training configuration. Nothing here imports torch, so mistakes are reported immediately."""
 
 import argparse
 import itertools
@@ -26,12 +26,12 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 
 
 def parse(argv: list[str]) -> TrainingConfig:
-    """Return the configuration of a command line with OpenCLIP's flags and ours.
+    """Return the configuration for a command line with OpenCLIP's flags and ours.
 
-    Raises UsageError for unknown, wrong or contradictory flags, or nothing to do; SystemExit after ``--help``.
+    UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. SystemExit after ``--help``.
     """
     if argv[:1] == ["--"]:
-        # Of ``torchrun ... -m openclip_ext.training.main -- --logs DIR``: without it torchrun rejects ``--logs``.
+        # In ``torchrun ... -m openclip_ext.training.main -- --logs DIR``, torchrun would reject ``--logs`` without ``--``.
         argv = argv[1:]
     if parsing.print_help(argv):
         raise SystemExit(0)
@@ -52,10 +52,10 @@ def parse(argv: list[str]) -> TrainingConfig:
 
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
-    """Return OpenCLIP's and our flags of a run by their Python names, and the loss."""
+    """Return all flags of a run by their Python names, and the configuration of its loss."""
     name = parsing.chosen_loss(argv)
     if name is not None and (":" in name or (name not in SUMMARIES and "openclip_ext.losses.registry" in sys.modules)):
-        from openclip_ext.losses import registry  # imports torch, as custom losses do
+        from openclip_ext.losses import registry  # a late import: it imports torch, which only custom losses need here
 
         registry.find_method(name)
     elif name is not None:
@@ -67,7 +67,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
-        # Before the user's flags: argparse takes the last.
+        # The recipe's flags come first, because argparse uses the last value of a flag.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
     reconcile_siglip(args)
@@ -81,7 +81,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags; raise UsageError, with a known flag that is similar to an unknown one."""
+    """Return the parsed flags. UsageError for an unknown flag suggests a similar known flag."""
     try:
         return parser.parse_args(argv)
     except UsageError as error:
@@ -94,7 +94,7 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
-    """Raise UsageError for an abbreviated flag of ours; OpenCLIP's flags, ``known``, may be abbreviated."""
+    """Raise UsageError for an abbreviation of one of our flags. OpenCLIP's flags (``known``) may be abbreviated."""
     ours = parsing.own_flags()
     for flag in (word.partition("=")[0] for word in argv if len(word) > 2 and word.startswith("--")):
         meant = [other for other in ours if other.startswith(flag)]
@@ -103,7 +103,7 @@ def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments with our names for flags that OpenCLIP's main branch names differently."""
+    """Yield the arguments, with flag names of OpenCLIP's main branch replaced by our names."""
     words = iter(_with_joined_numbers(argv))
     for word in words:
         flag, _, value = word.partition("=")
@@ -115,7 +115,7 @@ def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
-    """Return the words with ``--lr -1e-3`` as ``--lr=-1e-3``: argparse mistakes such a number for a flag."""
+    """Return the words with ``--lr -1e-3`` changed to ``--lr=-1e-3``, because argparse reads ``-1e-3`` as a flag."""
     joined: list[str] = []
     for word in argv:
         if _NEGATIVE.fullmatch(word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
@@ -126,13 +126,13 @@ def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
 
 
 def refuse_contradictions(argv: Sequence[str]) -> None:
-    """Raise UsageError for two flags of one option."""
+    """Raise UsageError if two flags set the same option."""
     if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
         raise UsageError("--rho and --hard-share set the same option: give one of them")
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
-    """Make ``--siglip`` and ``--loss siglip`` equivalent."""
+    """Make ``--siglip`` and ``--loss siglip`` agree if one of them is given; UsageError if they contradict each other."""
     if args.loss is None:
         args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
     elif args.siglip and args.loss != "siglip":
@@ -141,7 +141,7 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 
 def _recipe_argv(args: argparse.Namespace) -> list[str]:
-    """Return the recipe's flags for the loss of the command line."""
+    """Return the flags of ``--recipe`` for the command line's loss."""
     loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
         recipe = recipes.get(args.recipe, loss)
@@ -152,8 +152,8 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         kind = "images alone" if views == 2 else "images with texts"
         raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {args.views}: remove one of them")
     if given := {part: vars(args)[part] for part in PARTS if part in args}:
-        # A given part has its own options: the recipe's options for the replaced part are dropped.
-        from openclip_ext.losses import registry  # imports torch
+        # The user replaces a part of the loss, so the recipe's options for this part do not apply.
+        from openclip_ext.losses import registry  # a late import, because it imports torch
 
         used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
         options = {name: value for name, value in recipe.loss_options.items() if name in used}
@@ -162,10 +162,10 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Raise UsageError for flags that are not supported, or not together."""
+    """Raise UsageError for unsupported flags and unsupported combinations of flags."""
     saving = ("save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
-    if args.save_every_steps and args.recipe is None:  # the user has not given a recipe's
+    if args.save_every_steps and args.recipe is None:  # with a recipe, the value may be the recipe's, not the user's
         written.append("--save-every-steps")
     refuse_url(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
     refuse_url(args.cache_dir, "Use a local folder for --cache-dir")

@@ -1,8 +1,8 @@
 """Skip steps with non-finite gradients: parameters and state stay unchanged on every rank.
 
-One NaN pixel is enough: the loss masks its sample, but the backward pass through the encoder's NaN activations makes every
-gradient NaN. On a CPU the host decides before the update. On a GPU that would be a sync in every step, so the update is
-conditional on the device, and the host receives the result some steps later.
+One NaN pixel makes every gradient NaN: the loss masks its sample, but the backward pass still uses the encoder's NaN
+activations. On a CPU, the host decides before the update. On a GPU, this decision would synchronize in every step. So the
+device itself skips the update, and the host reads the result some steps later.
 """
 
 import copy
@@ -19,9 +19,9 @@ from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
 from openclip_ext.training import parallel
 
-# Steps until the host reads the outcome of a step on a GPU.
+# Number of steps after which the host reads a step's outcome from a GPU.
 LAG = 2
-# Suffix of the entries of ``state_dict`` that are the host's counters.
+# Suffix of ``state_dict`` entries that are counters on the host.
 _EXTRA_STATE = "_extra_state"
 # Tensors up to this many elements are copied together, to launch fewer kernels.
 _SMALL = 1 << 22
@@ -31,26 +31,26 @@ _SMALL = 1 << 22
 class StepOutcome:
     """The outcome of a step, as tensors on the model's device."""
 
-    good: Tensor  # 0-d bool, equal on all ranks: all gradients are finite, and some sample is valid
-    has_valid: Tensor  # 0-d bool, equal on all ranks: some sample is valid, so that the loss has a value
-    bad_rows: Tensor  # (B_local,) bool: samples with non-finite pixels; if there are none, with non-finite features
+    good: Tensor  # 0-d bool, equal on all ranks: all gradients are finite, and at least one sample is valid
+    has_valid: Tensor  # 0-d bool, equal on all ranks: at least one sample is valid, so the loss has a value
+    bad_rows: Tensor  # (B_local,) bool: samples with non-finite pixels, or, if there are none, with non-finite features
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A skipped step. If it ``has_loss``, a gradient scaler explains it: float16 gradients overflowed."""
+    """A skipped step. With a gradient scaler, ``has_loss`` means that the float16 gradients overflowed."""
 
     number: int
-    samples: list[int]  # indices of this rank's non-finite samples, or of its whole batch if there are none
-    are_bad: bool  # whether there are non-finite samples
-    has_loss: bool  # whether some sample of the global batch was valid
+    samples: list[int]  # indices of this rank's non-finite samples; of its full batch if no sample is non-finite
+    are_bad: bool  # whether ``samples`` are non-finite samples
+    has_loss: bool  # whether at least one sample of the global batch was valid
 
 
 class StepGuard:
     """The non-finite step guard: it saves the state before a step, and restores it if the step is skipped.
 
-    That is the loss's state (of tables, the rows of the batch) and the model's BatchNorm statistics. ``on_host``: whether
-    the host decides, which is a sync on a GPU; None (default) means on a CPU only.
+    The saved state is the loss's state (only the batch's rows of tables) and the model's BatchNorm statistics. ``on_host``:
+    whether the host decides about a step, which synchronizes with a GPU. None (default) means only on a CPU.
     """
 
     def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
@@ -89,7 +89,8 @@ class StepGuard:
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
         """Return the outcome of a step after its backward pass. Collective: all ranks call it.
 
-        ``images`` is empty if the images were integers; gradients of ``parameters`` are averaged over the ranks already.
+        ``images`` is empty if the images were integers, which are finite. The gradients of ``parameters`` are already averaged
+        over ranks.
         """
         finite_rows = finite_samples(outputs["image_features"], outputs["text_features"])
         has_valid = finite_rows.any() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
@@ -100,23 +101,24 @@ class StepGuard:
         good = finite & has_valid
         bad_rows = ~finite_rows
         if images and (not good.is_cpu or not good):
-            # BatchNorm makes the features of all samples NaN, so pixels come first. The maximum of an image keeps its NaN.
+            # Pixels are checked before features, because BatchNorm spreads NaN to the features of all samples. The maximum
+            # absolute value of an image is NaN if one of its pixels is NaN.
             largest = [torch.linalg.vector_norm(image.flatten(1), ord=math.inf, dim=1) for image in images]
             bad_images = ~(torch.cat(largest) < math.inf)
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
         return StepOutcome(good, has_valid, bad_rows)
 
     def decides_on_host(self, outcome: StepOutcome) -> bool:
-        """Return whether the host may read the outcome."""
+        """Return whether the host reads the outcome before the update."""
         return outcome.good.is_cpu if self._on_host is None else self._on_host
 
     def step(self, optimizer: torch.optim.Optimizer, outcome: StepOutcome) -> None:
-        """Take the optimizer's step if the outcome is good; on a GPU, fused optimizers skip it without a sync."""
+        """Take the optimizer's step if the outcome is good. On a GPU, a fused optimizer skips a bad step without a sync."""
         if self.decides_on_host(outcome) or not compat.skips_on_device(optimizer):
             if outcome.good:
                 optimizer.step()
             return
-        # As torch.amp.GradScaler does.
+        # torch.amp.GradScaler also uses these attributes, with which a fused optimizer skips its update on the device.
         fused: Any = optimizer
         fused.grad_scale, fused.found_inf = None, (~outcome.good).to(torch.float32)
         optimizer.step()
@@ -126,7 +128,7 @@ class StepGuard:
     def finish(self, outcome: StepOutcome, number: int, index: Tensor | None) -> None:
         """Restore the saved state after a bad step, and record the outcome.
 
-        ``index`` ``(B_local,)`` on the CPU names the samples; None means their positions.
+        ``index`` ``(B_local,)`` on the CPU contains the indices of the samples for reports. None means their positions.
         """
         if not self.decides_on_host(outcome):
             self._restore(skip_if=outcome.good)
@@ -143,9 +145,9 @@ class StepGuard:
         self._before, self._counters = [], {}
 
     def _restore(self, skip_if: Tensor | None = None) -> None:
-        """Restore the saved state, except where ``skip_if`` (0-d bool on the device) is True; passing it avoids a sync.
+        """Restore the saved state, unless ``skip_if`` (0-d bool on the device) is True. Passing ``skip_if`` avoids a sync.
 
-        With ``skip_if``, the host's counters also count the skipped step.
+        With ``skip_if``, counters on the host are not restored, so they also count a skipped step.
         """
         for copies in self._before:
             copies.restore(skip_if)
@@ -156,9 +158,9 @@ class StepGuard:
             table.undo_write(skip_if)
 
     def poll_outcomes(self, wait: bool = False) -> list[SkippedStep]:
-        """Return skipped steps not reported yet; all ranks return them in the same call.
+        """Return the skipped steps that were not returned before. All ranks return them in the same call.
 
-        ``wait`` also includes the latest steps, which synchronizes with a GPU.
+        ``wait``: whether to include the latest steps, which synchronizes with a GPU.
         """
         found = []
         while self._pending:
@@ -183,11 +185,11 @@ class StepGuard:
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     """Return whether this process's shards of the gradients are finite: a 0-d bool on their device."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # A process may have no elements of a small parameter.
+    # With FSDP, a process may have an empty shard of a small parameter.
     shards = [gradient for gradient in gradients if gradient.numel()]
     if not shards:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
-    # The norm also overflows when Adam's squares would, and is an order of magnitude faster on a CPU than isfinite.
+    # Norms are ten times faster than isfinite on a CPU. A norm also overflows if Adam's squared gradients would overflow.
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(shards)])
     return (norms < math.inf).all()  # False for NaN, too
 
@@ -199,8 +201,8 @@ def _copy(value: Any) -> Any:
 class _Copies:
     """Copies of tensors, to restore them.
 
-    Small tensors of one dtype are copied as one: each of a ResNet-50's 159 BatchNorm buffers would take a kernel to copy and
-    two to restore.
+    Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
+    kernel for the copy and two for the restoring.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -211,7 +213,7 @@ class _Copies:
         self._groups = [(group, torch.cat([tensor.reshape(-1) for tensor in group])) for group in groups.values()]
 
     def restore(self, skip_if: Tensor | None = None) -> None:
-        """Overwrite the tensors with their copies, except where ``skip_if`` (0-d bool on their device) is True."""
+        """Overwrite the tensors with their copies, unless ``skip_if`` (0-d bool on their device) is True."""
         for group, before in self._groups:
             values = before
             if skip_if is not None:

@@ -1,9 +1,9 @@
-"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) by the library peft: their layers, and how they are saved.
+"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) from the library peft: adding, merging and saving them.
 
-A model file has the merged weights, which stock OpenCLIP loads. Their sum is rounded, so an exact resume needs base and
-adapters apart: the same file has them under :data:`UNMERGED`. Tensors without an adapter are stored once.
+A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume also needs the separate
+base weights and adapters: the same file has them under :data:`UNMERGED`. Tensors without an adapter are stored only once.
 
-peft is imported in functions: it is optional, and its import takes seconds.
+peft is imported inside functions, because it is optional and its import takes seconds.
 """
 
 import copy
@@ -22,15 +22,15 @@ from openclip_ext.training import parallel
 from openclip_ext.training.config import LoraConfig
 from openclip_ext.training.ema import TRAINED_KEY
 
-# Entry of a model file: its states of the model before the adapters were merged.
+# Key in a model file for the model's states before the adapters were merged.
 UNMERGED = "unmerged"
-_ADAPTER = "default"  # peft's name for it
+_ADAPTER = "default"  # peft's name of an adapter
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
     """Add adapters to a model in place, and freeze all other parameters except for the logit scale and bias.
 
-    ``weights`` (``--pretrained``) is for ``adapter_config.json``. Raises UsageError if a tower has no layer for an adapter.
+    ``weights`` (``--pretrained``) is recorded in ``adapter_config.json``. UsageError if a tower has no layer for an adapter.
     """
     import peft
 
@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=2.0 * (config.rank or 0) if config.alpha is None else config.alpha,
-        # A list would match the ends of names, which towers share.
+        # A regular expression matches full names. A list would match the ends of names, which are equal in both towers.
         target_modules="|".join(map(re.escape, names)),
         base_model_name_or_path=weights,
     )
@@ -46,16 +46,16 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
     peft.inject_adapter_in_model(settings, model, _ADAPTER)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            parameter.data = parameter.data.float()  # 16 bits would round updates away
-            # peft 0.21 adds the adapter of an attention's output twice (github.com/huggingface/peft/pull/3774). The adapter
-            # stays at its initial value, 0, which a fixed peft computes alike.
+            parameter.data = parameter.data.float()  # in 16 bits, small updates would be rounded to 0
+            # peft 0.21 adds the adapter of an attention's output layer twice (github.com/huggingface/peft/pull/3774). So this
+            # adapter is not trained: it stays at its initial value 0, which gives equal results in corrected versions.
             parameter.requires_grad_(".base_layer.out_proj." not in name)
         elif name in SCALARS:
             parameter.requires_grad_(True)
 
 
 def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
-    """Return the names of all attention and linear layers in the blocks of the towers: ``image``, ``text`` or ``both``."""
+    """Return the names of all attention and linear layers in the blocks of ``targets``: ``image``, ``text`` or ``both``."""
     inside = {layer for block in parallel.blocks_of(model) for layer in block.modules()}
     found: dict[str, list[str]] = {"image": [], "text": []}
     for name, layer in model.named_modules():
@@ -72,8 +72,8 @@ def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
 
 def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
     if isinstance(layer, nn.MultiheadAttention):
-        return layer._qkv_same_embed_dim  # peft adapts no other
-    # These parents use the weight of the layer and never call it: an adapter would have no effect.
+        return layer._qkv_same_embed_dim  # peft supports only this kind
+    # These parents read the layer's weight and never call the layer, so an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
         layer is getattr(parent, "qkv", None)
         and getattr(parent, "q_bias", None) is not None
@@ -87,10 +87,10 @@ def _attention_layer() -> type[nn.Module]:
     from peft.tuners.lora.layer import MultiheadAttention
 
     class Attention(MultiheadAttention):
-        """An adapted ``nn.MultiheadAttention`` that does not change its frozen weights.
+        """An ``nn.MultiheadAttention`` with an adapter that never changes its frozen weights.
 
-        peft's own adds the adapter to the weights in each forward pass and subtracts it afterwards. Both round, so the base
-        drifts from the pretrained model. It also replaces the parameters each time.
+        peft's class adds the adapter to the weights in each forward pass, and subtracts it afterwards. Both operations round,
+        so the base weights drift from the pretrained model. peft's class also replaces the parameters each time.
         """
 
         def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
@@ -99,25 +99,25 @@ def _attention_layer() -> type[nn.Module]:
             return torch.func.functional_call(self.base_layer, adapted, (query, *args), options)
 
         def _restore_weights(self) -> None:
-            """Do nothing: ``forward`` leaves nothing to restore."""
+            """Do nothing, because ``forward`` does not change the weights."""
 
     return Attention
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether a model, wrapped or not, has adapters."""
+    """Return whether a model has adapters. The model may be wrapped."""
     return hasattr(compat.unwrap(model), "peft_config")
 
 
 def with_merged(content: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model file whose ``state_dict`` is the plain model's, with the states as they are in :data:`UNMERGED`."""
+    """Return a model file with a merged ``state_dict`` for the plain model, and the unmerged states in :data:`UNMERGED`."""
     states = {name: content[name] for name in ("state_dict", TRAINED_KEY) if name in content}
     return {**content, "state_dict": merged(states["state_dict"], model), UNMERGED: states}
 
 
 @torch.no_grad()
 def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the plain model's state for a state of an adapted model: the adapters are added to the weights."""
+    """Return a plain model's state from an adapted model's state, by adding the adapters to the weights."""
     result = {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if (down := state.get(f"{name}.lora_A.{_ADAPTER}.weight")) is None:
@@ -125,13 +125,13 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
         plain = name.replace(".base_layer", "")
         weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"
-        # On the host: the device may have no memory for a second copy.
+        # The sum is stored on the host, because the device may have no memory for a second copy of the weights.
         result[weight] = (result[weight] + change.to(result[weight].dtype)).cpu()
     return result
 
 
 def save_adapter(content: dict[str, Any], model: nn.Module, folder: Path) -> None:
-    """Write the adapter of a :func:`with_merged` model file as peft does: its configuration and its weights."""
+    """Write the adapter of a :func:`with_merged` model file in peft's format: configuration and weights."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save
 

@@ -1,6 +1,7 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-The command line is parsed before PyTorch and OpenCLIP are imported, which takes seconds: mistakes are reported at once.
+The command line is parsed before PyTorch and OpenCLIP are imported, because the import takes seconds: mistakes are reported
+immediately.
 """
 
 import os
@@ -13,9 +14,9 @@ from openclip_ext.training.flags import parse
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line of a training or, without training data, of an evaluation.
+    """Run a command line: train, or only evaluate if there is no training data.
 
-    Raises UsageError for a wrong command line, data or checkpoint; SystemExit after ``--help``, SIGTERM and SIGINT.
+    UsageError for a wrong command line, data or checkpoint. SystemExit after ``--help``, SIGTERM or SIGINT.
     """
     config = parse(argv)
     from openclip_ext.training.run import run
@@ -33,7 +34,7 @@ def cli() -> None:
         if is_first:
             say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
-    # Without a handler SIGUSR1 would end the process.
+    # Without a handler, SIGUSR1 would kill the process.
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The model of a run, built as OpenCLIP builds it, and its loss."""
+"""Build the model of a run in the same way as OpenCLIP, and the model's loss."""
 
 import contextlib
 import json
@@ -28,14 +28,14 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
 
-# Subfolder of a run with its model's configuration.
+# Subfolder of a run folder with the configuration of the model.
 MODEL_CONFIG = "model_config"
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
-    """Write the configuration from which stock OpenCLIP builds this model, flags included, into the run's folder."""
+    """Write a model configuration to the run folder from which stock OpenCLIP builds this model, including its flags."""
     content = compat.architecture(config.name, config.cache_dir)
-    assert content is not None, "the model was built from it"
+    assert content is not None, "the model was built from this configuration"
     if config.force_quick_gelu:
         content["quick_gelu"] = True
     if config.force_custom_text:
@@ -53,11 +53,11 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
 
 
 def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path) -> str:
-    """Return the line that loads a checkpoint of the run (``folder``) after ``import open_clip``, without this package."""
+    """Return Python code that loads a run's checkpoint in stock OpenCLIP, after ``import open_clip``."""
     arguments = {"pretrained": str(checkpoint), **compat.changed_preprocessing(model)}
     lines = [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})"]
     if sized := compat.is_timm(model) and config.force_image_size is not None:
-        # OpenCLIP would load the weights before it resizes the tower.
+        # Load the weights in a separate call, because OpenCLIP would load them before it resizes the tower.
         arguments |= {"pretrained": None, "pretrained_text": False, "force_image_size": config.force_image_size}
     given = "".join(f", {name}={value!r}" for name, value in arguments.items())
     lines.append(f"model, _, preprocess = open_clip.create_model_and_transforms({config.file_name!r}{given})")
@@ -68,7 +68,7 @@ def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with its transforms and tokenizer; OpenCLIP's models have no common typed base."""
+    """A model with its transforms and tokenizer. The model's type is Any, because OpenCLIP's models have no common class."""
 
     model: Any
     images: ImagePipeline
@@ -78,11 +78,11 @@ class BuiltModel:
 
 
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
-    """Build the model from the same random numbers on all ranks; afterwards each rank has its own random numbers."""
+    """Build the model with the same seed on all ranks. Afterwards, set a different seed on each rank."""
     _seed(seed)
     try:
         model, preprocess_train, preprocess_val = config.create(device)
-    except TypeError as error:  # of timm towers without this argument
+    except TypeError as error:  # some timm towers do not accept this argument
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
             raise
         raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove it") from error
@@ -90,7 +90,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
         name, reason = config.name, one_line(error)
-        raise UsageError(f"--pretrained {config.pretrained} is no checkpoint of --model {name}: {reason}") from error
+        raise UsageError(f"--pretrained {config.pretrained} is not a checkpoint of --model {name}: {reason}") from error
     groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
     if config.lock_image:
         flag = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"
@@ -115,7 +115,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
 
 @contextlib.contextmanager
 def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
-    """Raise UsageError if OpenCLIP cannot lock a tower as the flag says, or if no parameter of it is locked."""
+    """Raise UsageError if OpenCLIP cannot lock a tower as ``flag`` requires, or if all its parameters stay trainable."""
 
     def trainable() -> int:
         return sum(parameter.requires_grad for parameter in model.parameters())
@@ -125,14 +125,14 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except Exception as error:  # OpenCLIP and timm raise many kinds
+    except Exception as error:  # OpenCLIP and timm raise many types of errors
         raise UsageError(f"{flag} is not possible for this model ({one_line(error) or repr(error)})") from error
     if trainable() == before:
         raise UsageError(f"{flag} leaves nothing of the {tower} tower locked. Lower it, or remove --lock-{tower}")
 
 
 def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of its loss: given ones, OpenCLIP's flags of the same name, defaults."""
+    """Return the configuration with all options of its loss: given ones, else OpenCLIP's equal flags, else defaults."""
     loss, flags = config.loss, config.flags
     try:
         registry.check_options(loss.name, **loss.given)
@@ -141,7 +141,7 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
     of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}
     options = used | {name: value for name, value in of_run.items() if name in used} | dict(loss.given)
-    # The run uses ``seed`` and ``epochs``, too.
+    # ``seed`` and ``epochs`` always have an effect, because the run also uses them.
     unused = of_run.keys() - used.keys() - {"seed", "epochs"}
     without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
     caption_hash = options.get("equal_captions", "negative") != "negative"
@@ -153,7 +153,7 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
 
 
 def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> LossConfig:
-    """Return the loss with the defaults of a training (:func:`registry.training_defaults`) for options that were not given."""
+    """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given."""
     options = registry.training_defaults(config.name, config.given, steps, pretrained)
     of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}
     return replace(config, options=options | {name: config.options[name] for name in of_run} | dict(config.given))
@@ -167,7 +167,7 @@ def build_loss(
     device: torch.device,
     reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set; raise UsageError if it would ignore an output of the model."""
+    """Create the loss for a model and a data set; UsageError if the loss would ignore an output of the model."""
     has_reference = "steer" in config.given
     has_parts = has_reference or any(config.given.get(part) for part in ("normalizer", "temperature_scheme"))
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
@@ -186,7 +186,7 @@ def build_loss(
 
 
 def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
-    """Load the projection heads of the checkpoint that the model starts from into the loss."""
+    """Load the projection heads in the checkpoint ``--pretrained``, if any, into the loss."""
     heads: Any = read_heads(pretrained)
     own: Any = loss.model_head()
     if heads is None:

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rates: OpenCLIP's, with separate rates for the temperature, towers and layers."""
+"""The optimizer and its learning rates: as in OpenCLIP, plus separate rates for the temperature, towers and layers."""
 
 import ast
 import fnmatch
@@ -18,13 +18,13 @@ from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 
-# Entry of a parameter group: its learning rate over the schedule's. Timm's optimizers use "lr_scale" for something else.
+# Key in a parameter group for its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
 SCALE = "rate_of_schedule"
-# Entries of a parameter group that flags set. Others may be the optimizer's state.
+# Keys in a parameter group whose values come from flags. Other keys may be state of the optimizer.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
-# Arguments of optimizers that are not for --opt-kwargs.
+# Arguments of optimizers that --opt-kwargs does not accept, and the flags that set them.
 _SET_BY_FLAGS = {
     "lr": "--lr",
     "weight_decay": "--wd",
@@ -44,13 +44,16 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with OpenCLIP's parameter groups.
 
-    ``logit_scale_lr`` is the constant learning rate of ``log(1/τ)``, in a separate last group; None means that it is in
-    OpenCLIP's group without weight decay. ``head`` are the projection heads of the loss, in the same groups.
+    ``logit_scale_lr`` is the constant learning rate of ``log(1/τ)``, which is then in a separate last group. None means that
+    ``log(1/τ)`` is in OpenCLIP's group without weight decay. ``head`` contains the loss's projection heads, whose parameters
+    are in the model's groups.
     """
     modules = [model] if head is None else [model, head]
     groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded)
     if not any(group["params"] for group in groups):
-        raise UsageError("nothing is left to train: both towers are locked, and the loss learns no temperature")
+        raise UsageError(
+            "nothing is left to train: both towers are locked, and the loss does not train the temperature"
+        )
     towers = config.tower_rates()
     if towers:
         groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
@@ -61,7 +64,7 @@ def create_optimizer(
         return _adamw(groups, config)
     from timm.optim import create_optimizer_v2
 
-    # For a model timm makes its own groups, as under OpenCLIP.
+    # Without own groups, timm receives the model and builds the groups, as in OpenCLIP.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     betas = None if config.beta1 is None else (config.beta1, config.beta2)
     options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
@@ -81,7 +84,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs``, as Python values; UsageError for one that a flag or the program sets."""
+    """Return the arguments of ``--opt-kwargs`` as Python values; UsageError if a flag or the program sets the argument."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -99,7 +102,7 @@ def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise UsageError for an optimizer that does not exist, or settings that it does not accept."""
+    """Raise UsageError if the optimizer does not exist, or does not accept the settings."""
     _check_name(config)
     if config.kwargs:
         try:
@@ -135,10 +138,10 @@ def _check_name(config: OptimizerConfig) -> None:
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
     assert config.beta1 is not None and config.beta2 is not None and config.eps is not None, "checked before"
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # On a GPU only the fused optimizer can skip a step without a sync (``guard.py``).
+    # On a GPU, only a fused optimizer can skip a step without a sync (see ``guard.py``).
     on_gpu = all(parameter.is_cuda for parameter in parameters)
-    # On a CPU fusing is faster: 6 ms instead of 49 ms a step for the demo model. 16 bits would round differently, and so
-    # would a run with several processes that changes from DDP to ``--fsdp``.
+    # On a CPU, the fused optimizer is faster: 6 ms instead of 49 ms per step for the demo model. It is only used where it does
+    # not round differently: not for 16 bits, and not with several processes, where DDP and ``--fsdp`` would differ.
     full_precision = (torch.float32, torch.float64)
     on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
     fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
@@ -150,9 +153,10 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
 def _parameter_groups(
     modules: list[nn.Module], weight_decay: float, own_logit_scale: bool, excluded: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return OpenCLIP's two groups (gains and biases without decay, the rest), and optionally one of the logit scale.
+    """Return OpenCLIP's two groups: gains and biases (without weight decay), and all other parameters.
 
-    ``excluded`` are globs of names in the plain model. UsageError if one of them matches no trained parameter.
+    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains patterns of names in the unwrapped model.
+    UsageError if a pattern matches no trained parameter.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
@@ -170,7 +174,7 @@ def _parameter_groups(
             rest.append(parameter)
     if unused:
         raise UsageError(
-            f"--wd-exclude {sorted(unused)[0]}: no trained parameter has such a name. Quote it, and check the names"
+            f"--wd-exclude {sorted(unused)[0]}: matches no trained parameter. Quote the pattern, and check the names"
         )
     groups = [{"params": gains_and_biases, "weight_decay": 0.0}, {"params": rest, "weight_decay": weight_decay}]
     if own_logit_scale:
@@ -179,14 +183,14 @@ def _parameter_groups(
 
 
 def _plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
+    """Return a parameter's name without the prefixes that wrappers (DDP, ``torch.compile``) add."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Split the groups, in order, into groups of equal learning rates, with :data:`SCALE`."""
+    """Split the groups, in order, so that each has one learning rate, stored under :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -198,10 +202,11 @@ def _split_by_rate(
 
 
 def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the learning rate over the schedule's of each trained parameter, by its name in the (wrapped) model.
+    """Return, by name in the (wrapped) model, each trained parameter's learning rate divided by the schedule's.
 
-    In a tower with ``L`` layers and decay ``δ`` it is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for layer ``l``, and
-    1 for the projection and its norm, all times the tower's rate. ``towers``: ``OptimizerConfig.tower_rates``.
+    In a tower with ``L`` layers and layer decay ``δ``, this factor is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
+    layer ``l``, and 1 for the projection and its norm, each multiplied by the tower's factor. ``towers`` is the result of
+    ``OptimizerConfig.tower_rates``.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_image = {name: name.removeprefix("module.").startswith("visual.") for name in names}
@@ -220,7 +225,7 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
 
 
 def depths(tower: str, names: list[str]) -> dict[str, int]:
-    """Count the layers between each parameter and the end of its tower, which is 0."""
+    """Return each parameter's distance in layers from the end of its tower; the end has distance 0."""
     found = {name: _LAYER.search(name) for name in names}
     numbers = sorted({int(match[1]) for match in found.values() if match})
     if not numbers:
@@ -230,18 +235,18 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
 
 
-# The range of log τ in a run: from OpenCLIP's initial value to the end of the papers' runs.
+# Distance that log τ covers in a run: from OpenCLIP's initial value 0.07 to the value 0.03 at the end of the papers' runs.
 _LOG_TAU_RANGE = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
-# With fewer steps there is nothing to learn.
+# Runs with fewer optimizer steps keep the loss's learning rate, because they are too short to train the temperature.
 _FEWEST_STEPS = 100
 
 
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Return the learning rate of ``log(1/τ)`` if none was given: the loss's, or more in a short run, so that τ converges.
+    """Return the default learning rate of ``log(1/τ)``: the loss's, or a larger one in a short run to let τ converge.
 
-    Adam moves a parameter by about its learning rate a step, and the papers' rates are for some 10⁵ steps. None means the
-    encoders' rate.
+    Adam moves a parameter by about its learning rate per step, and the papers' learning rates are for about 10⁵ steps. None
+    means the learning rate of the encoders.
     """
     if default is None or total_steps < _FEWEST_STEPS:
         return default
@@ -249,7 +254,7 @@ def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Return the schedule's learning rate; a tower's rate may be a fraction of it."""
+    """Return the schedule's current learning rate. A tower's learning rate may be a multiple of it."""
     group = optimizer.param_groups[0]
     return group["lr"] / group.get(SCALE, 1.0)
 
@@ -260,9 +265,10 @@ def create_schedule(
     steps_per_epoch: int,
     logit_scale_lr: float | None,
 ) -> Callable[[int], None]:
-    """Return a function of the run's optimizer step that sets the learning rates.
+    """Return a function that sets the learning rates for a given optimizer step of the run.
 
-    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant: no warm-up, no decay (docs/methods/fastclip.md).
+    The encoders have OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
+    docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs
     if config.warmup >= steps and not config.skip and distributed.is_master():

@@ -1,7 +1,7 @@
-"""The model on several processes: a replica on each (DDP), or sharded parameters (FSDP2, ``--fsdp``).
+"""The model on several processes: replicated on each process (DDP), or with sharded parameters (FSDP2, ``--fsdp``).
 
-The rest of the training does not distinguish them. This file has the differences: clipping, the optimizer's state, the logit
-scale, and the full model for an evaluation.
+All code that differs between DDP and FSDP2 is in this file: gradient clipping, the optimizer's state, the logit scale, and the
+full model for an evaluation.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.config import ParallelConfig
 
-# Optimizers that update each element independently, so that they can update shards of parameters.
+# Optimizers that update each element of a parameter independently, so they can update shards.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")
 _LOOKAHEAD = "lookahead_"
 
 
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
-    """Wrap the model for several processes; for ``keep_whole`` see :class:`ShardedDataParallel`."""
+    """Wrap the model for several processes. For ``keep_whole``, see :class:`ShardedDataParallel`."""
     if distributed.world_size() == 1:
         return model
     if config.sync_batchnorm:
@@ -37,11 +37,11 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
 
 
 def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
-    """Compile the model for ``--torchcompile``; a sharded one has compiled its blocks."""
+    """Compile the model if ``--torchcompile`` is given. The blocks of a sharded model are already compiled."""
     if not config.compile or isinstance(model, ShardedDataParallel):
         return model
     if config.grad_checkpointing and distributed.world_size() > 1:
-        # Dynamo's DDP optimizer does not support gradient checkpointing (OpenCLIP does the same).
+        # Dynamo's DDP optimizer does not support gradient checkpointing. OpenCLIP also turns it off.
         torch._dynamo.config.optimize_ddp = False
     return cast(nn.Module, torch.compile(model))
 
@@ -49,15 +49,15 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
 class ShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over the processes (FSDP2).
 
-    As with DistributedDataParallel, gradients are the mean over the processes. ``state_dict`` and ``load_state_dict`` are the
-    full model's, under its own names. Both are collective: all ranks call them.
+    As with DistributedDataParallel, gradients are averaged over the processes. ``state_dict`` and ``load_state_dict`` use the
+    full model's tensors and names. Both are collective: all ranks call them.
 
-    Every ``--precision`` computes the same as with replicas; gradients of 16-bit parameters are averaged in float32. FSDP2
-    cannot shard parameters without dimensions (``logit_scale``), so these get one. Gradients are averaged after each
-    micro-batch; otherwise every process would keep full gradients.
+    For every ``--precision``, results are the same as with DDP. Gradients of 16-bit parameters are averaged in float32. FSDP2
+    cannot shard 0-d parameters (``logit_scale``), so these become vectors of one element. Gradients are averaged after each
+    micro-batch, because otherwise every process would keep full gradients.
 
-    The model is sharded in place. With ``keep_whole`` rank 0 keeps a copy on the host for :func:`whole_model`. Raises
-    UsageError for parameters of several dtypes, as ``--precision bf16`` and ``fp16`` have.
+    The model is sharded in place. With ``keep_whole``, rank 0 keeps a copy on the host for :func:`whole_model`. UsageError if
+    the parameters have several dtypes, as with ``--precision bf16`` and ``fp16``.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, config: ParallelConfig, keep_whole: bool) -> None:
@@ -68,7 +68,7 @@ class ShardedDataParallel(nn.Module):
             raise UsageError(f"--fsdp needs one dtype, found {found}: use --precision amp_bf16 or pure_bf16")
         is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
-        # In a list, so that it is no submodule.
+        # The copy is in a list, because PyTorch would register an attribute as a submodule.
         self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
         self.scalars = _give_scalars_a_dimension(model)
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
@@ -83,27 +83,27 @@ class ShardedDataParallel(nn.Module):
         self.module = model
 
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Any]:
-        """Call the model, and return ``logit_scale`` (and ``logit_bias``) as 0-d tensors, as without sharding.
+        """Call the model, and return its output with ``logit_scale`` (and ``logit_bias``) as 0-d tensors.
 
-        Under autocast, a vector of one element would make OpenCLIP's losses float32.
+        Under autocast, a vector of one element would change the dtype of OpenCLIP's losses to float32.
         """
         outputs = self.module(*inputs, **named)
         return {name: value.reshape(()) if name in self.scalars else value for name, value in outputs.items()}
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the full model's state on rank 0, in host memory, and only the names on other ranks."""
+        """Return the full model's state, in host memory, on rank 0. Other ranks return only the names."""
         state = self.module.state_dict(*args, **options)
         return {name: _gathered(value, name in self.scalars) for name, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load the full model's state, which every process must have."""
+        """Load the full model's state. Every process must pass the full state."""
         own = self.module.state_dict()
         parts = {name: _scattered(value, own[name]) if name in own else value for name, value in state_dict.items()}
         return self.module.load_state_dict(parts, *args, **options)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one by one, inner ones first: transformer blocks, CNN stages and their blocks."""
+    """Return the modules that FSDP2 gathers one by one, inner modules first: transformer blocks, CNN stages and blocks."""
     blocks = []
     for stack in model.modules():
         if isinstance(stack, nn.Sequential | nn.ModuleList):
@@ -137,12 +137,12 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    """Load the state of :func:`optimizer_state_dict`, of a sharded model or not."""
+    """Load the result of :func:`optimizer_state_dict`. The model may be sharded or not."""
     if isinstance(model, ShardedDataParallel):
         parameters = _parameters_of(optimizer)
         state = {
             number: {
-                # ``step`` is one number for the full parameter.
+                # ``step`` is a single number per parameter, so it is not sharded.
                 name: value if name == "step" else _scattered(value, parameters[number])
                 for name, value in values.items()
             }
@@ -154,9 +154,9 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 @contextlib.contextmanager
 def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
-    """Yield the unwrapped model, or a copy of a sharded model, on rank 0, and None on other ranks.
+    """Yield the full, unwrapped model on rank 0 (of a sharded model, a copy), and None on other ranks.
 
-    Collective: all ranks enter it. It is None on rank 0, too, if the model is not ``needed`` there.
+    If rank 0 does not need the model (``needed`` is False), rank 0 also yields None. Collective: all ranks enter it.
     """
     if not isinstance(model, ShardedDataParallel):
         yield compat.unwrap(model) if needed and distributed.is_master() else None
@@ -176,19 +176,19 @@ def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model without its wrappers; the parameters of a sharded model are this process's shards."""
+    """Return the model without its wrappers. The parameters of a sharded model are this process's shards."""
     model = compat.unwrap(model)
     return model.module if isinstance(model, ShardedDataParallel) else model
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a parameter or gradient, in the same memory."""
+    """Return this process's shard of a parameter or gradient, without a copy. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as ``torch.nn.utils.clip_grad_norm_``, even if only some gradients are sharded."""
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, but also if only some of them are sharded."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -206,7 +206,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 @torch.no_grad()
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether all parameters are finite on all ranks; a sync. Collective: all ranks call it."""
+    """Return whether all parameters are finite on all ranks. Synchronizes with the device. Collective: all ranks call it."""
     finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in parameters]).all()
     return not distributed.any_rank(int(not finite))
 
@@ -223,7 +223,7 @@ def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
 
 
 def _gathered(value: Any, is_scalar: bool) -> Any:
-    """Return the full tensor on rank 0 and None on other ranks; return other values as they are."""
+    """Return a sharded tensor's full tensor on rank 0, and None on other ranks. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     full = value.full_tensor()
@@ -233,7 +233,7 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """Return this process's shard of a full tensor, sharded as ``like`` is; return other values as they are."""
+    """Return this process's shard of a full tensor, in the layout of ``like``. Other values are returned unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):
@@ -243,5 +243,5 @@ def _scattered(value: Any, like: Tensor) -> Any:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in the order of their numbers in ``optimizer.state_dict()``."""
+    """Return the parameters of all groups, in the order in which ``optimizer.state_dict()`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

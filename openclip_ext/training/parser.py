@@ -1,7 +1,7 @@
-"""The parser of a training's command line: OpenCLIP's flags and ours together; and its help. Nothing here imports torch.
+"""The parser of the training command line, with OpenCLIP's flags and ours, and its help. Nothing here imports torch.
 
-The flags of a run come from its configurations (``openclip_ext/cli/options.py``), the flags of the losses from their options.
-``--help`` is short, ``--loss NAME --help`` describes one loss's flags, ``--help-all`` all flags.
+Our flags come from the fields of the configurations (``openclip_ext/cli/options.py``) and from the options of the losses.
+``--help`` is short, ``--loss NAME --help`` describes the flags of one loss, and ``--help-all`` describes all flags.
 """
 
 import argparse
@@ -22,22 +22,22 @@ _EXAMPLE = """\
   openclip-ext train --loss queueclip --train-data 'shards/{00000..00331}.tar' --model ViT-B-32 \\
       --batch-size 128 --epochs 32 --lr 5e-4 --warmup 2000 --name first"""
 _EVERYDAY = {
-    "--loss NAME": "the loss, see below (default: openclip)",
+    "--loss NAME": "loss, see the list below (default: openclip)",
     "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', or a CSV file",
-    "--model NAME": "OpenCLIP's name of the model (default: RN50)",
-    "--batch-size N": "samples on each GPU in a step (default: 64)",
-    "--epochs N": "epochs of the data (default: 32)",
+    "--model NAME": "OpenCLIP's model name (default: RN50)",
+    "--batch-size N": "samples per GPU in a micro-batch (default: 64)",
+    "--epochs N": "number of epochs (default: 32)",
     "--lr RATE": "learning rate after the warm-up (default: 5e-4)",
     "--warmup STEPS": "steps in which the learning rate rises (default: 10000)",
     "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
-    "--name NAME": "the run writes into LOGS/NAME (--logs LOGS, default: ./logs)",
-    "--resume latest": "continue from the newest checkpoint of this name",
+    "--name NAME": "name of the run, which writes to LOGS/NAME (--logs LOGS, default: ./logs)",
+    "--resume latest": "continue from the newest checkpoint of the run with this name",
 }
 _MORE = "openclip-ext losses NAME describes a loss. --loss NAME --help describes its flags, --help-all all flags."
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError for a wrong command line; ``flags`` are those that were added to it directly."""
+    """A parser that raises UsageError for a wrong command line. ``flags`` lists the flags that are not in a group."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.flags: list[str] = []
@@ -49,36 +49,36 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError; argparse would print a page of usage before the message."""
+        """Raise UsageError, because argparse would print a long usage text before the message."""
         raise UsageError(message)
 
 
 def build_parser() -> Parser:
-    """Return the parser of all flags: first OpenCLIP's (:attr:`Parser.flags`), then ours, in groups."""
+    """Return the parser of all flags: first OpenCLIP's flags (:attr:`Parser.flags`), then ours, in groups."""
     parser = compat.openclip_parser(Parser)
     parser.prog = "openclip-ext train"
-    parser.set_defaults(device=None)  # to know whether it was given
+    parser.set_defaults(device=None)  # None means that the user gave no --device
     add_loss_flags(parser.add_argument_group("loss"))
     for title, options in run_options().items():
         group = parser.add_argument_group(title)
         for option in options:
-            if option.flag not in parser.flags:  # --cache-dir, which OpenCLIP has for models
+            if option.flag not in parser.flags:  # OpenCLIP already has --cache-dir, for models
                 add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"the papers' settings for the chosen loss on: {', '.join(recipes.names())}; flags given explicitly win",
+        help=f"the papers' settings for the loss on a data set ({', '.join(recipes.names())}); other flags override them",
     )
     return parser
 
 
 def run_options() -> dict[str, list[Option]]:
-    """Return the flags of a run that OpenCLIP does not have, by their headings in the help."""
+    """Return the options of a run that are not OpenCLIP's flags, by their headings in the help."""
     return {title: own_options(configs) for title, configs in FLAG_GROUPS.items()}
 
 
 def own_flags() -> list[str]:
-    """Return the flags that OpenCLIP does not have, without ``--no-`` forms."""
+    """Return all flags that OpenCLIP does not have, without their ``--no-`` forms."""
     of_run = [option.flag for options in run_options().values() for option in options]
     return ["--loss", "--recipe", "--loss-option", *_loss_flags(), *of_run]
 
@@ -89,9 +89,9 @@ def _loss_flags() -> list[str]:
 
 
 def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ()) -> None:
-    """Add ``--loss`` and the options of all losses; ``hidden`` options are parsed, but not in the help.
+    """Add ``--loss`` and the options of all losses. ``hidden`` options are parsed, but are not in the help.
 
-    An option that is not given has no attribute, so that None can be a value.
+    The parsed arguments have no attribute for an option that was not given, because None can be a value.
     """
     options = {option.name: option for option in OPTIONS.values() if not option.openclip_flag}
     names = f"one of: {', '.join(SUMMARIES)}, or my.module:METHOD (default: openclip)"
@@ -102,7 +102,7 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
         action=_SetOption,
         options=options,
         default=argparse.SUPPRESS,
-        help="an option of the loss by its name; openclip-ext losses LOSS lists them",
+        help="sets an option of the loss by its name; openclip-ext losses LOSS lists the names",
     )
     for option in (*options.values(), HARD_SHARE):
         if option.ablation:
@@ -114,18 +114,18 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the given options of losses from parsed arguments, and return them by name."""
+    """Remove the options of losses from the parsed arguments; return those that were given, by name."""
     own = [option for option in OPTIONS.values() if not option.openclip_flag]
     return {option.name: arguments.pop(_dest(option)) for option in own if _dest(option) in arguments}
 
 
 def _dest(option: Option) -> str:
-    """Return an option's attribute of the parsed arguments; ``eps`` is Adam's."""
+    """Return an option's attribute name in the parsed arguments. It is the flag's name, because ``eps`` is Adam's."""
     return option.flag.removeprefix("--").replace("-", "_")
 
 
 class _SetOption(argparse.Action):
-    """``--loss-option NAME=VALUE``, equivalent to the option's own flag."""
+    """The action of ``--loss-option NAME=VALUE``, which is equivalent to the option's own flag."""
 
     def __init__(self, options: dict[str, Option], **settings: Any) -> None:
         super().__init__(**settings)
@@ -144,11 +144,11 @@ class _SetOption(argparse.Action):
 
 
 def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **more: Any) -> None:
-    """Add the flag of an option to a parser or a group; ``more`` overrides arguments of ``add_argument``."""
+    """Add an option's flag to a parser or a group. ``more`` overrides arguments of ``add_argument``."""
     text = option.help + (f" [{option.symbol}]" if option.symbol else "")
     settings: dict[str, Any]
     if option.type is bool:
-        # A flag that is off by default needs no --no- form.
+        # A flag that is off by default does not need a --no- form.
         settings = {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     else:
         if default not in (None, (), argparse.SUPPRESS):
@@ -165,14 +165,14 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
         try:
             return option.parse(text)
         except ValueError as error:
-            # argparse adds the flag.
+            # argparse puts the flag before the message, so the option's name is removed.
             raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.name}=")) from error
 
     return parse_value
 
 
 def print_help(argv: list[str]) -> bool:
-    """Print the help that a command line requests; return whether it requests any."""
+    """Print the help that a command line requests; return whether it requests help."""
     chosen = chosen_loss(argv)
     if "--help-all" in argv:
         parser = build_parser()
@@ -195,7 +195,7 @@ def chosen_loss(argv: list[str]) -> str | None:
 
 
 def _short() -> str:
-    """Return an example, the common flags, a line about each loss, and the names of all other flags."""
+    """Return the short help: an example, the common flags, one line per loss, and the names of all other flags."""
     losses = {loss: summary.partition(". ")[0].rstrip(".") for loss, summary in SUMMARIES.items()}
     of_losses = ["--loss-option NAME=VALUE", "--recipe", *_loss_flags()]
     of_run = {title: [option.flag for option in options] for title, options in run_options().items()}
@@ -218,8 +218,8 @@ def _in_columns(rows: Mapping[str, str]) -> str:
 
 
 def _described(loss: str) -> str:
-    """Return the options of a loss that OpenCLIP does not have, each with its default as it would be given."""
-    from openclip_ext.losses import registry  # imports torch
+    """Return a help text of the loss's options that are not OpenCLIP's flags, with defaults written as on a command line."""
+    from openclip_ext.losses import registry  # a late import, because it imports torch
 
     defaults = registry.training_defaults(registry.find_method(loss).name, {})
     lines = []
@@ -234,7 +234,7 @@ def _described(loss: str) -> str:
 
 
 def _wrapped(words: Iterable[str]) -> str:
-    """Return flags in lines that never separate a flag from its value."""
+    """Return flags wrapped to lines. A line break never separates a flag from its value."""
     text = " ".join(word.replace(" ", "\0") for word in words)
     lines = textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ") or "  none"

@@ -1,4 +1,4 @@
-"""A run of the training program: connect the processes, build the parts in the order of the data flow, train, and end."""
+"""A run of the training program: connect the processes, build all parts in the order of the data flow, and train."""
 
 import argparse
 import contextlib
@@ -42,7 +42,7 @@ from openclip_ext.training.validation import build_evaluators, run_evaluators
 
 
 def run(config: TrainingConfig) -> None:
-    """Run a configuration; see :func:`openclip_ext.training.main.main`. Importing this file takes seconds."""
+    """Run a configuration. For errors, see :func:`openclip_ext.training.main.main`."""
     add_model_configs()
     signals.end_with_torchrun()
     compat.set_backends()
@@ -75,7 +75,7 @@ def run(config: TrainingConfig) -> None:
         _log_failure(error, keep=handlers)
         raise
     finally:
-        # So that ``main`` can be called again in the same process.
+        # Remove this run's handlers, because ``main`` may be called again in the same process.
         for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
             logging.root.removeHandler(handler)
             handler.close()
@@ -83,7 +83,7 @@ def run(config: TrainingConfig) -> None:
 
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
-    """Raise UsageError on all ranks if one has different flags; paths may differ between nodes. Collective."""
+    """Raise UsageError on all ranks if a rank's flags differ from rank 0's. Paths may differ between nodes. Collective."""
     compared = {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
     first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
@@ -103,12 +103,12 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     if folder is not None and distributed.is_master() and has_steps_left:
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
         line = models.loading_line(config.model, built.model, folder, last)
-        with contextlib.suppress(OSError):  # the terminal may be closed
+        with contextlib.suppress(OSError):  # the user may have closed the terminal
             print(f"To load the model in stock OpenCLIP:\n  {line}", flush=True)
 
 
 def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> Trainer:
-    """Build the parts of a training, restore them from the checkpoint if there is one, and write the run's settings."""
+    """Build the parts of a training run, restore them from the checkpoint, if any, and write the run's settings."""
     assert config.data is not None
     loader = build_train_loader(
         config.data,
@@ -163,7 +163,9 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         if changed := restoring.changed_settings(start.checkpoint, identity):
             logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
         if steps_left <= 0:
-            logging.info(f"Nothing is left to train: the checkpoint has epoch {position.epoch}, see --epochs.")
+            logging.info(
+                f"Nothing is left to train: the checkpoint has epoch {position.epoch}. To continue, raise --epochs."
+            )
         if warning := other_batch(config, identity.global_batch, distributed.world_size()):
             logging.warning(warning)
         if folder is not None:
@@ -183,7 +185,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
-    """Prepare the model for the loss, and wrap it for the processes."""
+    """Prepare the model for the loss, and wrap the model for several processes."""
     weights = config.model.weights
     if is_fresh and weights:
         models.load_pretrained_heads(loss, weights)
@@ -193,7 +195,7 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
-    """Write the run's settings, and cut the folder's content to the position of the run."""
+    """Write the run's settings, and remove files and log entries after the run's position from the folder."""
     checkpoints = folder / "checkpoints"
     if trains or start.checkpoint is None:
         run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
@@ -205,7 +207,7 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
         saving.set_aside(unreadable)
     saving.remove_leftovers(checkpoints)
     if start.checkpoint is not None:
-        # The run may have been killed between its last save and the removal of older checkpoints.
+        # The run may have been killed after a save and before it removed older checkpoints.
         saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
@@ -225,7 +227,7 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
-    """Evaluate the model (``--pretrained`` or ``--resume``), as OpenCLIP does without training data."""
+    """Evaluate the model of ``--pretrained`` or ``--resume``. As in OpenCLIP, this happens without training data."""
     evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
     weights: str | Path | None = config.model.weights
@@ -244,7 +246,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
 
 
 def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write the error to the run's log only; the caller prints it."""
+    """Write the error only to the run's log file, because the caller prints it."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
     logging.root.filter(record)
@@ -254,7 +256,10 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
 
 
 def program(config: TrainingConfig) -> None:
-    """Run with messages instead of tracebacks for errors that a user can fix; exit 2 for a wrong command line, else 1."""
+    """Run, and print a message instead of a traceback for errors that a user can fix.
+
+    The exit status is 2 for a wrong command line, and 1 for other errors.
+    """
     try:
         run(config)
     except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:

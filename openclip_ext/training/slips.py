@@ -1,11 +1,11 @@
-"""Typing mistakes, and flags of related programs: found before argparse, whose messages would not help."""
+"""Detect typing mistakes and flags of related programs before argparse, whose messages would not help."""
 
 import re
 from collections.abc import Collection, Sequence
 
-# What word processors and web pages make of ' " and -.
+# Characters by which word processors and web pages replace ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
-# Flags that only these programs have, and the equivalent here.
+# Flags of related programs, by program, and what to use here instead.
 _OTHER_PROGRAMS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
@@ -42,7 +42,7 @@ _OURS = {flag: (program, ours) for program, flags in _OTHER_PROGRAMS.items() for
 
 
 def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word with a typing mistake; ``known`` are all flags of the program."""
+    """Raise ValueError for the first word with a typing mistake. ``known`` contains all flags of the program."""
     if argv[:1] == ["help"]:
         raise ValueError("help: --help lists the flags")
     for word in argv:
@@ -52,9 +52,9 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
 
 def _slip(word: str, known: Collection[str]) -> str | None:
     if word[:1] in tuple(_DASHES) or (word.startswith("-") and word.lstrip("-")[:1] in tuple(_DASHES)):
-        return "this dash is not the minus sign of a keyboard: type --"
+        return "it starts with a typographic dash: type --"
     if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
-        return "these quotes are not those of a keyboard: type ' or \""
+        return "it has typographic quotes: type ' or \""
     if word in ("-help", "-?"):
         return "--help lists the flags"
     flag = word.partition("=")[0]
@@ -68,7 +68,7 @@ def _slip(word: str, known: Collection[str]) -> str | None:
 
 
 def refuse_expanded_pattern(unknown: Sequence[str]) -> None:
-    """Raise ValueError if words without a flag are files: the shell has expanded a pattern without quotes."""
+    """Raise ValueError if the unknown words are files, because the shell has expanded an unquoted pattern."""
     if unknown and all(re.search(r"\.(tar(\.\w+)?|tgz|csv|tsv)$", word) for word in unknown):
         raise ValueError(
             f"{unknown[0]} and {len(unknown) - 1} more words belong to no flag: the shell has expanded a pattern. Quote it, "

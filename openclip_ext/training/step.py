@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward, update. Gradient accumulation is exact: equal to one large batch."""
+"""One optimizer step: forward, loss, backward, update. With gradient accumulation, the result equals one large batch's."""
 
 import contextlib
 import functools
@@ -25,34 +25,34 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step computes."""
+    """Settings of an optimizer step's computation."""
 
     device: torch.device
-    input_dtype: torch.dtype | None = None  # of the images; None: as loaded
+    input_dtype: torch.dtype | None = None  # dtype of the images; None means the loaded dtype
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
-    normalize: Callable[[Tensor], Tensor] | None = None  # from uint8 images to float32; None: images are floats
+    normalize: Callable[[Tensor], Tensor] | None = None  # converts uint8 images to float32; None if images are floats
 
     @classmethod
     def of(
         cls, config: StepConfig, device: torch.device, normalize: Callable[[Tensor], Tensor] | None = None
     ) -> "StepSettings":
-        """Return the settings for a device, and for images that ``normalize`` converts to floats."""
+        """Return the settings for a device. If images are integers, ``normalize`` converts them to floats."""
         dtype, autocast = open_clip.get_input_dtype(config.precision), compat.autocast_context(config.precision, device)
         return cls(device, dtype, autocast, config.grad_clip_norm, normalize)
 
 
 def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a new gradient scaler if OpenCLIP's ``--precision`` needs one."""
+    """Return a new gradient scaler if ``--precision`` needs one, else None."""
     return torch.amp.GradScaler(device=device.type) if precision == "amp" else None
 
 
 @dataclass(eq=False)
 class TrainStep:
-    """The optimizer steps of a training.
+    """Function object that takes the optimizer steps of a training run.
 
-    The model returns a dictionary, and may be wrapped (``training/parallel.py``) or compiled. The loss is on the device. The
-    optimizer updates the parameters of the model and of the loss's projection heads.
+    The model returns a dictionary. It may be wrapped (see ``training/parallel.py``) or compiled. The loss is on the device.
+    The optimizer updates the parameters of the model and of the loss's projection heads.
     """
 
     model: nn.Module
@@ -70,11 +70,11 @@ class TrainStep:
         self.guard = StepGuard(self.model, self.loss)
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
-        """Take one optimizer step on one or more micro-batches, and return the loss's terms, detached.
+        """Take one optimizer step on one or more micro-batches; return the detached terms of the loss.
 
-        A micro-batch has ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` for two views of each image, ``text`` ``(b, L)``,
-        ``index`` ``(b,)``, and if the loss needs them ``caption_hash`` ``(b,)`` and the reference model's embeddings,
-        ``reference_image`` and ``reference_text`` ``(b, d)``. The guard reports the step by its ``number``.
+        A micro-batch has ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` with two views per image, ``text`` ``(b, L)`` and
+        ``index`` ``(b,)``. If the loss needs them, it also has ``caption_hash`` ``(b,)`` and the reference model's embeddings
+        ``reference_image`` and ``reference_text`` ``(b, d)``. If the guard skips the step, it reports its ``number``.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -85,7 +85,7 @@ class TrainStep:
             terms = self._terms_after_backward(outputs, batches)
         else:
             terms, outputs = self._cached_features(batches)
-        # Images that are normalized here were integers, which are finite.
+        # With ``normalize``, the images were integers, which are always finite, so the guard does not check them.
         images = [batch["image"] for batch in batches] if self.settings.normalize is None else []
         outcome = self._update(images, outputs)
         self.guard.finish(outcome, number, index)
@@ -119,10 +119,11 @@ class TrainStep:
         return terms
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Accumulate gradients exactly: the loss is called once, on all features (GradCache, Gao et al. 2021).
+        """Accumulate gradients exactly, by calling the loss once on the features of all micro-batches.
 
-        A first forward pass gives the features without a graph, and the loss their gradients. A second pass of each
-        micro-batch, with the same random numbers, passes its part of the gradients to the parameters.
+        This is GradCache (Gao et al. 2021). A first forward pass computes the features without a graph, and the loss computes
+        their gradients. A second forward pass of each micro-batch, with the same random numbers, builds the graph. The
+        backward pass through this graph adds the micro-batch's part to the parameters' gradients.
         """
         outputs, generators = self._features_without_graph(batches)
         inputs = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in outputs.items()}
@@ -135,7 +136,7 @@ class TrainStep:
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self.settings.device)
-            # DDP averages the gradients over the ranks once, with the last micro-batch.
+            # DDP averages the gradients over ranks only once, in the backward pass of the last micro-batch.
             with contextlib.nullcontext() if is_last else getattr(self.model, "no_sync", contextlib.nullcontext)():
                 outputs = self._forward(batch)
                 names = [name for name in gradients if outputs[name].requires_grad and (is_last or name not in SCALARS)]
@@ -147,7 +148,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _features_without_graph(self, batches: list[Batch]) -> tuple[dict[str, Tensor], list[Any]]:
-        """Return the outputs for all micro-batches, and the states of the random generators before each."""
+        """Return the outputs of all micro-batches, and the random generators' state before each micro-batch."""
         outputs, generators, device = [], [], self.settings.device
         with frozen_batchnorm_statistics(self.model):
             for batch in batches:
@@ -161,7 +162,7 @@ class TrainStep:
         return joined, generators
 
     def _average_head_gradients(self) -> None:
-        """Average the gradients of the loss's projection heads over the ranks, as DDP does with the model's."""
+        """Average the gradients of the loss's projection heads over ranks, because DDP only averages the model's gradients."""
         if not self._head_parameters or distributed.world_size() == 1:
             return
         gradients = [parameter.grad for parameter in self._head_parameters if parameter.grad is not None]
@@ -192,9 +193,9 @@ class TrainStep:
 
 
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Return the model's outputs for two views of each image, ``(B, 2, 3, H, W)``, encoded as one batch without text.
+    """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text; return the model's outputs.
 
-    The first views' embeddings are ``image_features``, and the second views' ``text_features``.
+    ``image_features`` contains the embeddings of the first views, and ``text_features`` those of the second views.
     """
     outputs = model(images.flatten(0, 1), None)
     features = outputs["image_features"].unflatten(0, images.shape[:2])

@@ -1,4 +1,4 @@
-"""The training loop. It knows no loss, no data format and no evaluation by name."""
+"""The training loop. It does not depend on a particular loss, data format or evaluation."""
 
 import contextlib
 import gc
@@ -33,15 +33,15 @@ from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
-# Entries of a checkpoint that are the model and no state of the training.
+# Keys of a checkpoint that belong to the model, not to the state of the training.
 _MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
-# Samples of a skipped step that the log names.
+# Maximum number of samples that the log lists for a skipped step.
 _NAMED_SAMPLES = 32
 _GARBAGE_EVERY_STEPS = 50
 
 
 class TrainingDiverged(RuntimeError):
-    """The parameters or too many gradients are not finite."""
+    """The parameters are not finite, or the gradients of too many steps."""
 
 
 class SaveFailed(RuntimeError):
@@ -49,7 +49,7 @@ class SaveFailed(RuntimeError):
 
 
 def stateful_parts(step: TrainStep, loader: TrainLoader) -> dict[str, Stateful]:
-    """Return the parts of a run, by name, whose state a checkpoint has in addition to model, optimizer and loss."""
+    """Return, by name, the parts of a run that a checkpoint contains in addition to model, optimizer and loss."""
     return {"loader": loader, "guard": step.guard}
 
 
@@ -59,12 +59,12 @@ class Trainer:
 
     step: TrainStep
     loader: TrainLoader
-    schedule: Callable[[int], None]  # sets the learning rates for an optimizer step of the run
+    schedule: Callable[[int], None]  # sets the learning rates for the given optimizer step of the run
     length: RunLength
     policy: SavePolicy
     identity: RunIdentity
     reporter: Reporter
-    evaluators: Sequence[ScheduledEvaluator] = ()  # run at epoch ends, after the checkpoint is saved
+    evaluators: Sequence[ScheduledEvaluator] = ()  # run at the end of an epoch, after the checkpoint is saved
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -74,22 +74,22 @@ class Trainer:
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
         if self._schedule_step > 0:
-            # A run that was killed at its end saves without a step: then its rates must be those of the last step.
+            # A run that was killed at its end saves without another step, so set the learning rates of the last step.
             self.schedule(self._schedule_step - 1)
 
     @property
     def _schedule_step(self) -> int:
-        """Schedule step, counted in epochs of the current length, which a resume may change (batch, manifest)."""
+        """The step of the learning rate schedule. It counts epochs in their current length, which a resume may change."""
         return self.position.epoch * self.steps_per_epoch + self.position.step_in_epoch
 
     def fit(self, evaluate_first: bool = False) -> None:
-        """Train to the end; with ``evaluate_first``, start with the evaluations that were due at the run's position.
+        """Train to the last epoch. With ``evaluate_first``, start with the evaluations due at the run's position.
 
         Raises:
-            SystemExit: with 143 after SIGTERM, 130 after SIGINT, and a saved checkpoint.
-            SaveFailed: the last checkpoint could not be written.
-            TrainingDiverged: parameters are not finite at a save, too many steps in a row were skipped, or all were.
-            BadDataError, WorkerError: on all ranks, too many samples are bad or data workers failed. A checkpoint is saved.
+            SystemExit: Status 143 after SIGTERM, 130 after SIGINT. A checkpoint is saved before.
+            SaveFailed: The last checkpoint could not be written.
+            TrainingDiverged: Parameters are not finite at a save, or too many consecutive steps or all steps were skipped.
+            BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks raise it, after a save.
         """
         folder = None if self.policy.folder is None else self.policy.folder.parent
         with (
@@ -118,17 +118,17 @@ class Trainer:
         if distributed.is_master():
             logging.info(f"Start epoch {epoch}")
         batches = self.loader.iterate(epoch)
-        # A rank that collects garbage in a step would make all ranks wait.
+        # Garbage is collected on all ranks in the same steps, because one rank's collection makes all ranks wait.
         gc.disable()
         self.stopwatch.restart()
         with self.reporter.epoch(epoch, self.position.step_in_epoch), contextlib.ExitStack() as stack:
             stack.callback(gc.enable)
-            # One iterator, taken accum_freq times: the micro-batches of one optimizer step.
+            # The same iterator, accum_freq times: zip yields the micro-batches of one optimizer step.
             for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
                 self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY_STEPS == 0:
                     gc.collect(generation=1)
-                # An evaluation may take hours: a request must not wait for the step after it.
+                # At the end of an epoch, requests are read at once, because the following evaluation may take hours.
                 self._act_on(signals.poll_ranks(now=self.position.step_in_epoch >= self.steps_per_epoch), signals)
 
     def _one_step(self, batches: list[Batch]) -> None:
@@ -142,7 +142,7 @@ class Trainer:
         self.stopwatch.step_done()
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
-        # Logging synchronizes with the device in any case.
+        # In a logged step, waiting costs nothing, because logging also synchronizes with the device.
         skipped = self.step.guard.poll_outcomes(wait=is_logged)
         self._report_skipped(skipped)
         global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
@@ -157,10 +157,10 @@ class Trainer:
 
     def _act_on(self, request: Request, signals: SignalRequests) -> None:
         if self.step.guard.in_a_row >= self.length.max_skipped_steps:
-            self._save_mid_epoch(must_succeed=True)  # the last good state, which is the current one
+            self._save_mid_epoch(must_succeed=True)  # skipped steps change nothing, so the current state is good
             raise TrainingDiverged(
                 f"{self.step.guard.in_a_row} steps in a row were not finite and skipped; the last was step "
-                f"{self.position.step - 1}. Look at the samples that the log names, lower --lr, set --grad-clip-norm, or "
+                f"{self.position.step - 1}. Look at the samples in the log, lower --lr, set --grad-clip-norm, or "
                 "raise --max-skipped-steps. --resume latest continues after these steps"
             )
         every = self.policy.every_steps
@@ -177,12 +177,12 @@ class Trainer:
         raise SystemExit(signals.exit_status)
 
     def _save_before_abort(self) -> None:
-        """Save the steps of this launch, so that the run can continue with other data or a higher limit."""
+        """Save a checkpoint, from which the run can continue with other data or a higher limit."""
         if self._has_stepped and self.position.step_in_epoch > 0:
             self._save_mid_epoch(must_succeed=False)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
-        """Log skipped steps, and which samples of all ranks they had. Collective: all ranks call it."""
+        """Log the skipped steps with their samples on all ranks. Collective: all ranks call it."""
         for step in steps:
             parts = distributed.all_gather_object(step)
             if not distributed.is_master():
@@ -210,7 +210,7 @@ class Trainer:
         named = {name: value / distributed.world_size() for name, value in zip(terms, sums, strict=True)}
         metrics = self.loss.metrics()
         if not has_loss:
-            # Without valid samples the loss returns 0.
+            # Without valid samples the loss returns 0, which would look like a perfect loss.
             named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
         for step, indices in self.loss.pop_nonfinite():
             logging.warning(f"Rank {distributed.rank()}: non-finite features at step {step} masked, samples {indices}")
@@ -239,7 +239,7 @@ class Trainer:
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
                 f"all {skipped} steps of the run were skipped, because their gradients were not finite. The model is "
-                "unchanged and not saved. Look at the samples that the log names, lower --lr, or set --grad-clip-norm"
+                "unchanged and not saved. Look at the samples in the log, lower --lr, or set --grad-clip-norm"
             )
         self._save_epoch()
         self._evaluate()
@@ -268,7 +268,7 @@ class Trainer:
             saving.remove(previous)
 
     def _save(self, name: str, must_succeed: bool) -> Path | None:
-        """Write a checkpoint; a failure is a warning, except if the save ``must_succeed``."""
+        """Write a checkpoint. A failure is logged as a warning; if the save ``must_succeed``, it raises SaveFailed."""
         folder, position = self.policy.folder, self.position
         if folder is None or self._last_saved == (name, position.step):
             return None
@@ -297,7 +297,7 @@ class Trainer:
         return path
 
     def _model_file(self) -> dict[str, Any]:
-        """Return OpenCLIP's checkpoint dictionary, with the step by which a resume finds our state; complete on rank 0."""
+        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. A resume finds the ``.state`` folder by its step."""
         model = compat.uncompiled(self.model)
         content = {
             "epoch": self.position.epoch,
@@ -318,7 +318,7 @@ class Trainer:
         return content
 
     def _evaluate(self) -> None:
-        """Run what is due on rank 0, while the others wait. The training's random generators are restored afterwards."""
+        """Run the due evaluations on rank 0, while other ranks wait. Afterwards, restore the random generators."""
         epoch, is_last = self.position.epoch, self.position.epoch == self.length.epochs
         due = [evaluator for evaluator, every in self.evaluators if every > 0 and (is_last or epoch % every == 0)]
         metrics: dict[str, float] = {}
@@ -328,13 +328,13 @@ class Trainer:
                 with contextlib.nullcontext() if self.step.ema is None else self.step.ema.in_place():
                     metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
                 ckpt.set_random_state(generators)
-        # Before the result is written: a run killed in between evaluates again on resume.
+        # best.pt is saved before the result is logged: if the run is killed in between, a resume evaluates again.
         self._keep_best(metrics)
         self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": epoch})
         distributed.barrier()
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
-        """Save the model as best.pt if it is the best so far. Collective: all ranks call it."""
+        """Save the model as best.pt if its metric is the best so far. Collective: all ranks call it."""
         folder, metric = self.policy.folder, self.policy.best_metric
         if folder is None or metric is None:
             return

@@ -1,4 +1,4 @@
-"""Evaluation during training: the evaluator protocol, the evaluators of the flags, and OpenCLIP's validation."""
+"""Evaluation during training: the protocol of evaluators, the evaluators for the flags, and OpenCLIP's validation."""
 
 import logging
 import math
@@ -23,29 +23,29 @@ from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
 RECALL_AT = (1, 5, 10)
-# Parts of the names of metrics whose smallest value is the best.
+# If a metric's name contains one of these words, its smallest value is the best.
 _LESS_IS_BETTER = ("loss", "rank")
 
 
 class Evaluator(Protocol):
-    """A measurement of a model. The trainer knows evaluators only as this."""
+    """An evaluation of a model, as the trainer uses it."""
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The evaluator's name in messages."""
         ...
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Measure the model, which is in evaluation mode and unwrapped; only rank 0 calls it."""
+        """Return the metrics of an unwrapped model in evaluation mode. Only rank 0 calls it."""
         ...
 
 
-# An evaluator, and the number of epochs between its runs; 0 means never.
+# An evaluator and its interval in epochs; 0 means never.
 ScheduledEvaluator = tuple[Evaluator, int]
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build the evaluators of the flags, in OpenCLIP's order; only rank 0 builds (and runs) any."""
+    """Build the evaluators for the flags, in OpenCLIP's order. Ranks other than 0 get none."""
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
@@ -74,7 +74,7 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
 
 
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
-    """Run evaluators; a failure is logged, and only that evaluator's metrics are missing. ``must_succeed``: raise it."""
+    """Run evaluators. If one fails, log the error and omit its metrics, or raise the error if ``must_succeed``."""
     model = compat.unwrap(model)
     was_training = model.training
     model.eval()
@@ -94,7 +94,7 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
 
 @dataclass(frozen=True)
 class Validation:
-    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, under OpenCLIP's names."""
+    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, with OpenCLIP's metric names."""
 
     loader: Iterable[dict[str, Tensor]]
     device: torch.device
@@ -112,7 +112,7 @@ class Validation:
             if "logits" in output and "labels" in output:  # CoCa's captions
                 caption_losses += float(F.cross_entropy(output["logits"].permute(0, 2, 1), output["labels"])) * size
             count += size
-            # On the host: the device may have no memory for the features of a large validation set.
+            # Features are stored on the host, because the device may have no memory for a large validation set.
             images.append(image.cpu())
             texts.append(text.cpu())
         if count == 0:
@@ -123,9 +123,10 @@ class Validation:
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
-    """Compute the rank (from 1) and recall of the paired item, both ways, under OpenCLIP's names: ``image_to_text_R@1`` ...
+    """Compute the rank (from 1) and the recall of the paired text for each image, and of the paired image for each text.
 
-    Row ``i`` of the texts belongs to image ``i``. For ties see :func:`ranks_of_best_match`.
+    Row ``i`` of the texts belongs to image ``i``. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). For ties, see
+    :func:`ranks_of_best_match`.
     """
     metrics = {}
     directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
@@ -140,9 +141,9 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
-    """Return whether an evaluation is the first one or better than all earlier ones, which ``results.jsonl`` has.
+    """Return whether an evaluation is better than all earlier evaluations in ``results.jsonl``, or is the first.
 
-    The smallest loss or rank is the best, and the largest value of other metrics. Without metrics it is not the best.
+    For losses and ranks, smaller is better; for other metrics, larger is better. Without metrics, the result is False.
     """
     if not metrics:
         return False

@@ -2,15 +2,15 @@
 
     python -m scripts.bench.evaluation --output evaluation.json
 
-Upstream uses clip-benchmark's functions: it creates and loads the model for every task, computes the classifier class by class
-(``zero_shot_classifier``), and scores the images (``run_classification``). Ours loads the model once, encodes texts in batches
-without padding, and encodes equal classes once. Both use the same image tower in the same precision. The script stops if
-their accuracies differ.
+DataComp's harness ("upstream") uses clip-benchmark's functions. For every task, it creates and loads the model, computes the
+classifier class by class (``zero_shot_classifier``), and scores the images (``run_classification``). ``eval.datacomp``
+("ours") loads the model once, encodes texts in batches without padding, and encodes equal classes once. Both use the same
+image tower in the same precision. The script stops with an error if their accuracies differ.
 
-The data are ImageNet and its variants in DataComp's proportions. ``--scale`` divides both images and classes, because texts
-would weigh too much with all classes. Class names and templates are clip-benchmark's. Images have the size of photographs.
-Both alternate task by task, ``--rounds`` times; a ratio compares the totals of a round. Loading the model does not scale with
-the data and weighs more than in a full evaluation, so a second ratio excludes it.
+The data have the sizes of ImageNet and its variants, divided by ``--scale``. The number of classes is also divided, because
+otherwise texts would take too large a part of the time. Class names and templates are clip-benchmark's. Images have the size
+of photographs. The two implementations alternate task by task, ``--rounds`` times. A ratio compares the totals of a round.
+Loading the model takes a larger part of the time than in a full evaluation, so a second ratio excludes it.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from scripts.bench import harness
 
-# Timed parts.
+# Names of the parts that are timed.
 MODEL, PROMPTS, IMAGES = "model", "texts", "images"
 VARIANTS = [TASKS[key] for key in GROUPS["ImageNet & variants (7)"]]
 
 
 class Evaluation:
-    """Samples, seconds and accuracies of one of the two implementations."""
+    """Number of samples, seconds and accuracies of one implementation."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
         self.args, self.checkpoint = args, checkpoint
@@ -52,18 +52,18 @@ class Evaluation:
         self.accuracies: list[float] = []
 
     def timed(self, part: str, work: Callable, *arguments: Any, **options: Any) -> Any:
-        """Return the result of a part, and add its time to the part's total."""
+        """Call ``work``, add its duration to the total of ``part``, and return its result."""
         found: list[Any] = []
         self.seconds[part] += harness.seconds(lambda: found.append(work(*arguments, **options)), self.args.device)
         return found[0]
 
     def speed(self, without: str = "") -> float:
-        """Return samples per second."""
+        """Return samples per second; the time of the part ``without`` is excluded."""
         return self.samples / sum(taken for part, taken in self.seconds.items() if part != without)
 
 
 class Upstream(Evaluation):
-    """DataComp's harness, without the parts that fail today (more workers than shards, `accuracy`)."""
+    """DataComp's harness, without the parts that fail with current packages (more workers than shards, `accuracy`)."""
 
     def evaluate(self, task: Task, folder: Path) -> None:
         device = self.args.device
@@ -83,7 +83,7 @@ class Upstream(Evaluation):
 
 
 class Ours(Evaluation):
-    """``eval.datacomp``: loads the model once and encodes shared classes once."""
+    """``eval.datacomp``, which loads the model once and encodes equal classes once."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
         super().__init__(args, checkpoint)
@@ -94,7 +94,7 @@ class Ours(Evaluation):
 
     def evaluate(self, task: Task, folder: Path) -> None:
         self.timed(PROMPTS, self.encoder.class_embeddings, *read_classes(folder, task, any_size=True))
-        # Classes are cached now: this reads and encodes the images, scores them, and checks the data.
+        # The classes are cached now, so this call only reads, encodes and scores the images, and checks the data.
         result = self.timed(IMAGES, evaluate_task, task, folder.parent, self.encoder, any_size=True)
         self.samples += result.samples
         self.accuracies.append(result.metrics["acc1"])
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             for task, folder in folders.items():
                 for way in ways.values():
                     way.evaluate(task, folder)
-            # On CUDA, other batch shapes round differently, which can change the class of a sample near a tie.
+            # On CUDA, different batch shapes round differently. This may change the class of a sample whose scores are close.
             accuracies, tolerance = [way.accuracies for way in ways.values()], 1e-6 if args.device == "cpu" else 0.01
             if not np.allclose(*accuracies, rtol=0, atol=tolerance):
                 raise RuntimeError(f"expected equal accuracies, found (upstream, ours): {accuracies}")
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
-    """Write a task in DataComp's format with a part of its classes (made up for ObjectNet); return its folder."""
+    """Write a task in DataComp's format with some of its classes; return its folder. ObjectNet's class names are made up."""
     texts = Path(clip_benchmark.__file__).parent / "datasets"
     classnames = json.loads((texts / "en_classnames.json").read_text())["imagenet1k"]
     templates = json.loads((texts / "en_zeroshot_classification_templates.json").read_text())["imagenet1k"]
@@ -161,8 +161,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=3)
     parser.add_argument("--model", default="ViT-B-32", help="default: the model of DataComp's scales small and medium")
     parser.add_argument("--scale", type=int, default=200, help="divisor of DataComp's numbers of images and classes")
-    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both; upstream's default")
-    parser.add_argument("--workers", type=int, default=2, help="data workers of both, with one shard each")
+    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both (default: upstream's)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="data workers of both implementations, with one shard each"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: arguments, alternating candidates, ratios to a baseline, tables, and a JSON report."""
+"""Code that all benchmarks use: arguments, alternating candidates, ratios to a baseline, tables, and a JSON report."""
 
 import argparse
 import io
@@ -39,10 +39,10 @@ def main(
     """Run a benchmark as a program: parse its arguments, measure, print the tables, and write the report.
 
     Args:
-        doc: docstring of the benchmark; its first line describes the command line.
-        add_arguments: adds arguments to ``--rounds``, ``--device`` and ``--output``.
-        measure: returns tables by title; a table has a row of numbers for each candidate.
-        about: additional entries of the report, such as the baseline.
+        doc: Docstring of the benchmark. Its first line is the description in ``--help``.
+        add_arguments: Function that adds arguments. ``--rounds``, ``--device`` and ``--output`` always exist.
+        measure: Function that returns tables by title. A table has a row of numbers for each candidate.
+        about: Additional entries of the report, such as the baseline.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
@@ -64,11 +64,11 @@ def main(
 def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
     """Add the arguments that choose the losses."""
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
-    parser.add_argument("--prototypes", type=int, default=prototypes, help="prototypes of the losses that have them")
+    parser.add_argument("--prototypes", type=int, default=prototypes, help="number of prototypes, if a loss has any")
 
 
 def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples: int, device: Any) -> torch.nn.Module:
-    """Create a loss with its default options, except ``--prototypes``."""
+    """Create a loss with the default options, but with the number of prototypes from ``--prototypes``."""
     options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(name) else {}
     return registry.create_loss(name, embed_dim=embed_dim, num_samples=num_samples, **options).to(device)
 
@@ -96,7 +96,7 @@ def take_turns(candidates: Mapping[str, Action], baseline: str, args: argparse.N
 
 
 def seconds(action: Action, device: str) -> float:
-    """Return the time of an action, including its work on the device; with one CPU thread the CPU time."""
+    """Return the duration of an action in seconds, including its work on the device. With one CPU thread it is CPU time."""
     sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     # Other programs change the CPU time less than the time that passes.
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
@@ -108,7 +108,7 @@ def seconds(action: Action, device: str) -> float:
 
 
 def ratios_to(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, Row]:
-    """Return the median, smallest and largest ratio to the baseline in the same round."""
+    """Return, for each candidate, the median, smallest and largest ratio to the baseline of the same round."""
     ratios = {name: [found[name] / found[baseline] for found in rounds] for name in rounds[0]}
     return {
         name: {"ratio": statistics.median(found), "ratio_min": min(found), "ratio_max": max(found)}
@@ -117,13 +117,13 @@ def ratios_to(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any,
 
 
 def rate(work: Callable[[], float]) -> float:
-    """Return the result of work on the CPU, such as a number of samples, per second."""
+    """Call ``work``, which returns a number such as a count of samples; return this number per second."""
     start = time.perf_counter()
     return work() / (time.perf_counter() - start)
 
 
 def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "samples_per_second") -> Table:
-    """Return the median of the rounds' rates, and the ratios to the baseline."""
+    """Return, for each candidate, the median rate over the rounds, and the ratios to the baseline."""
     return {
         name: {unit: statistics.median(found[name] for found in rounds), **ratios}
         for name, ratios in ratios_to(rounds, baseline).items()
@@ -131,13 +131,13 @@ def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "sa
 
 
 def peak_mib(action: Action, device: str) -> float:
-    """Return the peak growth of memory: allocations on a GPU, or the process on a CPU (Linux only)."""
+    """Return the peak growth of memory in MiB: of allocations on a GPU, or of the process on a CPU (Linux only)."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         action()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the process's memory
     before = _read_status("VmRSS")
     action()
     return (_read_status("VmHWM") - before) / 2**10
@@ -149,7 +149,7 @@ def _read_status(name: str) -> int:
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Return a JPEG with the file size of a photograph: coarse structure with some noise."""
+    """Return a JPEG of coarse structure with some noise, which has a file size like a photograph."""
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
@@ -159,14 +159,14 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a tar of samples, each with its fields, by key."""
+    """Write a tar of samples. ``samples`` has the fields of each sample, by key."""
     with webdataset.TarWriter(str(path)) as writer:
         for key, fields in samples.items():
             writer.write({"__key__": key, **fields})
 
 
 def hardware(device: str) -> str:
-    """Return a description of the processor or GPU."""
+    """Return a description of the CPU or the GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{environment()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -1,9 +1,10 @@
-"""Count launches and host-device syncs of a training step with each loss, with PyTorch's profiler.
+"""Count kernel launches and host-device syncs of a training step with each loss, with PyTorch's profiler.
 
     python -m scripts.bench.launches [--losses neuclip fastclip] [--output launches.json]
 
-The steps are the same as in ``tests/fake_cuda``, which counts them without a device: the model is tiny, so only launches
-matter. *fake* is the count of ``tests/fake_cuda``. Here an operation may launch several kernels or none.
+The steps are the same as in ``tests/fake_cuda``, which counts operations without a GPU. The model is tiny, because only the
+number of launches matters. The column *fake* is the count of ``tests/fake_cuda``. It may differ from the number of launches,
+because an operation on a GPU may launch several kernels or none.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count_calls(name: str, device: torch.device) -> list[dict[str, int]]:
-    """Take a few steps; return the CUDA runtime calls of each step, by name."""
+    """Take a few steps; return the number of CUDA runtime calls in each step, by name."""
     model, loss = tiny_model("vit", layers=1).to(device), tiny_loss(name, **bounds.options(name)).to(device)
     prepare(model, loss)
     optimizer = create_optimizer(model, OPTIMIZER, loss.logit_scale_lr, loss.model_head())
@@ -56,7 +57,7 @@ def count_calls(name: str, device: torch.device) -> list[dict[str, int]]:
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     table: harness.Table = {}
     for name in args.losses:
-        steps = count_calls(name, torch.device(args.device))[1:]  # the first step creates states and checks the loop
+        steps = count_calls(name, torch.device(args.device))[1:]  # without the first step, which creates states
         table[name] = {
             "launches": max(sum(step.get(call, 0) for call in LAUNCHES) for step in steps),
             "waits": max(sum(step.get(call, 0) for call in SYNCS) for step in steps),

@@ -1,11 +1,10 @@
-"""Compare time and memory of each loss alone, forward and backward, with ``open_clip.ClipLoss`` on the same batch.
+"""Compare time and memory of each loss (forward and backward, without a model) with ``open_clip.ClipLoss``.
 
     python -m scripts.bench.losses [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
-Inputs are random unit features on one device. Options have their defaults, except --prototypes. Solved
-temperatures are past their warm-up. The losses alternate; a ratio
-is the median over the rounds. Memory is the temporary memory of a call, without features and state. ``--rounds 0`` measures
-only memory, which is infinite for losses that do not fit.
+Inputs are the same random unit features on one device. All options except --prototypes have their defaults. The losses
+alternate. A ratio is the median over the rounds. Solved temperatures are past their warm-up. Memory is the temporary memory of a call, without features and state.
+``--rounds 0`` measures only memory, which is reported as infinite for losses that do not fit.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def make_candidates(batch_size: int, args: argparse.Namespace) -> dict[str, harn
 
 
 def call(forward: harness.Action, inputs: list[torch.Tensor]) -> None:
-    """Run the forward and backward pass of a step."""
+    """Run a forward and a backward pass."""
     for tensor in inputs:
         tensor.grad = None
     forward().backward()

@@ -1,9 +1,9 @@
-"""Compare the time of NeuCLIP's ``T_u`` prototype updates per step with the time of their matrix products alone.
+"""Compare the time of NeuCLIP's ``T_u`` prototype updates per step with the time of only their matrix products.
 
     python -m scripts.bench.npn [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
-Candidates alternate in one run: only the two products of an update; our closed form; and ``autograd`` through the equations
-with ``torch.optim.Adagrad``. The throughput counts 8·B·m·d flops per update.
+Three candidates alternate in one run: only the two matrix products of an update; our closed form of the gradient; and
+``autograd`` through the equations with ``torch.optim.Adagrad``. The throughput is computed from 8·B·m·d flops per update.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Compare reading speed from a server 50 ms away with webdataset's ``pipe:curl``, and measure the time to count samples.
+"""Compare the reading speed from a server 50 ms away with webdataset's ``pipe:curl``, and time the counting of samples.
 
     python -m scripts.bench.remote [--output results.json]
 
 The server is a separate process on loopback. It answers each request after ``--latency`` seconds and sends up to
-``--megabytes`` MB per second on each connection. Samples are read but not decoded. Counts come from the shards'
-``*_stats.json``, as img2dataset writes them.
+``--megabytes`` MB per second on each connection. Samples are read but not decoded. Sample counts are read from files
+``*_stats.json``, like those of img2dataset.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BATCH = 4096
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Slow server of files and ranges; every file name in the folder ``stats`` returns the count of a shard."""
+    """Slow server of files and byte ranges. For every file name in the folder ``stats``, it returns a shard's count."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -85,7 +85,7 @@ def serve(folder: Path, latency: float, rate: float, address: Any) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of a server for a folder."""
+    """Serve a folder in a separate process inside the ``with`` block; yield the server's address."""
     context = multiprocessing.get_context("spawn")
     address = context.Queue()
     process = context.Process(target=serve, args=(folder, args.latency, args.megabytes * 1e6, address), daemon=True)
@@ -98,13 +98,13 @@ def server(folder: Path, args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_with_webdataset(manifest: Manifest) -> int:
-    """Return the number of image bytes, read with curl."""
+    """Read all images with webdataset and curl; return their number of bytes."""
     urls = [f"{BASELINE} -s {shard.url}" for shard in manifest.shards]
     return sum(len(sample["jpg"]) for sample in webdataset.WebDataset(urls, shardshuffle=False))
 
 
 def read(manifest: Manifest, cache_dir: str | None) -> int:
-    """Return the number of image bytes, read with this package's reader."""
+    """Read all images with this package's reader; return their number of bytes."""
     reader = ShardSource(manifest, "jpg", "txt", storage=Storage(cache_dir=cache_dir)).reader()
     total = 0
     for start in range(0, manifest.num_samples, BATCH):
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def read_each_way(manifest: Manifest, cache: Path) -> dict[str, float]:
-    """Return the megabytes per second of each way of reading."""
+    """Return the speed of each way of reading in megabytes per second."""
     ways = {
         BASELINE: partial(read_with_webdataset, manifest),
         "streamed": partial(read, manifest, None),

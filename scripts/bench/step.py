@@ -1,9 +1,9 @@
-"""Compare the time of an optimizer step with each loss and with OpenCLIP's loss, in one run with data in memory.
+"""Compare the time of an optimizer step with each loss and with OpenCLIP's loss, in one run, with data in memory.
 
     python -m scripts.bench.step [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
-The losses alternate in blocks of steps; the ratio is the median over the rounds. Options have their defaults, except
---prototypes.
+The losses alternate in blocks of steps. The ratio is the median over the rounds. All options except --prototypes have their
+defaults.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def make_batches(model: nn.Module, args: argparse.Namespace, count: int = 4) -> 
     batches = []
     for _ in range(count):
         text = torch.randint(1, 1000, (args.batch_size, model.context_length), generator=generator)
-        text[:, -1] = 49407  # end of text
+        text[:, -1] = 49407  # the end-of-text token
         batch = {
             "image": torch.randn(args.batch_size, 3, height, width, generator=generator),
             "text": text,
@@ -74,13 +74,13 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def run(step: TrainStep, batches: list[Batch]) -> None:
     for number, batch in enumerate(batches):
         step([batch], number)
-        step.guard.poll_outcomes()  # as in training, this limits how far the host runs ahead of a GPU
+        step.guard.poll_outcomes()  # as in training, limits the number of steps that the host is ahead of the GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo-resnet")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps per block")
     parser.add_argument("--precision", default="fp32")
     harness.add_losses(parser, prototypes=4096)
 

@@ -3,11 +3,12 @@
     apt install openclipart-png         # or: apt-get download openclipart-png && dpkg-deb -x openclipart-png_*.deb .
     .venv/bin/python -m scripts.experiments.clip_arts --output clip-arts
 
-:mod:`scripts.experiments.pairs` describes the folder. Unlike with icons, validation and test pairs are drawn at random, as
-``openclip-ext compare`` does for data without splits: each split has hundreds of authors.
+:mod:`scripts.experiments.pairs` describes the output folder. Unlike icons, validation and test pairs are drawn at random, as
+in ``openclip-ext compare`` for data without splits. So each split has hundreds of authors.
 
-A caption is the clip art's folders and its title (``animals birds: pollo``). Excluded are 1,400 computer-generated stars,
-equal images after shrinking, and one image that Pillow rejects as a decompression bomb.
+A caption consists of the clip art's folders and its title (``animals birds: pollo``). Three kinds of images are excluded:
+1,400 computer-generated stars, images that are equal after shrinking, and one image that Pillow rejects as a decompression
+bomb.
 """
 
 import html
@@ -25,12 +26,15 @@ from scripts.experiments.pairs import Pair, complete_folder, flag, png_on_white,
 
 SOURCE = Path("/usr/share/openclipart/png")
 EXCLUDED_FOLDER = "shapes/stars"
-SHARED_TITLE = 4  # titles of more images than this are a collection's title; then the file name is used
+SHARED_TITLE = 4  # a title of more images than this is a collection's title, and is replaced by the file name
 
 
 @dataclass(frozen=True)
 class ClipArtsConfig:
-    """Settings that determine the bytes, for one version of the package. All other pairs are for training."""
+    """Settings that determine the bytes of the shards, for one version of the package.
+
+    Pairs that are not in the validation or test split are for training.
+    """
 
     num_val: int = flag("validation pairs", 700)
     num_test: int = flag("test pairs", 700)
@@ -39,7 +43,7 @@ class ClipArtsConfig:
 
 
 def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
-    """Return the clip arts without duplicates, in the seeded order."""
+    """Return the clip arts without duplicates, in the order of the seed."""
     paths = [path for path in sorted(source.rglob("*.png")) if not path.is_symlink()]
     paths = [path for path in paths if not path.relative_to(source).is_relative_to(EXCLUDED_FOLDER)]
     titles = {path: title for path in tqdm(paths, "titles", unit="img") if (title := read_title(path)) is not None}
@@ -57,20 +61,22 @@ def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
 
 
 def read_title(path: Path) -> str | None:
-    """Return the title in the file, which may be empty; None if the image is too large to open."""
+    """Return the title in an image file, which may be empty; None if the image is too large to open."""
     try:
         with Image.open(path) as image:
             title = html.unescape(str(image.info.get("Title", "")))
     except Image.DecompressionBombError:
         return None
     try:
-        return title.encode("latin-1").decode().strip()  # some files have UTF-8 although the format requires Latin-1
+        return (
+            title.encode("latin-1").decode().strip()
+        )  # some files contain UTF-8, although the format requires Latin-1
     except UnicodeError:
         return title.strip()
 
 
 def small_png(path: Path, size: int) -> bytes | None:
-    """Return the image centered on a white square; None if it is blank."""
+    """Return the image as a PNG, centered on a white square; None if it is blank."""
     with Image.open(path) as image:
         return png_on_white(ImageOps.pad(image.convert("RGBA"), (size, size), color=(255, 255, 255, 0)))
 
@@ -90,7 +96,7 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = program(__doc__, "clip_arts", ClipArtsConfig)
-    parser.add_argument("--source", type=Path, default=SOURCE, help="folder png of the package")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="the package's folder png")
     args = vars(parser.parse_args(argv))
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
     try:

@@ -1,9 +1,9 @@
-"""Compute README's table and figure from the published rows: untuned ``queueclip`` minus tuned ``openclip``.
+"""Compute README's table and figure from the published rows: R@1 of untuned ``queueclip`` minus tuned ``openclip``.
 
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png
 
-``openclip`` has the best of two to five temperatures on the validation sets, chosen with the first seed. ``queueclip`` has the
-defaults of the training program: the initial temperature is 0.1 in runs of less than 700 steps, and 0.07 otherwise.
+For ``openclip``, the best of two to five temperatures was chosen on the validation sets, with the first seed. ``queueclip``
+has the defaults of the training program: its initial temperature is 0.1 in runs of less than 700 steps, and 0.07 in others.
 """
 
 import argparse
@@ -37,13 +37,13 @@ def _solved(temperature: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Runs of two settings that are otherwise equal.
+    """Pairs of runs that differ only in their loss and its setting.
 
     Attributes:
-        label: label of the row.
-        data: digest of the data.
-        tuned: setting of ``openclip``.
-        untuned: setting of ``queueclip``.
+        label: Label of the row.
+        data: Digest of the data.
+        tuned: Setting of ``openclip``.
+        untuned: Setting of ``queueclip``.
     """
 
     label: str
@@ -58,17 +58,17 @@ class Pairing:
 
 
 _SIX = range(6)
-# README's table.
+# The rows of README's table.
 BATCHES = (
     Pairing("8, 4", _ICONS, 8, 4, _LEARNED, _solved(0.07), _SIX, lr=0.00025),
-    # None is the model's initial temperature, which is also 0.07.
+    # None means the model's initial temperature, which is also 0.07.
     Pairing("32, 16", _ICONS, 32, 16, _LEARNED, _solved(None), (10, 11, 12)),
     Pairing("64, 30", _ICONS, 64, 30, _LEARNED, _solved(0.07), range(3)),
     Pairing("128, 16", _ICONS, 128, 16, _constant(0.07), _solved(0.07), range(3)),
     Pairing("512, 16", _ICONS, 512, 16, _constant(0.1), _solved(0.1), range(3), lr=0.002),
     Pairing("1024, 20", _ICONS, 1024, 20, _constant(0.1), _solved(0.1), _SIX, lr=0.002),
 )
-# Rows of the figure only.
+# Rows that are only in the figure.
 OTHERS = (
     Pairing("clip arts, 64, 44", _CLIP_ARTS, 64, 44, _LEARNED, _solved(0.07), (3, 4, 5)),
     Pairing("transformer, 64, 32", _ICONS, 64, 32, _LEARNED, _solved(0.07), _SIX, "demo-vit"),
@@ -79,7 +79,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Gain:
-    """R@1 in percent with both settings, and the 95 % interval of the difference over paired seeds."""
+    """R@1 in percent with both settings, their difference, and its 95 % interval over paired seeds."""
 
     label: str
     tuned: float
@@ -90,7 +90,7 @@ class Gain:
 
 
 def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
-    """Return the gain of a pairing. Raise KeyError if a seed has no row."""
+    """Return the gain of a pairing; KeyError if a seed has no row."""
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
     tuned, untuned = (
@@ -116,7 +116,7 @@ def table(gains: Iterable[Gain]) -> str:
 
 
 def draw(gains: Sequence[Gain], path: Path) -> None:
-    """Draw one line per difference, with its interval."""
+    """Draw each difference as a point with its interval."""
     figure = Figure(figsize=(7, 0.32 * len(gains) + 0.9), dpi=160, layout="constrained")
     axes = figure.subplots()
     for line, one in enumerate(reversed(gains)):
@@ -129,7 +129,7 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
     axes.set_xlabel("R@1 of queueclip, untuned, minus OpenCLIP's loss, tuned (95 % interval)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
-    # Without metadata, equal rows give equal files.
+    # Without matplotlib's version in the metadata, equal rows give equal files.
     figure.savefig(path, metadata={"Software": None})
 
 

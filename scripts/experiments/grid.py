@@ -2,22 +2,22 @@
 
     python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, every setting of the family
-runs with the first seed, then the best setting runs with the other seeds. The best setting has the highest score on ``val/``;
-``test/`` has no influence. All families must have the same number of settings. Runs with equal seeds have the same initial
-weights, order and augmentation. Finished runs are skipped. If a call is killed, repeat it: only runs in progress are lost.
+``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family
+run with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds; ``test/`` has no
+influence on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights,
+order and augmentation. Finished runs are skipped. If a call is killed, repeat it: only the unfinished runs are lost.
 
 A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
-``lr``: learning rate, instead of the schedule's;
-``lora_rank``: rank of adapters, which are trained instead of the model;
+``lr``: a learning rate that replaces the schedule's;
+``lora_rank``: rank of adapters, which are trained instead of the model's weights;
 ``temperature`` and ``lr_tau``: initial value and learning rate (0: constant) of the temperature, for OpenCLIP's loss;
-``captions``: ``name`` to train on the canonical names, which are often equal, instead of the captions.
+``captions``: ``name`` to train on canonical names, which are often equal, instead of captions.
 
 ``--start`` sets the initial weights of all runs. ``--reference`` sets the embeddings for settings with the option ``steer``.
-``scripts.experiments.reference`` writes both.
+``scripts.experiments.reference`` writes both files.
 
-With ``"estimation_error": N`` the curve has every epoch, and each epoch has the estimation error on N training samples, see
-:func:`estimation_errors`.
+With ``"estimation_error": N``, the curve has a point for every epoch, and the estimation error on N training samples is
+measured after every epoch (see :func:`estimation_errors`).
 """
 
 import argparse
@@ -62,14 +62,14 @@ from openclip_ext.training.step import Batch
 METRICS = ("name", "image-to-text", "text-to-image")
 _GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
 _SETTING_KEYS = {"loss", "options", "lr", "lora_rank", "temperature", "lr_tau", "captions"}
-_SHIFT = 2  # largest random shift of a stored image, in pixels
-_IMAGE_SIZE = 32  # pixels, the demo models' input; stored images may be twice as large
-# Flags of all runs; the grid sets the learning rate and the length.
+_SHIFT = 2  # maximum random shift of a stored image, in pixels
+_IMAGE_SIZE = 32  # input size of the demo models in pixels; stored images may be twice as large
+# Training flags of all runs. The grid sets the learning rate and the length.
 _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
 
 
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
-    """Return the contest of each schedule of a grid file."""
+    """Return the contests of a grid file, one for each schedule."""
     for what, content, known in (
         ("a grid", grid, _GRID_KEYS),
         *(("a setting", setting, _SETTING_KEYS) for tried in grid["families"].values() for setting in tried),
@@ -99,12 +99,12 @@ def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
 
 
 def data_digest(data: Path) -> str:
-    """Return a digest of the data's recipe."""
+    """Return a digest of the ``recipe.json`` in the data folder."""
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 
 def load_data(data: Path, model: str) -> PilotData:
-    """Decode the splits into ``data/cache`` if needed, and tokenize their texts and names."""
+    """Decode the splits to ``data/cache``, if not done before, and tokenize the captions and class names."""
     names = tuple((data / "names.txt").read_text().splitlines())
     train, val, test = (
         cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
@@ -123,7 +123,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike in training, a loss keeps its default seed, and a learned temperature its learning rate."""
+    """A run of a grid. Unlike in training, the loss has its default seed, and a learned temperature the loss's rate."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -154,9 +154,9 @@ class GridRun(PilotRun):
 
 
 class ShiftedImages:
-    """Training batches of images with equal sizes, shifted at random on white, and their tokens ``(N, L)``.
+    """Loader of images with equal sizes, randomly shifted on a white background, and of their tokens ``(N, L)``.
 
-    ``seed`` determines the order and the shifts. The incomplete last batch of an epoch is dropped.
+    ``seed`` determines the order and the shifts. An incomplete last batch of an epoch is dropped.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ShiftedImages:
         self._random = torch.Generator().manual_seed(seed)
 
     def iterate(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch; call it for the epochs in order."""
+        """Yield the batches of an epoch. It must be called for all epochs in order."""
         order = torch.randperm(len(self._labels), generator=self._random)
         for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
             shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
@@ -188,7 +188,7 @@ def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift images by ``(B, 2)`` pixels, up to two in each direction."""
+    """Shift images by ``shifts`` ``(B, 2)`` in pixels, up to two pixels in each direction."""
     size = images.shape[-1]
     padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
     places = (_SHIFT + shifts).tolist()
@@ -196,7 +196,7 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def averaged(images: Tensor, visual: Any) -> Tensor:
-    """Return the model's input: stored images ``(B, 3, S, S)``, averaged to its size and normalized."""
+    """Return the model's input: images ``(B, 3, S, S)``, reduced to the model's size by averaging, and normalized."""
     wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
     factor, rest = divmod(images.shape[-1], wanted)
     if rest:
@@ -208,9 +208,9 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
 
 
 def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
-    """Return top-1 accuracy among the split's names, R@1 in both directions, and their mean.
+    """Return the top-1 accuracy among the split's names, R@1 in both directions, and the mean of the three.
 
-    In retrieval, every sample with the same name is correct.
+    In retrieval, every sample with the same name is right.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
     images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
@@ -225,7 +225,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 
 def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
-    """Return the errors of the log-normalizers over ``count`` training samples, see ``measure``."""
+    """Return the errors of the log-normalizers over ``count`` training samples (see ``estimation_error.measure``)."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
     images, texts = training.embed(part, part.captions())
@@ -246,11 +246,11 @@ def train(
     measured: int = 0,
     weights: Path | None = None,
 ) -> dict[str, Any]:
-    """Train and score one run; return its row.
+    """Train and score one run; return its row of results.
 
     Args:
-        measured: number of training samples for the estimation error after each epoch. 0 (default) disables it.
-        weights: file with the initial weights. None (default) means random weights.
+        measured: Number of training samples for the estimation error after each epoch. 0 (default) means not to measure it.
+        weights: File with the initial weights. None (default) means random weights.
     """
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -279,7 +279,7 @@ def train(
 
 
 def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
-    """Return the training configuration of a run, without its loss, learning rate and length."""
+    """Return the training configuration of a run. Its loss, learning rate and length are set later."""
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
     if weights is not None:
         argv += ["--pretrained", str(weights)]
@@ -289,7 +289,7 @@ def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
 
 
 def environment() -> dict[str, str]:
-    """Return what numbers may depend on: processor, GPU and versions."""
+    """Return what may affect results: CPU, GPU and versions."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
@@ -304,7 +304,7 @@ def run_all(
     reference: Path | None = None,
     weights: Path | None = None,
 ) -> list[str]:
-    """Execute all runs; return the errors of failed runs."""
+    """Execute all runs of a grid; return the errors of failed runs."""
     add_model_configs()
     results = ResultsFile(path)
 

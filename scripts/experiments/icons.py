@@ -1,15 +1,16 @@
-"""Make image-text shards from npm's collection of open icon sets, with whole sets held out as unseen styles.
+"""Make image-text shards from npm's collection of open icon sets. Some sets are held out for validation and test.
 
     .venv/bin/python -m scripts.experiments.icons --cache CACHE --output icons-11k --num-train 11000
 
-Downloads ``@iconify/json`` with npm into ``CACHE`` (once), renders icons with ``resvg_py`` and writes
+Downloads ``@iconify/json`` with npm to ``CACHE`` (once), renders icons with ``resvg_py``, and writes
 
-    train/, val/, test/   WebDataset shards (png, txt, json, cls); each set is in one of them
+    train/, val/, test/   WebDataset shards (png, txt, json, cls); an icon set is in only one of the splits
     names.txt             the canonical names, one per line; ``cls`` is the line number
     sets.json             split, license, author and number of pairs of each set
     recipe.json           the arguments that determine the bytes
 
-Equal arguments and collections give equal bytes. A smaller ``--num-train`` gives a prefix of a larger training set.
+Equal arguments and an equal collection give equal bytes. The training set for a smaller ``--num-train`` is the start of a
+larger one.
 docs/experiments/icons.md describes the data and the licenses.
 """
 
@@ -46,14 +47,15 @@ from scripts.experiments.pairs import (
 
 PACKAGE = "@iconify/json"
 EXCLUDED_CATEGORY = "Emoji"
-# Smallest and largest share of all icons in a held-out group of sets: useful for tests, and not missed in training.
+# Smallest and largest fraction of all icons in a held-out group of sets: enough icons for a test, and few enough that training
+# does not need them.
 HELD_OUT_SHARE = (0.001, 0.02)
-# Minimum number of groups in a held-out split, so that it mixes styles, and minimum ratio of their icons to the pairs needed,
-# because not all icons have an eligible name.
+# A held-out split has at least this number of groups, to contain different styles. Its groups have at least this many times as
+# many icons as needed pairs, because not all icons have an eligible name.
 HELD_OUT_GROUPS = 8
 HELD_OUT_SURPLUS = 4
 
-# Words for the style of an icon; they are removed from both ends of the canonical name.
+# Words that describe the style of an icon. They are removed from both ends of its canonical name.
 _STYLE_WORDS = """
 alt baseline big block bold broken color colored dark duo duotone expressive extra f fill filled flat
 icon large light line linear logo loop medium minimalistic mono monotone o outline outlined plain r regular
@@ -65,9 +67,9 @@ _NUMBER = re.compile(r"\d+(px|x\d+)?")
 
 @dataclass(frozen=True)
 class Icon:
-    """An icon of a set, with its name in the set and its canonical name (:func:`canonical_name`).
+    """An icon of a set, with its name in the set and its canonical name (see :func:`canonical_name`).
 
-    ``view_box`` is left, top, width and height of the drawing.
+    ``view_box`` contains left, top, width and height of the drawing.
     """
 
     prefix: str
@@ -81,7 +83,7 @@ class Icon:
         return " ".join(split_words(self.name))
 
     def svg(self) -> str:
-        """Return the drawing centered on a square, black where it has no color."""
+        """Return the drawing as SVG, centered on a square. Parts without a color are black."""
         left, top, width, height = self.view_box
         side = max(width, height)
         box = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"
@@ -93,16 +95,16 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconsConfig:
-    """Settings that determine the bytes, for one version of the collection."""
+    """Settings that determine the bytes of the shards, for one version of the collection."""
 
-    num_train: int = flag("training pairs (at most 298,000, with --min-authors 1)")
-    num_val: int = flag("validation pairs of held-out styles", 2000)
-    num_test: int = flag("test pairs of other held-out styles", 2000)
+    num_train: int = flag("number of training pairs (at most 298,000, with --min-authors 1)")
+    num_val: int = flag("number of validation pairs, from held-out sets", 2000)
+    num_test: int = flag("number of test pairs, from other held-out sets", 2000)
     image_size: int = flag("width and height of the images in pixels", 64)
-    min_authors: int = flag("minimum number of training authors that have drawn a name", 10)
-    seed: int = flag("seed of the held-out sets and of the icons", 0)
-    val_sets: tuple[str, ...] = flag("prefixes of validation sets; none: a seeded choice", ())
-    test_sets: tuple[str, ...] = flag("prefixes of test sets; none: a seeded choice", ())
+    min_authors: int = flag("use only names that at least this many training authors have drawn", 10)
+    seed: int = flag("seed for choosing the held-out sets and the icons", 0)
+    val_sets: tuple[str, ...] = flag("prefixes of the validation sets; none: chosen by the seed", ())
+    test_sets: tuple[str, ...] = flag("prefixes of the test sets; none: chosen by the seed", ())
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -113,7 +115,7 @@ def split_words(name: str) -> list[str]:
 
 
 def canonical_name(name: str) -> str:
-    """Return an icon's name without numbers, and without style words at its ends.
+    """Return an icon's name without numbers, and without style words at both ends.
 
     >>> canonical_name("home-2-outline"), canonical_name("baseline-home"), canonical_name("24px")
     ('home', 'home', '24px')
@@ -128,7 +130,7 @@ def canonical_name(name: str) -> str:
 
 
 def fetch(cache: Path) -> Path:
-    """Download and unpack the collection with npm if needed; return the package's folder."""
+    """Download and unpack the collection with npm, if not done before; return the package's folder."""
     package = cache / "package"
     if (package / "collections.json").exists():
         return package
@@ -147,7 +149,7 @@ def fetch(cache: Path) -> Path:
 
 
 def read_collection(package: Path) -> tuple[dict[str, dict[str, Any]], list[Icon]]:
-    """Return the sets' descriptions by prefix, and their icons, without emoji, aliases, hidden and animated icons."""
+    """Return the sets' descriptions by prefix, and all icons except emoji, aliases, hidden icons and animated icons."""
     sets = {
         prefix: info
         for prefix, info in json.loads((package / "collections.json").read_text()).items()
@@ -170,7 +172,7 @@ _BOX_DEFAULTS = {"left": 0, "top": 0, "width": 16, "height": 16}  # defaults of 
 
 
 def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the group of each set: similar sets, which have the same author or start of the prefix."""
+    """Return the group of each set. Sets with the same author, or with the same start of the prefix, form a group."""
     parent = {prefix: prefix for prefix in sets}
 
     def root(prefix: str) -> str:
@@ -211,7 +213,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
 
 
 def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_authors: int) -> set[str]:
-    """Return the canonical names that ``min_authors`` or more authors have drawn."""
+    """Return the canonical names that at least ``min_authors`` authors have drawn."""
     authors = defaultdict(set)
     for icon in icons:
         authors[icon.canonical].add(sets[icon.prefix]["author"]["name"])
@@ -219,12 +221,12 @@ def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_a
 
 
 def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str, str], config: IconsConfig):
-    """Return the candidates of each split in their order, without duplicate drawings."""
+    """Return the candidate icons of each split, in the order of the seed, without duplicate drawings."""
     names = eligible_names(sets, (icon for icon in icons if splits[icon.prefix] == "train"), config.min_authors)
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
     order = seeded_order(config.seed)
-    for split in SPLITS:  # training sets first: their drawings are not unseen
+    for split in SPLITS:  # training comes first, because a drawing in it must not be in a held-out split
         mine = [icon for icon in icons if splits[icon.prefix] == split and icon.canonical in names]
         for icon in sorted(mine, key=lambda icon: order(f"{icon.prefix}:{icon.name}")):
             if icon.body not in seen:
@@ -234,7 +236,7 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
 
 
 def render(icon: Icon, size: int) -> bytes | None:
-    """Return the icon on white as a PNG of ``size`` × ``size`` pixels; None if it is blank or invalid."""
+    """Return the icon as a PNG of ``size`` × ``size`` pixels on white; None if it is blank or invalid."""
     import resvg_py
 
     try:
@@ -246,7 +248,7 @@ def render(icon: Icon, size: int) -> bytes | None:
 
 
 def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor) -> Iterator[tuple[Icon, bytes]]:
-    """Yield the first ``number`` valid icons with their PNGs."""
+    """Yield the first ``number`` valid icons of ``pool`` with their PNGs; ValueError if there are too few."""
     taken = 0
     for start in range(0, len(pool), 4000):
         part = pool[start : start + 4000]
@@ -300,9 +302,7 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
 
 def main(argv: list[str] | None = None) -> None:
     parser = program(__doc__, "icons", IconsConfig)
-    parser.add_argument(
-        "--cache", type=Path, required=True, help="folder for the collection, outside of the repository"
-    )
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the collection, outside the repository")
     parser.add_argument("--workers", type=int, default=2, help="rendering processes")
     args = vars(parser.parse_args(argv))
     cache, output, workers = args.pop("cache"), args.pop("output"), args.pop("workers")

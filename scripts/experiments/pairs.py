@@ -1,4 +1,4 @@
-"""Shared parts of the programs that make image-text shards: a seeded order, complete folders only, and the shards.
+"""Code that all programs that make image-text shards use: seeded order, complete output folders, and writing shards.
 
 :mod:`scripts.experiments.grid` and ``openclip-ext compare`` read these folders::
 
@@ -30,7 +30,7 @@ class Pair:
     """An image with its caption.
 
     Attributes:
-        described: metadata of the image; ``name`` is the canonical name, equal for all images of the same thing.
+        described: Metadata of the image. ``name`` is the canonical name, which is equal for all images of the same thing.
     """
 
     png: bytes
@@ -39,19 +39,19 @@ class Pair:
 
 
 def flag(help: str, default: Any = MISSING) -> Any:
-    """Declare a field that :func:`program` turns into a flag; without a default the flag is required."""
+    """Declare a field for which :func:`program` creates a flag. Without a default, the flag is required."""
     return field(default=default, metadata={"help": help})
 
 
 def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
-    """Return a command line with the first line of ``doc`` as description, and the flags of a configuration."""
+    """Return a parser with the flags of a configuration. The first line of ``doc`` is its description."""
     parser = argparse.ArgumentParser(
         prog=f"python -m scripts.experiments.{name}",
         description=doc.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output", type=Path, required=True, help="new folder, outside of the repository")
+    parser.add_argument("--output", type=Path, required=True, help="new folder, outside the repository")
     for one in fields(config):
         value: dict[str, Any] = {"required": True} if one.default is MISSING else {"default": one.default}
         value |= {"nargs": "*", "metavar": "PREFIX"} if isinstance(one.default, tuple) else {"type": int}
@@ -60,12 +60,12 @@ def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
 
 
 def seeded_order(seed: int) -> Callable[[str], bytes]:
-    """Return a sorting key that shuffles strings equally on every machine."""
+    """Return a sorting key that shuffles strings. The order is the same on every machine."""
     return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
 def png_on_white(image: Image.Image) -> bytes | None:
-    """Return the image on white as a PNG without metadata; None if it is blank."""
+    """Return the image on a white background, as a PNG without metadata; None if it is blank."""
     image = image.convert("RGBA")
     flat = Image.new("RGBA", image.size, "white")
     flat.alpha_composite(image)
@@ -79,7 +79,7 @@ def png_on_white(image: Image.Image) -> bytes | None:
 
 @contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to ``output`` at the end, so that ``output`` is always complete."""
+    """Yield a temporary folder, which is renamed to ``output`` at the end. So ``output`` is always complete."""
     if output.exists():
         raise ValueError(f"{output} already exists: choose another folder or remove it")
     partial = output.with_name(output.name + ".partial")
@@ -92,7 +92,7 @@ def complete_folder(output: Path) -> Iterator[Path]:
 def write_dataset(
     folder: Path, splits: Mapping[str, Iterable[Pair]], names: Iterable[str], recipe: Mapping[str, Any]
 ) -> None:
-    """Write the splits, ``names.txt`` and ``recipe.json``; ``names`` must include the names of all pairs."""
+    """Write the splits, ``names.txt`` and ``recipe.json``. ``names`` must contain the names of all pairs."""
     classes = {name: number for number, name in enumerate(sorted(set(names)))}
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     for split in SPLITS:

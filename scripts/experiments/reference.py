@@ -2,7 +2,7 @@
 
     python -m scripts.experiments.reference GRID.json --data icons-300k --of icons-11k --output reference
 
-The grid has one schedule and one setting. The output folder receives ``model.pt``, and embeddings in the format of
+The grid must have one schedule and one setting. The output folder contains ``model.pt``, and embeddings in the format of
 ``openclip-ext embed``.
 """
 
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
 
 
 def whole_state(training: GridRun) -> dict[str, Tensor]:
-    """Return the model's weights, with the initial ones of tokens and positions that do not occur in the run's texts."""
+    """Return the model's full weights. Tokens and positions that do not occur in the run's texts have initial weights."""
     state = build_model(training.config.model, training.device, training.run.seed).model.state_dict()
     for name, value in training.model.state_dict().items():
         if state[name].shape == value.shape:

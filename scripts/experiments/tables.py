@@ -1,9 +1,9 @@
-"""Print Markdown tables of a grid, finished or not.
+"""Print Markdown tables of a grid, which may be unfinished.
 
     python -m scripts.experiments.tables GRID.json --data icons-11k --results runs.jsonl
 
-Each schedule has two tables: the best setting of each family on the test set, with paired differences to a baseline, and all
-settings on the validation set.
+Each schedule has two tables. The first has the results of each family's best setting on the test set, with paired differences
+to a baseline. The second has the results of all settings on the validation set.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.pages.rendering import markdown_table
 from scripts.experiments.grid import contests, data_digest
 
-# Columns of the table of the test sets, in percent.
+# Columns of the test set's table, in percent.
 _SHOWN = {
     "R@1": lambda scores: 50 * (scores["image-to-text"] + scores["text-to-image"]),
     "name": lambda scores: 100 * scores["name"],
@@ -27,7 +27,7 @@ _SHOWN = {
 
 
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
-    """Return the tables of each schedule; differences are to the family ``baseline`` (default: the first)."""
+    """Return the tables of each schedule. Differences are to the family ``baseline``. None (default) means the first."""
     parts = []
     for schedule, contest in contests(grid, data).items():
         parts += [f"{schedule}, test sets:", _best_runs(contest, results, baseline or next(iter(contest.families)))]
@@ -63,7 +63,7 @@ def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
 
 
 def _with_interval(differences: Sequence[float]) -> str:
-    """Return the mean of paired differences, and of two or more also the 95 % interval (Student's t)."""
+    """Format the mean of paired differences. If there are two or more, add the 95 % interval (Student's t)."""
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
         text += " ({:.1f} to {:.1f})".format(*seeds_interval(differences))
@@ -81,7 +81,7 @@ def _tuning(contest: Contest, results: Results) -> str:
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
-    """Return the numbers of a setting; settings of a family differ in them."""
+    """Return the numbers in a setting, by which the settings of a family differ."""
     flat = {**setting, **setting.get("options", {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"

@@ -113,11 +113,11 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
         ),
         "zip": (b"PK\x03\x04" + bytes(600), "a zip archive"),
         "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
-        "json": (b'{"url": "x"}', "it is no tar but JSON"),
+        "json": (b'{"url": "x"}', "it is not a tar but JSON"),
         "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd; decompress it"),
         "nothing": (b"", r"it is empty; remove it"),
-        "garbage": (b"no tar" * 1000, "corrupt, or no tar.*begins with b'no tarno"),
-        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or no tar"),
+        "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
+        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or not a tar"),
     }
     for name, (data, _) in files.items():
         (folder / f"{name}.tar").write_bytes(data)
@@ -263,7 +263,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert str(named) in capsys.readouterr().out and find_or_create_manifest(shards[:2]).num_samples == 5
     content = Path(shards[2]).read_bytes()
     assert main([*shards, "--output", shards[2]]) == 1
-    assert "exists and is no manifest: give another --output" in capsys.readouterr().err
+    assert "exists and is not a manifest: give another --output" in capsys.readouterr().err
     assert Path(shards[2]).read_bytes() == content
 
 
@@ -300,7 +300,7 @@ def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Pat
         ([], "expected a JSON object"),
         ({"shards": []}, "expected a JSON object with 'format'"),
         (good | {"version": 99}, "it has version 99, expected 1: create it again"),
-        (good | {"num_samples": 11}, "m.json is no manifest, or corrupt: .*checksum"),
+        (good | {"num_samples": 11}, "m.json is not a manifest, or is corrupt: .*checksum"),
         (good | {"shards": good["shards"][1:]}, "checksum"),
         ({key: value for key, value in good.items() if key != "checksum"}, "checksum"),
     ):
@@ -391,5 +391,5 @@ def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: P
         with pytest.raises(ManifestError, match="or corrupt"):
             find_or_create_manifest(shards, manifest=path)
         assert find_or_create_manifest(shards).shards == made.shards
-        assert f"{path} is no manifest, or corrupt" in caplog.text and path.read_bytes() == damaged
+        assert f"{path} is not a manifest, or is corrupt" in caplog.text and path.read_bytes() == damaged
     assert len(list(path.parent.glob("manifest-*.json"))) == 1

@@ -29,8 +29,8 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
     lines = lines_of(
         capsys, ["--world-size", "2", *command(shards, tmp_path, "run", "fastclip", "--save-every-steps", "2")]
     )
-    assert found(lines, "ok       data: 84 samples, the manifest fits them")
-    assert found(lines, "ok       batch: 32 samples, 2 steps an epoch")
+    assert found(lines, "ok       data: 84 samples, the manifest matches")
+    assert found(lines, "ok       batch: 32 samples, 2 steps per epoch")
     assert found(lines, "ok       memory: a GPU needs 0.")
     assert found(lines, f"ok       folder: {tmp_path} has ")
     assert {line.split()[0] for line in lines} == {"ok"}
@@ -44,7 +44,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         (["--image-key", "tiff"], "ERROR    "),
         (["--gpu-memory", "0.01"], "warning  memory: 1 rank: a GPU needs"),
         (["--epochs", "100000000"], "ERROR    folder: "),
-        ([], "warning  folder: saved at the ends of epochs only"),
+        ([], "warning  folder: checkpoints are saved only at the end of an epoch"),
         (
             ["--loss", "fastclip", "--dataset-resampled"],
             "ERROR    --dataset-resampled: --loss fastclip needs each",

@@ -168,7 +168,7 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
     args = parse_args([str(checkpoint.parents[1]), "--data-dir", "d", "--workers", "1", "--device", "cpu"])
     loaded, _ = load_encoder(args, show_progress=False)
     assert (loaded.name, loaded.checkpoint) == ("demo-vit", str(checkpoint))
-    with pytest.raises(ValueError, match="leave out --model and --checkpoint"):
+    with pytest.raises(ValueError, match="remove --model and --checkpoint"):
         load_encoder(parse_args([str(checkpoint.parents[1]), "--model", "RN50", "--data-dir", "d"]))
     with pytest.raises(ValueError, match="no model given: expected a run folder"):
         load_encoder(parse_args(["--data-dir", "d"]))

@@ -214,7 +214,7 @@ def test_globs_exclude_parameters_from_weight_decay():
     for one in (model, wrapped):
         found = without_decay(one, "*positional_embedding", "visual.proj")
         assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
-    with pytest.raises(UsageError, match=r"--wd-exclude proj: no trained parameter"):
+    with pytest.raises(UsageError, match=r"--wd-exclude proj: matches no trained parameter"):
         without_decay(model, "visual.proj", "proj")
 
 
@@ -270,7 +270,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
         assert content["epoch"] == best["epoch"]
         stock_model(tmp_path / name / "checkpoints" / "best.pt", SMALL_MODEL)
     best = str(tmp_path / "whole" / "checkpoints" / "best.pt")
-    with pytest.raises(UsageError, match=r"best.pt has the model alone.*--pretrained"):
+    with pytest.raises(UsageError, match=r"best.pt contains only the model.*--pretrained"):
         run([*small_command(shards, tmp_path, "other", "neuclip", *rates), "--resume", best])
 
 

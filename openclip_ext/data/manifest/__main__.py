@@ -27,8 +27,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--output",
         type=output_path,
-        help="where to write (default: manifest.json in the shards' common folder, or manifest-HASH.json if manifest.json "
-        "belongs to other shards)",
+        help="path of the manifest (default: manifest.json in the shards' common folder, or manifest-HASH.json if "
+        "manifest.json belongs to other shards)",
     )
     add("--workers", type=int, help="processes (default: one per core)")
     add("--image-key", default=DEFAULT_IMAGE_KEY, help="fields that contain the image (default: %(default)s)")
@@ -37,19 +37,19 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=DEFAULT_CAPTION_KEY,
         help="fields that contain the caption, or json:ENTRY (default: %(default)s)",
     )
-    add("--sizes", help='JSON file {"00000.tar": count, ...} for remote shards')
+    add("--sizes", help='JSON file with the sample counts of remote shards: {"00000.tar": count, ...}')
     add(
         "--remote-patience",
         type=float,
         default=Storage.patience,
         help="seconds for which a failing remote file is retried (default: %(default)g)",
     )
-    add("--uids", metavar="FILE.npy", help="exclude samples whose uid is not in this list of DataComp's")
+    add("--uids", metavar="FILE.npy", help="exclude samples whose uid is not in this DataComp list")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     args = _parse_arguments(argv)
     try:
         sizes = read_as(dict[str, int], json.loads(Path(args.sizes).read_bytes()), args.sizes) if args.sizes else None
@@ -86,11 +86,11 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Raise ValueError if there is a file that is no manifest, such as a shard. A corrupt manifest may be replaced."""
+    """Raise ValueError if the path is a file but not a manifest (such as a shard). A corrupt manifest may be replaced."""
     if path.exists():
         with path.open("rb") as file:
             if FORMAT.encode() not in file.read(4096):
-                raise ValueError(f"{path} exists and is no manifest: give another --output")
+                raise ValueError(f"{path} exists and is not a manifest: give another --output")
 
 
 if __name__ == "__main__":

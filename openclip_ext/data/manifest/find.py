@@ -24,13 +24,13 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    For the arguments, see :meth:`Manifest.scan`. A manifest that no longer matches its shards is an error, because with a new
-    scan the indices in a checkpoint could mean other samples. Collective: all ranks call it; rank 0 does the work.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error, not scanned again:
+    new indices could belong to other samples than in a checkpoint. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
         ManifestError: On every rank, with the reason.
     """
-    # Here, because the command line of the manifest works without torch.
+    # A late import: the manifest's command line works without torch.
     from openclip_ext import distributed
 
     found: Manifest | None = None
@@ -71,15 +71,15 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, stora
 
 
 def cache_folder() -> Path:
-    """Return the folder of manifests that cannot be written next to their shards."""
+    """Return the folder for manifests that cannot be written next to their shards."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openclip_ext"
 
 
 def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterator[tuple[Path, Manifest | None]]:
-    """Yield the places of a manifest of these shards and keys in order of preference, with the manifest there, or None.
+    """Yield the possible paths of a manifest for these shards and keys, preferred paths first, with the manifest or None.
 
-    Places with a file of other shards or keys are skipped. :data:`ANY_FIELD` accepts a manifest with any keys, because the
-    indices are the same. The last place is in the user's cache.
+    A path whose file belongs to other shards or keys is skipped. :data:`ANY_FIELD` accepts a manifest with any keys, because
+    the indices do not depend on the keys. The last path is in the user's cache.
     """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"

@@ -1,7 +1,7 @@
 """The manifest: the number of samples in each shard, which defines the index of every sample.
 
-The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, stable, known
-before training starts, and independent of the keys in the tar.
+The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, and known
+before training starts. They do not change, and do not depend on the names in the tar.
 """
 
 import copy
@@ -29,7 +29,7 @@ _SHOWN = 5
 
 
 class ManifestError(ValueError):
-    """The shards, or a manifest of them, cannot be trained on."""
+    """The shards or their manifest cannot be used for training."""
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
@@ -40,8 +40,8 @@ class Manifest:
 
     Args:
         shards: The shards in the order of their indices.
-        image_key, caption_key: The fields that the samples were checked for.
-        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. No index changes.
+        image_key, caption_key: The fields for which the scan checked each sample.
+        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. The others keep their indices.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Manifest:
 
     @property
     def num_bad(self) -> int:
-        """Samples known to lack their image or caption."""
+        """Number of samples that are known to lack their image or caption."""
         return sum(shard.problems.get("bad", 0) for shard in self.shards)
 
     @property
     def num_lost(self) -> int:
-        """Estimate of the samples that corrupt shards have lost; a lower bound if a shard is cut off. They have no index."""
+        """Estimated number of samples lost in corrupt shards; a lower bound if a shard is cut off. They have no index."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
 
     @property
@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def index_digest(self) -> str | None:
-        """As :attr:`digest`, without the excluded samples; None if a shard is remote, because its members are unknown."""
+        """:attr:`digest` before samples are excluded; None if a shard is remote, because its members are unknown."""
         return self._hash("") if all(shard.digest for shard in self.shards) else None
 
     def _hash(self, left_out: str) -> str:
@@ -104,9 +104,9 @@ class Manifest:
 
         Args:
             shards: As for :func:`~openclip_ext.data.shards.shardlist.expand_components`.
-            image_key, caption_key: Fields of image and caption, alternatives separated by ``;``.
-            sizes: Counts of remote shards by file name, instead of the files next to them.
-            workers: Processes for local shards. None (default) means one per core.
+            image_key, caption_key: Fields of image and caption. Alternatives are separated by ``;``.
+            sizes: Sample counts of remote shards by file name. None (default) means to read the files next to the shards.
+            workers: Number of processes for local shards. None (default) means one per core.
             storage: How to read remote files.
             journal: File for the progress of scanning remote shards without a count. None (default) rejects such shards.
 
@@ -124,7 +124,7 @@ class Manifest:
         if unknown and journal is not None:
             found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         elif unknown:
-            storage.reach(unknown[:1])  # a wrong address has no counts either
+            storage.reach(unknown[:1])  # reports a wrong address, for which counts are missing, too
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
                 "sizes.json or *_stats.json (written by img2dataset) is next to it. Count them once with: openclip-ext "
@@ -136,7 +136,7 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that excludes more samples from training; ManifestError if none is left, or for a wrong index."""
+        """Return a manifest that also excludes these samples; ManifestError if an index is wrong, or no sample is left."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
@@ -171,7 +171,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
-        """Read a manifest; ManifestError if it is corrupt, another file or another version."""
+        """Read a manifest; ManifestError if the file is corrupt, not a manifest, or of another version."""
         path = Path(path).absolute()
         try:
             content = json.loads(path.read_bytes())
@@ -188,13 +188,13 @@ class Manifest:
             left_out = _parse_ranges(content["left_out"], content["num_samples"])
             return cls(shards, content["image_key"], content["caption_key"], left_out)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ManifestError(f"{path} is no manifest, or corrupt: {error}") from error
+            raise ManifestError(f"{path} is not a manifest, or is corrupt: {error}") from error
 
     def verify(self, urls: Sequence[str]) -> bool:
-        """Check that the manifest still matches the training data. Shards that moved are found by their file names.
+        """Check that the manifest still matches the training data; return whether paths or times in it were updated.
 
-        A touched local shard of the same size is scanned again, and accepted if its members are unchanged. Returns whether
-        paths or times were updated, so that saving the manifest would save time.
+        Moved shards are found by their file names. A local shard with a new modification time and the same size is scanned
+        again, and accepted if its members are unchanged. After an update, saving the manifest avoids the next scan.
 
         Raises:
             ManifestError: Shards are missing on either side, do not exist, or were changed.
@@ -222,7 +222,7 @@ class Manifest:
         return bool(moved or touched)
 
     def check_unchanged(self, shard_number: int) -> None:
-        """Check a local shard as :meth:`verify` does; ReplacedError if it changed, OSError if it does not exist."""
+        """Check one local shard; ReplacedError if its members changed since the manifest, OSError if it does not exist."""
         shard = self.shards[shard_number]
         if _is_touched(shard) and self._rescan([shard]):
             raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
@@ -239,7 +239,7 @@ class Manifest:
         return changed
 
     def _match(self, urls: Sequence[str]) -> bool:
-        """Take over the URLs of the shards; return whether some have moved, which the file names decide."""
+        """Store the given URLs in the shards, matched by file name; return whether a shard has moved."""
         has_moved = not self.is_of(urls)
         name_of = shard_name if has_moved else without_secrets  # a manifest keeps no secrets
         by_name = {name_of(url): url for url in urls}
@@ -258,7 +258,7 @@ class Manifest:
         )
 
     def is_of(self, urls: Iterable[str]) -> bool:
-        """Return whether these are its shards. Secrets (passwords, tokens) in the URLs are not compared."""
+        """Return whether these URLs are the manifest's shards. Passwords and tokens in the URLs are not compared."""
         return {*map(without_secrets, urls)} == {without_secrets(shard.url) for shard in self.shards}
 
     def report(self) -> Iterator[str]:
@@ -271,7 +271,7 @@ class Manifest:
 
 
 def _is_touched(shard: Shard) -> bool:
-    """Return whether a local shard's modification time changed since its scan; ReplacedError if its size did."""
+    """Return whether a local shard's modification time changed since its scan; ReplacedError if its size changed."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
         raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
@@ -292,14 +292,14 @@ def _describe(problems: Problems) -> Iterator[str]:
     if "gaps" in problems:
         yield "corrupt: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
     if "lost" in problems:
-        # The part after the end of the file is unknown.
+        # With an error, the scan stopped there, and the number of later samples is unknown.
         yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
     if "error" in problems:
         yield f"corrupt or truncated, by an unknown amount: {problems['error']}"
 
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
-    """Raise ManifestError if a shard with samples has none with image and caption, or all shards are empty."""
+    """Raise ManifestError if no sample of a shard has both image and caption, or if all shards are empty."""
     unusable = [
         shard
         for shard in shards
@@ -331,11 +331,11 @@ def _format_ranges(indices: np.ndarray) -> str:
 
 def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     runs = [run.partition("-") for run in text.split(",") if text]
-    if wrong := [run for run in runs if int(run[2] or run[0]) >= num_samples]:  # it could fill the memory
+    if wrong := [run for run in runs if int(run[2] or run[0]) >= num_samples]:  # a huge range would fill the memory
         raise ValueError(f"it excludes {''.join(wrong[0])[:80]} of {num_samples:,} samples")
     return np.concatenate([np.empty(0, np.int64), *(np.arange(int(a), int(b or a) + 1) for a, _, b in runs)])
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """Hash of a manifest's JSON without the checksum."""
+    """Return the hash of a manifest's JSON without its checksum."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

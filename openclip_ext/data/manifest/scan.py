@@ -36,7 +36,7 @@ from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 
 T = TypeVar("T")
 
-# Longer lists are cut, to keep a manifest small.
+# Maximum lengths of the lists of one shard, to keep a manifest small.
 _MAX_POSITIONS, _MAX_GAPS = 20, 5
 _MAX_PROCESSES = 32
 _REQUESTS = 32  # remote files that are read in parallel
@@ -48,10 +48,10 @@ class Problems(TypedDict, total=False):
     without_image: int  # number of samples
     without_caption: int
     bad: int  # number of samples without image or without caption
-    bad_positions: list[int]  # positions of these, if there are few
+    bad_positions: list[int]  # positions of the bad samples in the shard, if there are at most 20
     duplicate_keys: int  # samples whose key has occurred before
-    gaps: list[list[int]]  # [start, end] bytes without a readable header, the first few
-    lost: int  # samples in the gaps, estimated by their size
+    gaps: list[list[int]]  # [start, end] in bytes of the first 5 parts without a readable header
+    lost: int  # number of samples in the gaps, estimated from the size of the gaps
     error: str  # why the shard could not be read completely
 
 
@@ -62,14 +62,14 @@ class Shard:
     url: str  # absolute path, URL or ``pipe:`` command
     num_samples: int  # including bad samples: each has an index
     first_index: int = 0
-    size: int | None = None  # of the local file when it was scanned; None if remote
+    size: int | None = None  # bytes of the local file when it was scanned; None if remote
     mtime_ns: int | None = None
     digest: str | None = None  # hash of the names and sizes of its members; None if remote
     problems: Problems = field(default_factory=Problems)
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a file of this machine."""
+        """Whether the shard is a file on this machine."""
         return is_local(self.url)
 
 
@@ -79,7 +79,7 @@ def scan_shard(
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
-    """Scan one tar by its headers, also after corrupt parts. Reads all bytes if it is compressed or cannot seek."""
+    """Scan the headers of one tar, including those after corrupt parts. A compressed tar or a stream is read completely."""
     image_keys = () if image_key == ANY_FIELD else parse_keys(image_key, allow_json=False)
     caption_keys = () if caption_key == ANY_FIELD else parse_keys(caption_key, allow_json=True)
     try:
@@ -91,7 +91,7 @@ def scan_shard(
     except OSError as error:
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
-        # The count that img2dataset left next to the shard is better than an estimate.
+        # If img2dataset wrote the shard's count, it replaces the estimate from the size of the gaps.
         lost = (_written_count(url, partial(_read_json, storage)) or 0) - shard.num_samples
         if lost > 0:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), lost)
@@ -133,7 +133,7 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
 
 
 def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
-    """Return whether a sample lacks its image or caption. As in training, the first key whose field it has decides.
+    """Return whether a sample lacks its image or caption. As in training, only the first key whose field exists counts.
 
     An empty field counts as missing: img2dataset writes it for a null caption.
     """
@@ -147,24 +147,24 @@ def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
 
 
 def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: int | None = None) -> list[Shard]:
-    """Scan local shards in parallel processes, by default one per CPU core up to 32, with a bar on a terminal."""
+    """Scan local shards in parallel: one process per CPU core by default, at most 32. A terminal shows a progress bar."""
     scan = partial(scan_shard, image_key=image_key, caption_key=caption_key)
     workers = min(workers or min(available_cores(), _MAX_PROCESSES), len(paths))
     if workers <= 1:
         return list(with_bar(map(scan, paths), len(paths)))
-    # fork, as in PyTorch's DataLoader: spawn would import the training script (and torch) again in each process.
+    # "fork" is PyTorch's default for data workers, too; "spawn" would import the training script and torch per process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
         return list(with_bar(pool.map(scan, paths), len(paths)))
 
 
 def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
-    """Yield the items, with a bar on a terminal."""
+    """Yield the items; a terminal shows a progress bar."""
     return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Take the counts of remote shards from ``sizes``, or from the files next to them. Some may have no count."""
+    """Return the remote shards whose count is known, from ``sizes`` or the files next to the shards, by URL."""
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard needs its folder's sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
@@ -177,11 +177,12 @@ def scan_remote(
 ) -> dict[str, Shard]:
     """Scan remote shards by their headers, 32 at a time.
 
-    The journal of an interrupted scan supplies the shards that were not replaced. Shards without a version are scanned again.
+    A journal stores the result of each intact shard with its version. An interrupted scan continues from the journal; only
+    shards without a result, or with another version, are scanned.
     """
     written: dict[tuple[str, ...], Any] = {}
     for line in journal.read_text().splitlines() if journal.exists() else []:
-        with contextlib.suppress(ValueError, TypeError):  # an incomplete line
+        with contextlib.suppress(ValueError, TypeError):  # the last line of an interrupted scan may be incomplete
             *identity, entry = json.loads(line)
             written[tuple(identity)] = entry
 
@@ -208,7 +209,7 @@ def scan_remote(
 
 
 def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> int | None:
-    """Return the count of a shard in the files next to it, or None."""
+    """Return a shard's sample count from the files of img2dataset or OpenCLIP next to it; None if there is no count."""
     name = shard_name(url)
     table = read(sibling(url, "sizes.json"))
     stats = re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"
@@ -219,7 +220,7 @@ def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> in
 def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
     if url is None:
         return {}
-    # A failed command may mean a missing file, so it is not retried.
+    # A command that fails may mean that the file does not exist, so the command is not retried.
     storage = Storage(patience=0) if url.startswith(PIPE) else storage
     try:
         content = json.loads(storage.read(url))

@@ -1,6 +1,6 @@
-"""Exclude the samples whose uid is not in a list. DataComp publishes its subsets as such lists.
+"""Exclude the samples whose uid is not in a list. DataComp publishes its subsets as lists of uids.
 
-The list is DataComp's ``.npy``: two 64-bit numbers per uid. A sample's uid is the 32 hex digits of ``uid`` in its json.
+The list is a ``.npy`` file with two 64-bit numbers per uid. In a sample's json, the entry ``uid`` has 32 hex digits.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.storage import Storage
 
 UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
-_wanted: np.ndarray  # the uids to keep, up to a billion; each process sets its own
+_wanted: np.ndarray  # ascending uids to keep, up to a billion; set once in each worker process
 
 
 def read_uids(path: str | os.PathLike) -> np.ndarray:
-    """Return the uids of a list ``(k,)``, ascending; ValueError if the file has another format or is empty."""
+    """Return the ascending uids ``(k,)`` of a file; ValueError if the file has another format or is empty."""
     values = np.load(path, allow_pickle=False)
     if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
         values = np.ascontiguousarray(values).view(UID)[:, 0]
@@ -33,7 +33,7 @@ def read_uids(path: str | os.PathLike) -> np.ndarray:
 
 
 def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
-    """Return a manifest that excludes the samples whose uid is not listed; ValueError if no sample is. No index changes."""
+    """Return a manifest that excludes samples with unlisted uids; ValueError if all are unlisted. No index changes."""
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
         found = pool.map(_unlisted, manifest.shards, repeat(storage))
@@ -53,7 +53,7 @@ def _begin(uids: np.ndarray) -> None:
 def _unlisted(shard: Shard, storage: Storage) -> np.ndarray:
     uids = np.zeros(shard.num_samples, dtype=UID)
     has_uid = np.zeros(shard.num_samples, dtype=bool)
-    # The samples after a corrupt part have no index, or no uid.
+    # Samples after an unreadable part stay without a uid, so they are excluded.
     with contextlib.suppress(*tar.STREAM_ERRORS), storage.open(shard.url) as file:
         samples = tar.TarArchive(file).samples(frozenset({"json"}))
         for place, sample in zip(range(shard.num_samples), samples, strict=False):

@@ -12,17 +12,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.data.shapes",
         description="Draw images of colored shapes with captions and write them as WebDataset shards. "
-        "Continues an interrupted run; does not change a complete set.",
+        "Continues an interrupted run. Does not change a complete set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=output_path, required=True, help="folder for the shards")
     parser.add_argument("--num-samples", type=int, required=True, help="number of image-caption pairs")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another set")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all samples")
     parser.add_argument(
-        "--split", choices=SPLITS, default="train", help="16 of the 80 shape-color pairs occur in test only"
+        "--split",
+        choices=SPLITS,
+        default="train",
+        help="only 'test' contains all 80 shape-color pairs; 'train' lacks 16",
     )
-    parser.add_argument("--samples-per-shard", type=int, default=1000, help="the last shard may be smaller")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=1000, help="samples per shard; the last shard may have fewer"
+    )
     parser.add_argument("--workers", type=int, default=None, help="processes; one per core if not given")
     return parser.parse_args(argv)
 

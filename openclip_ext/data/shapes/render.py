@@ -1,7 +1,7 @@
-"""Draw a scene with numpy: an outline is a function of points, on a grid three times as fine as the image.
+"""Draw a scene with numpy. Shapes are evaluated on a grid three times as fine as the image.
 
-Coordinates of an item run from -1 to 1 along ``u`` (right) and ``v`` (down) after moving, scaling and rotating. The fraction
-of the fine points of a pixel inside the outline (its coverage) makes smooth edges.
+Each shape is a function of coordinates from -1 to 1: ``u`` (right) and ``v`` (down), relative to the item's center, size and
+angle. A pixel's coverage, the fraction of its fine points inside the shape, makes edges smooth.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ _DIRECTION = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1
 _MAX_TURN = np.deg2rad(15.0)
 _CONTOUR_WIDTH = 1.0  # pixels
 _CONTOUR_OPACITY = 0.5
-_TINT = 8.0  # standard deviation of a color from item to item and place to place, of 255
+_TINT = 8.0  # standard deviation of a color, on a scale of 255, between items and between points of the background
 _PIXEL_NOISE = 4.0
 
 
 def render(scene: Scene, generator: np.random.Generator) -> Array:
-    """Draw a scene as ``(32, 32, 3)`` uint8, RGB. The generator decides position, exact size, angle, tints and noise."""
+    """Draw a scene as RGB ``(32, 32, 3)`` uint8. Position, exact size, angle, tints and noise are random."""
     canvas = _BACKGROUNDS[scene.background](generator)
     for item, center in zip(scene.items, _centers(scene, generator), strict=True):
         _draw_item(canvas, item, center, generator)
@@ -51,13 +51,13 @@ def render(scene: Scene, generator: np.random.Generator) -> Array:
 
 
 def _centers(scene: Scene, generator: np.random.Generator) -> list[Array]:
-    """Return the position ``(x, y)`` of each item in pixels; items do not overlap."""
+    """Return the position ``(x, y)`` of each item in pixels. Items do not overlap."""
     middle = IMAGE_SIZE / 2
     if scene.relation is None:
         return [middle + generator.uniform(-6.0, 6.0, 2)]
     along = np.array(_DIRECTION[scene.relation], dtype=float)
     across = np.abs(along[::-1])
-    # 16 pixels apart along the relation and at most 5 across it: only one of the four relations is true.
+    # Items are 16 pixels apart along the relation and at most 5 across it, so only one of the four relations is true.
     half = 8.0 * along + generator.uniform(-2.5, 2.5) * across
     drift = generator.uniform(-3.0, 3.0) * across
     return [middle + drift + half, middle + drift - half]
@@ -72,7 +72,7 @@ def _draw_item(canvas: Array, item: Item, center: Array, generator: np.random.Ge
     )
     contour = 235.0 if item.color == "black" else 20.0
 
-    # The pixels that the item can touch.
+    # First and last pixels that the item can cover.
     low = np.clip(np.floor(center - 1.5 * radius), 0, IMAGE_SIZE).astype(int)
     high = np.clip(np.ceil(center + 1.5 * radius), 0, IMAGE_SIZE).astype(int)
     columns, rows = slice(low[0], high[0]), slice(low[1], high[1])
@@ -92,7 +92,7 @@ def _draw_item(canvas: Array, item: Item, center: Array, generator: np.random.Ge
 
 
 def _fine(pixels: slice) -> Array:
-    """Return the coordinates of the fine grid's points within a range of pixels."""
+    """Return the coordinates, in pixels, of the fine grid's points in a range of pixels."""
     return (np.arange(pixels.start * _SUPERSAMPLING, pixels.stop * _SUPERSAMPLING) + 0.5) / _SUPERSAMPLING
 
 
@@ -107,7 +107,7 @@ def _tinted(rgb: tuple[int, int, int], generator: np.random.Generator) -> Array:
 
 
 def _star(u: Array, v: Array) -> Array:
-    # Fold the plane into half a point of the star, of which the edge is one straight line.
+    # By symmetry, fold all angles into half of one star point, whose edge is a straight line.
     sector, inner = 2 * np.pi / 5, 0.45
     angle = np.abs((np.arctan2(u, -v) + sector / 2) % sector - sector / 2)
     distance = np.hypot(u, v)
@@ -131,7 +131,7 @@ _OUTLINES: dict[str, Callable[[Array, Array], Array]] = {
     "moon": lambda u, v: (u**2 + v**2 <= 1.0) & ((u - 0.5) ** 2 + v**2 > 0.72**2),
 }
 
-# The points with the second color; in pixels, so that a pattern is equally fine on large and small items.
+# Functions that return which points have the second color. Arguments are in pixels, so all items have equally fine patterns.
 _PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "plain": lambda u, v: np.zeros(u.shape, dtype=bool),
     "striped": lambda u, v: np.sin(2 * np.pi * (u + v) / 4.2) > 0,
@@ -146,7 +146,7 @@ def _plain_ground(rgb: tuple[int, int, int], generator: np.random.Generator) -> 
 
 def _grass(generator: np.random.Generator) -> Array:
     ground = _plain_ground((112, 168, 84), generator)
-    # Blades: brightness that changes from column to column, and only every eighth row.
+    # Blades of grass: the brightness changes between columns, but only at every eighth row.
     return ground + generator.normal(0.0, 12.0, (4, IMAGE_SIZE, 1)).repeat(IMAGE_SIZE // 4, axis=0)
 
 

@@ -1,4 +1,4 @@
-"""The scenes of the demo images, and their captions.
+"""The scenes of the demo images and their captions.
 
 A scene has one or two items on a background. Every word of the vocabulary is one token of OpenCLIP's tokenizer, and the
 longest caption has 18 of the 20 tokens that the demo models read.
@@ -27,7 +27,8 @@ _RELATION_PHRASES = {
 _INVERSE_RELATION = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
 PAIRS = tuple((shape, color) for shape in SHAPES for color in COLORS)
-# Two colors per shape and one or two shapes per color: training contains every shape and color, but not these 16 pairs.
+# The 16 pairs that training lacks: two colors per shape, and one or two shapes per color. Training still contains every
+# shape and every color.
 HELD_OUT_PAIRS = frozenset(
     (shape, COLORS[(row + shift) % len(COLORS)]) for row, shape in enumerate(SHAPES) for shift in (0, 5)
 )
@@ -43,7 +44,7 @@ _STREAMS = ("scene", "pixels", "caption")
 
 @dataclass(frozen=True)
 class Item:
-    """One thing in a scene."""
+    """One item in a scene."""
 
     shape: str
     color: str
@@ -57,7 +58,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two items on a background; ``relation`` is the place of the first item, seen from the second."""
+    """One or two items on a background. ``relation`` is the position of the first item relative to the second."""
 
     items: tuple[Item, ...]
     background: str
@@ -65,22 +66,22 @@ class Scene:
 
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> "Scene":
-        """Return the scene of the ``json`` member of a sample."""
+        """Return the scene that a sample's ``json`` member describes."""
         items = tuple(Item(**item) for item in attributes["items"])
         return cls(items, attributes["background"], attributes["relation"])
 
 
 def generator_of(stream: str, seed: int, split: str, index: int) -> np.random.Generator:
-    """Return the independent random numbers of a sample for its "scene", "pixels" or "caption"."""
+    """Return a sample's generator for ``stream`` ("scene", "pixels" or "caption"); the streams are independent."""
     return np.random.default_rng([seed, SPLITS.index(split), index, _STREAMS.index(stream)])
 
 
 def sample_scene(seed: int, split: str, index: int) -> Scene:
-    """Return the scene of a sample; pairs of shape and color are uniform, 64 in ``train``, all 80 in ``test``."""
+    """Return the scene of a sample. Shape-color pairs are equally likely: 64 in ``train``, all 80 in ``test``."""
     generator = generator_of("scene", seed, split, index)
     pairs = _SEEN_PAIRS if split == "train" else PAIRS
     count = 2 if generator.random() < _TWO_ITEMS else 1
-    # Without replacement: no caption could distinguish two equal items.
+    # The two items differ, because no caption could distinguish two equal items.
     chosen = generator.choice(len(pairs), size=count, replace=False)
     items = tuple(
         Item(shape, color, _pick(generator, SIZES), _pick(generator, TEXTURES))
@@ -96,13 +97,13 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
     Args:
         scene: The scene.
-        generator: Decides the order of the items, the synonyms and the words that are omitted.
-        complete: Omit no word. Otherwise size, color, texture and background occur with probability 1/2 each, the relation
-            with 3/4 (else "and"), and the noun with 9/10 (else "shape"): like captions from the web, most are incomplete.
+        generator: Random numbers for the order of the items, the synonyms and the omitted words.
+        complete: Whether all words are kept. If not, most captions are incomplete, like captions from the web: size, color,
+            texture and background have a probability of 1/2 each, the relation 3/4 (else "and"), the noun 9/10 (else "shape").
     """
 
     def keep(probability: float) -> bool:
-        # Always drawn, so that complete and sampled captions have the same order and synonyms.
+        # The number is drawn even if not needed: complete and incomplete captions then have equal order and synonyms.
         return generator.random() < probability or complete
 
     items, relation = scene.items, scene.relation
@@ -118,7 +119,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
 
 def describe(scene: Scene, relation: str | None) -> str:
-    """Return the complete caption in fixed order and wording, with ``relation`` instead of the scene's own."""
+    """Return the complete caption in fixed order and wording. ``relation`` replaces the scene's relation."""
     parts = [_noun_phrase(scene.items[0])]
     if relation is not None:
         parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]

@@ -18,11 +18,11 @@ from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
 from openclip_ext.files.writing import write_atomically
 
-# Changes when a sample of the same (seed, split, index) would look or read differently.
+# Increase this number when the image or caption of a (seed, split, index) changes.
 GENERATOR_VERSION = 1
-# The configuration of the shards; written before the first shard.
+# File with the configuration of the shards, written before the first shard.
 RECIPE_FILE = "shapes.json"
-# OpenCLIP's file of samples per shard; written after the last shard, so it marks a complete set.
+# OpenCLIP's file with the sample count of each shard. It is written last, so it marks a complete set.
 SIZES_FILE = "sizes.json"
 
 
@@ -48,14 +48,14 @@ class ShapesConfig:
             raise ValueError(f"num_samples and samples_per_shard must be at least 1, got {self}")
 
     def shards(self) -> dict[str, range]:
-        """Return the indices of the samples of each shard, by its name."""
+        """Return the sample indices of each shard, by shard name."""
         firsts = range(0, self.num_samples, self.samples_per_shard)
         ranges = (range(first, min(first + self.samples_per_shard, self.num_samples)) for first in firsts)
         return {f"{number:05d}.tar": indices for number, indices in enumerate(ranges)}
 
 
 def make_sample(seed: int, split: str, index: int) -> Sample:
-    """Return sample ``index`` of a split, encoded. Its bytes depend only on the arguments.
+    """Return the encoded members of sample ``index`` of a split. The bytes depend only on the arguments.
 
     The ``json`` member contains the scene, the caption with all words as ``complete_caption``, and the arguments.
     """
@@ -76,8 +76,8 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
     """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
 
-    Run it again to continue an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
-    means one process per core. ValueError if the folder contains shards of another configuration or origin.
+    A second call continues an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
+    means one process per core. ValueError if the folder contains shards of another configuration or another program.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
 
 
 def _claim(folder: Path, config: ShapesConfig) -> None:
-    """Record the configuration in the folder, or check that it is the one recorded there."""
+    """Write the configuration to the folder, or check that an existing file has the same configuration."""
     wanted = {**asdict(config), "generator_version": GENERATOR_VERSION}
     recipe = folder / RECIPE_FILE
     if recipe.exists():
@@ -103,7 +103,7 @@ def _claim(folder: Path, config: ShapesConfig) -> None:
         if found != wanted:
             raise ValueError(f"{folder} contains a set of {found}, expected {wanted}: choose another folder")
     elif any(folder.glob("*.tar")):
-        raise ValueError(f"{folder} contains shards, but no {RECIPE_FILE}: no demo set; choose another folder")
+        raise ValueError(f"{folder} contains shards that are not a demo set (no {RECIPE_FILE}): choose another folder")
     else:
         _write_json(recipe, wanted)
 
@@ -114,7 +114,7 @@ def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: 
     if workers == 1 or len(shards) < 2:
         yield from map(write, shards)
         return
-    # No fork: the progress bar has a thread, and the caller may have more.
+    # Not "fork", which is unsafe with threads: the progress bar has one, and the caller may have more.
     with multiprocessing.get_context("spawn").Pool(min(workers, len(shards))) as pool:
         yield from pool.imap_unordered(write, shards)
 
@@ -125,7 +125,7 @@ def _write_shard(config: ShapesConfig, shard: tuple[Path, range]) -> int:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for index in span:
             for extension, content in make_sample(config.seed, config.split, index)._asdict().items():
-                member = tarfile.TarInfo(f"{index:08d}.{extension}")  # owner and time are zero: equal bytes every time
+                member = tarfile.TarInfo(f"{index:08d}.{extension}")  # owner and time are 0, so the bytes never change
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     write_atomically(path, lambda file: file.write(buffer.getvalue()))

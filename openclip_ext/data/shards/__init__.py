@@ -1,1 +1,1 @@
-"""Shards: tar files of samples, wherever they are."""
+"""Shards: local or remote tar files of samples."""

@@ -16,7 +16,7 @@ _SHOWN = 8
 _AGAIN = "download it again"
 _CONVERT = "make a tar of it, with the files of a sample next to each other"
 _DECOMPRESS = "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"
-# First bytes of files that are no tar: what they are, and the fix.
+# First bytes of files that are not tars, the type of the file, and the fix.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer", "run git lfs pull"),
     (b"<", "a page of HTML or XML", f"{_AGAIN}, signed in if the server requires it"),
@@ -32,7 +32,7 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
 
 
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
-    """Return why a shard has no sample with image and caption, with the fix. ``error`` is the error of its scan."""
+    """Return why a shard has no sample with image and caption, and a fix. ``error`` is the error of the shard's scan."""
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
     if error.startswith("cannot be read"):
@@ -65,7 +65,7 @@ def explain(url: str, image_key: str, caption_key: str, storage: Storage, error:
 
 
 def _text_entries(field: str, data: bytes) -> Iterator[str]:
-    """Yield ``json:ENTRY`` for each entry of a JSON object that may be a caption: a text that is not blank, or a list."""
+    """Yield ``json:ENTRY`` for each entry of a JSON object that may contain captions: a non-blank text, or a list."""
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         for name, entry in json.loads(data).items():
             if isinstance(entry, str | list) and str(entry).strip():
@@ -79,14 +79,14 @@ def _listed(counts: Counter[str]) -> str:
 def _explain_no_tar(start: bytes, problem: str) -> str:
     for signature, what, fix in _SIGNATURES:
         if start.lstrip().startswith(signature):
-            return f"it is no tar but {what}; {fix}"
+            return f"it is not a tar but {what}; {fix}"
     if not any(start):
         return f"it is empty; remove it, or {_AGAIN}"
-    return f"it is corrupt, or no tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"
+    return f"it is corrupt, or not a tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"
 
 
 def _explain_unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
-    """Return why no sample of a tar has both fields. ``names``: key and field of each member."""
+    """Return why no sample of a tar has both image and caption. ``names`` contains the key and field of each member."""
     fields = Counter(field for _, field in names)
     with_image, with_caption = ({key for key, field in names if field in wanted} for wanted in (images, captions))
     if with_image & with_caption:

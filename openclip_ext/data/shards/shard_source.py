@@ -16,15 +16,15 @@ from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
-# Remote shards that are opened ahead; the shard that a reader reads is also in use.
+# Number of remote shards that a reader opens in advance. The shard that it reads now is also in use.
 _SHARDS_AHEAD = 3
 SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 
 
 class ShardSource(Source):
-    """The samples of a verified manifest.
+    """The samples of the shards in a verified manifest.
 
-    ``resampled`` draws shards with replacement by their ``weights``, instead of taking each once an epoch.
+    If ``resampled``, shards are drawn with replacement by their ``weights``; otherwise each occurs once per epoch.
     """
 
     sequential = True
@@ -74,11 +74,11 @@ class ShardSource(Source):
         return raw.key, self.keys.caption(raw)
 
     def shard_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of the shard of each index."""
+        """Return, for each index, the number of the shard that contains the sample."""
         return np.searchsorted(self._first_indices, indices, side="right") - 1
 
     def shard_number(self, index: int) -> int:
-        """Return the number of the shard of a sample."""
+        """Return the number of the shard that contains a sample."""
         return int(self.shard_numbers(np.array(index)))
 
     def group_of(self, index: int) -> tuple[str, int, int]:
@@ -93,9 +93,9 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def open_shard(self, number: int) -> io.BufferedReader:
-        """Open one shard, and fetch the start of a remote one; OSError if it does not exist or changed since its scan.
+        """Open one shard; OSError if it does not exist or changed since its scan. Fetches the start of a remote shard.
 
-        A local shard may be on a file server that does not answer: wait for it, unless the previous shard failed, too.
+        A local shard may be on a file server that does not answer. Wait for the server, unless the previous shard failed.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
@@ -115,7 +115,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """Reads shards from front to back, and opens the next remote shards ahead. Going back opens a shard again."""
+    """Reader of shards from front to back. It opens remote shards in advance, and a shard again to read an earlier sample."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -137,12 +137,12 @@ class _ShardReader(Reader):
         except tar.STREAM_ERRORS as error:
             shard = self._source.manifest.shards[number]
             if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
-                # A stream of unknown length may have been cut off.
+                # The connection may have cut off a stream of unknown length, so a second read may succeed.
                 logging.warning(f"{shard.url} is read again from its start: {error}")
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
-                self._shard = -1  # The next read opens it again, so a bad disk block costs one sample.
+                self._shard = -1  # The next read opens the shard again, so a bad disk block costs only one sample.
             else:
                 self._failure = error
             return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
@@ -162,7 +162,7 @@ class _ShardReader(Reader):
 
     def _open(self, number: int) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a command that is not read completely may fail
+            with contextlib.suppress(OSError):  # a command fails if its output is not read completely
                 self._file.close()
         self._file = None
         shard = self._source.manifest.shards[number]
@@ -174,7 +174,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample; raise one of STREAM_ERRORS, also for all later samples, if the shard cannot be read that far."""
+        """Return a sample. If the shard is unreadable before it, raise one of STREAM_ERRORS, also for all later samples."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:
@@ -192,6 +192,6 @@ class _ShardReader(Reader):
                 shard = self._source.manifest.shards[self._shard]
                 logging.warning(
                     f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest, and the rest is never "
-                    "trained on. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
+                    "used. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
                     "manifest again"
                 )

@@ -11,17 +11,17 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.storage import is_local, list_remote, local_path
 
 _GLOB = re.compile(r"[*?\[]")
-# ``?`` and ``[...]`` may be part of a name on a web server, and a shell expands commands.
+# On a web server, only ``*`` is a pattern, because URLs may contain ``?`` and ``[...]``. The shell expands ``pipe:`` commands.
 _REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
 
 def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
-    """Return one list of shards for each ``::`` component; local shards as absolute paths.
+    """Return one list of shards for each ``::`` component. Local shards have absolute paths.
 
     Args:
-        shards: Path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or
-            a list of such strings. ``*``, ``?`` and ``[...]`` are expanded in local paths and in places that list their files.
+        shards: Path, URL or ``pipe:`` command with brace notation, or several joined by ``::`` as in OpenCLIP, or a list of
+            these. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs whose storage can list its files.
 
     Raises:
         ValueError: Nothing is given, or a pattern matches no file.
@@ -50,7 +50,7 @@ def _expand(component: str) -> list[str]:
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Return the shards of :func:`expand_components` in one list; ValueError also if a shard occurs twice."""
+    """Return the shards of all components in one list; ValueError also if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
     seen: dict[object, str] = {}
     for url in urls:
@@ -63,7 +63,7 @@ def expand_shards(shards: str | Sequence[str]) -> list[str]:
 
 
 def _identity(url: str) -> object:
-    """Return a value that is equal for two names of one file, including links."""
+    """Return a value that is equal for two paths of the same file, including links."""
     if not is_local(url):
         return without_secrets(url)
     try:
@@ -74,13 +74,13 @@ def _identity(url: str) -> object:
 
 
 def shard_name(url: str) -> str:
-    """Return the file name of the tar in a path, URL or ``pipe:`` command; the full text if there is none."""
+    """Return the tar's file name in a path, URL or ``pipe:`` command; the full text if it contains no such name."""
     found = None if is_local(url) else _TAR_NAME.search(url)
     return found.group(0) if found else os.path.basename(without_secrets(url)) or without_secrets(url)
 
 
 def sibling(url: str, replace: str) -> str | None:
-    """Return the path, URL or command for another file in a shard's folder; None if a URL or command names no tar."""
+    """Return the path, URL or command for the file ``replace`` in a shard's folder; None if no tar is named in ``url``."""
     if is_local(url):
         return os.path.join(os.path.dirname(url), replace)
     found = _TAR_NAME.search(url)

@@ -1,8 +1,8 @@
 """Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
 
 A sample is a run of consecutive regular members that share the name up to the first dot of the file name. The rest of the name
-is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` is ten times slower, and accepts a truncated file as a
-complete archive.
+is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` is not used here: it is ten times slower, and does not
+notice that a file is truncated.
 """
 
 import bz2
@@ -19,17 +19,15 @@ from typing import Any, BinaryIO, NamedTuple
 from openclip_ext.data.remote import BUFFER
 
 BLOCK = 512
-# Two blocks of zeros end an archive, and tar fills its last record of 20 blocks. More zeros are lost data.
+# Bytes of zeros at the end of an archive: two blocks, and then up to the end of a record of 20 blocks. More zeros mean lost
+# data.
 _END_OF_ARCHIVE, _RECORD = 2 * BLOCK, 20 * BLOCK
 _MAX_PADDING = _RECORD + BLOCK
-# Limits in bytes, because a corrupt header may announce any size: names and pax records, ...
-_MAX_EXTENSION = 1 << 20
-# ... images and captions, ...
-_MAX_FIELD = 1 << 28
-# ... the search for the next header of a file of unknown size, ...
-_MAX_SEARCH = 1 << 28
-# ... and a single read, which allocates what it requests.
-_MAX_READ = 1 << 26
+# Limits in bytes, because a corrupt header may contain any size.
+_MAX_EXTENSION = 1 << 20  # a long name or pax records
+_MAX_FIELD = 1 << 28  # an image or a caption
+_MAX_SEARCH = 1 << 28  # distance to the next header, in a file of unknown size
+_MAX_READ = 1 << 26  # a single read, which allocates this memory
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _METADATA = re.compile(r"__[^/]*__($|/)")
@@ -39,11 +37,11 @@ _DATALESS_TYPES = frozenset(b"123456")
 
 
 class TarError(ValueError):
-    """A tar file ends or is corrupt."""
+    """A tar file is truncated or corrupt."""
 
 
 class _CorruptHeaderError(TarError):
-    """A header is not readable; the search for the next header starts at the byte ``resume``."""
+    """A header is not readable. The search for the next header starts at byte ``resume``."""
 
     def __init__(self, message: str, resume: int) -> None:
         super().__init__(message)
@@ -51,7 +49,7 @@ class _CorruptHeaderError(TarError):
 
 
 class _EndOfFileError(TarError):
-    """The file ends at the byte ``end``."""
+    """The file ends at byte ``end``, without the end-of-archive mark."""
 
     def __init__(self, end: int) -> None:
         super().__init__(f"it ends at byte {end}, without the end-of-archive mark")
@@ -87,13 +85,13 @@ class Gap(NamedTuple):
 class TarSample(NamedTuple):
     """One sample of a tar."""
 
-    key: str  # the part of the name that its members share
+    key: str  # the part of the name that all its members share
     members: list[Member]
     found: list[str]  # the field of each member
     fields: dict[str, bytes]  # the content of the wanted fields
 
 
-# Receives an offset and a length, and returns up to this many bytes. Offsets ascend.
+# A function of an offset and a length that returns up to this many bytes. Later calls have larger offsets.
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -102,11 +100,11 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return a number of a tar header: octal text, or base 256 after 0x80 (GNU, from 8 GiB on)."""
+    """Return a number in a tar header: octal digits, or, in GNU tars from 8 GiB, bytes in base 256 after 0x80."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.partition(b"\0")[0].strip()
-    if text and not text.isdigit():  # int() would accept signs and underscores
+    if text and not text.isdigit():  # int() would also accept signs and underscores
         raise ValueError(f"no octal number: {field!r}")
     return int(text or b"0", 8)
 
@@ -118,9 +116,10 @@ def _text(field: bytes) -> str:
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Return whether the checksum is right: the sum of all bytes, with its own field taken as eight blanks (8 * 32 = 256).
+    """Return whether a header's checksum is right: the sum of all bytes, with the checksum field replaced by eight blanks.
 
-    The lower half of Adler-32 is the sum plus 1, modulo 65521: a hundred times faster than ``sum(header)``.
+    The blanks add 8 * 32 = 256. The sum comes from Adler-32, whose lower half is the sum plus 1, modulo 65521: a hundred
+    times faster than ``sum(header)``.
     """
     try:
         expected = _number(header[148:156])
@@ -131,7 +130,7 @@ def _has_checksum(header: bytes) -> bool:
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """Return the records "LENGTH KEY=VALUE\\n" of an extended header."""
+    """Return the records of an extended pax header, whose format is "LENGTH KEY=VALUE\\n"."""
     records = {}
     while data and data[0]:
         length = int(data.partition(b" ")[0])
@@ -144,10 +143,12 @@ def _pax_records(data: bytes) -> dict[str, str]:
 
 
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
-    """Yield the members, see :meth:`TarArchive.members`; ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
-    position = good_end = archive = 0  # archive: start of the current one of joined archives
-    zeros: int | None = None  # start of the blocks of zeros before `position`
-    damage: TarError | None = None  # the first since the last good member
+    """Yield the members as :meth:`TarArchive.members`. ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
+    position = good_end = archive = (
+        0  # good_end: end of the last good member; archive: start of the current joined archive
+    )
+    zeros: int | None = None  # start of the blocks of zeros directly before `position`
+    damage: TarError | None = None  # the first error since the last good member
     while True:
         if end == sys.maxsize and position - good_end > _MAX_SEARCH:
             gaps.append(Gap(good_end, position))
@@ -167,7 +168,7 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
             continue
         padding = 0 if zeros is None else position - zeros
         is_filled = _END_OF_ARCHIVE < padding <= _MAX_PADDING and (position - archive) % _RECORD == 0
-        # Another number of zeros replaces lost data.
+        # With the right number of zeros, a joined archive starts here. Any other number means lost data.
         if zeros == good_end and damage is None and (padding == _END_OF_ARCHIVE or is_filled):
             archive = position
         elif position > good_end:
@@ -185,9 +186,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, or None at a block of zeros; TarError if it is not readable.
+    """Return the member whose first header is at ``start``, or None for a block of zeros; TarError if it is unreadable.
 
-    After a gap, a name that fills its field counts as corrupt: the header with the rest of the name may be in the gap.
+    After a gap, a name that fills its field counts as corrupt, because the header with the full name may be in the gap.
     """
     position, name, size = start, None, None
     while True:
@@ -223,7 +224,7 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
 
 
 def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """Return name and size of the next member according to a GNU long name ("L") or a pax header ("x")."""
+    """Return name and size of the next member, updated from a GNU long name ("L") or a pax header ("x")."""
     if kind == ord("L"):
         return _text(data), size
     records = _pax_records(data)
@@ -249,12 +250,12 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
-    """Group members into samples. A repeated field starts a new sample, also under the same key.
+    """Group members into samples. A repeated field starts a new sample, even if the key is the same.
 
-    Reads the content of the wanted fields (None means all), except too large ones. TarError if the file ends in one.
+    Reads the content of the wanted fields (None means all) up to 256 MiB each. TarError if the file ends inside a field.
     """
     sample: TarSample | None = None
-    found: set[str] = set()  # its fields; a wrongly named shard may have a million
+    found: set[str] = set()  # the sample's fields; a set, because a shard with wrong names may have a million
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:
@@ -279,14 +280,14 @@ def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read
 
 
 class TarArchive:
-    """A tar that is read once, from front to back, and decompressed if necessary (gzip, bzip2, xz).
+    """A tar that is read once, from front to back. A compressed tar (gzip, bzip2, xz) is decompressed.
 
     Args:
-        file: Open for reading bytes. If it can seek, unwanted content is not read.
+        file: A file that is open for reading bytes. If it can seek, unwanted content is not read.
 
     Attributes:
-        gaps: The corrupt parts so far, with offsets in the decompressed tar; grows while iterating.
-        read_at: Reads the content of the last member from :meth:`members`; it may be cut off.
+        gaps: The corrupt parts found so far, as offsets in the decompressed tar. The list grows during iteration.
+        read_at: Function that reads the content of the latest member of :meth:`members`. The content may be cut off.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -294,7 +295,7 @@ class TarArchive:
         file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
         magic = file.peek(8)
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
-        # If the size is unknown, reading the data or the next header shows that a member is cut off.
+        # Without a known size, only reading a member's data or the next header can show that the member is cut off.
         self._end = sys.maxsize
         self.read_at: ReadAt
         if decompress is not None:
@@ -306,16 +307,16 @@ class TarArchive:
             self.read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
-        """Yield the complete members in order, without reading their data; each gap is recorded before the next member.
+        """Yield the complete members in order, without reading their data. Each gap is recorded before the next member.
 
-        After a corrupt header, continues at the next valid header, as GNU tar does. Joined archives (``cat a.tar b.tar``) are
-        read as one. Raises one of :data:`STREAM_ERRORS` if the file is broken or ends without the end-of-archive mark; the
-        last gap then extends to its end.
+        After a corrupt header, reading continues at the next valid header, as in GNU tar. Joined archives
+        (``cat a.tar b.tar``) are read as one archive. If the file is broken or lacks the end-of-archive mark, one of
+        :data:`STREAM_ERRORS` is raised, and the last gap extends to the end of the file.
         """
         return iter_members(self.read_at, self._end, self.gaps)
 
     def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
-        """Yield the samples with the content of the wanted fields (None means all). Raises the errors of :meth:`members`."""
+        """Yield the samples with the content of the wanted fields (None means all). For errors, see :meth:`members`."""
         return group_samples(self.members(), wanted, self.read_at)
 
 

@@ -1,1 +1,1 @@
-"""Sources: samples by index, from shards, CSV files, or made up."""
+"""Sources of samples by index: shards, CSV files and synthetic data."""

@@ -1,4 +1,4 @@
-"""CSV data sets: a row names an image file and its caption. The index of a sample is its row."""
+"""CSV data sets: each row contains the path of an image and its caption. The index of a sample is its row number."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from openclip_ext.data.storage import open_local
 
 
 class _Texts:
-    """Strings in one block of bytes. Millions of Python strings would be copied into every worker, page by page."""
+    """Strings in one block of bytes. Forked workers share it, but would copy the memory of millions of Python strings."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         encoded = [text.encode("utf-8") for text in texts]
@@ -33,10 +33,10 @@ class CsvSource(Source):
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
-        separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' like this
-        if len(separator) != 1:  # pandas would use a longer one as a regular expression
+        separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' as a backslash and a t
+        if len(separator) != 1:  # pandas would read a longer separator as a regular expression
             raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
-        # Without keep_default_na the captions "None" and "NA" would be missing values.
+        # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
         except FileNotFoundError:
@@ -80,7 +80,7 @@ class CsvSource(Source):
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
     def files(self) -> list[str]:
-        """Return the CSV file and the images that it names."""
+        """Return the paths of the CSV file and of the images in it."""
         return [self._path, *(self._images[row] for row in range(self.num_samples))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
@@ -95,9 +95,9 @@ class CsvSource(Source):
 
 
 def _refuse_hidden_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
-    """Raise ValueError if a field contains other rows: a quote without its partner joins all rows up to the next quote.
+    """Raise ValueError if a field contains other rows: an unclosed quote joins all rows up to the next quote.
 
-    A caption may have several lines, unless one of its parts ends like the names of the images.
+    A caption of several lines is accepted if none of its parts ends with the ending of an image file.
     """
     endings = {os.path.splitext(name)[1] for name in table[image_column].str.strip()} - {""}
     image = f"(?:{'|'.join(map(re.escape, endings))})\\s*(?:{re.escape(separator)}|\n|$)"

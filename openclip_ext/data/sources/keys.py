@@ -1,4 +1,4 @@
-"""The place of the image and the captions in a sample of a shard. Imports no torch, for the command line of the manifest."""
+"""Keys of the image and the captions in a sample of a shard. Without torch, for the command line of the manifest."""
 
 import json
 import re
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
-# The keys of a manifest that is only for indices.
+# Image and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
-# JSON can contain half of a surrogate pair, on which tokenizers fail.
+# JSON can contain half of a surrogate pair, which is not valid text: tokenizers raise an error.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadSampleError(ValueError):
-    """One sample lacks its image or caption or does not decode. It is skipped and counted."""
+    """A sample lacks its image or caption, or does not decode. The loader skips and counts the sample."""
 
 
 class Key(NamedTuple):
-    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
+    """Where a sample stores an image or a caption: in a field of the tar, or in an entry of a json field."""
 
     field: str
     entry: str | None = None
@@ -26,7 +26,7 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` names a field of the tar, ``json:caption`` the entry "caption" of the field "json". ValueError for other texts.
+    ``jpg`` is a field of the tar, and ``json:caption`` is the entry "caption" of the field "json". ValueError for other forms.
     """
     keys = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -41,7 +41,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def captions_of(data: bytes, key: Key) -> list[str]:
-    """Return the captions of a field, at least one: json may have a list of them."""
+    """Return the captions in a field, at least one. A json entry may be a list of captions."""
     try:
         text = data.decode("utf-8")
         content = {} if key.entry is None else json.loads(text)

@@ -1,4 +1,4 @@
-"""Sources: loaders read samples from them by index. Samples are decoded later, because a shuffle keeps undecoded bytes."""
+"""Sources: data sets whose samples are read by index and decoded later, because a shuffle buffer stores undecoded bytes."""
 
 import io
 from abc import ABC, abstractmethod
@@ -15,20 +15,21 @@ from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, parse_keys
 
-# RGB: Pillow's, or (3, H, W) uint8.
+# An RGB image: Pillow's, or a tensor (3, H, W) of uint8.
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
-# A tokenizer's time grows at least with the square of a word's length; models read fewer than a hundred tokens.
+# Maximum characters of a caption. The time to tokenize a word grows at least with its squared length, and models read fewer
+# than a hundred tokens.
 MAX_CAPTION = 4000
-# Long side over short side: resizing the short side of a longer image could take gigabytes.
+# Maximum ratio of an image's long side to its short side. For a larger ratio, resizing could take gigabytes.
 MAX_ASPECT = 500
-# Bits that gray values in files of 8, 16 and 32 bits may use.
+# Usual depths, in bits, of gray values that files store with 8, 16 or 32 bits.
 _GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
 
 
 class BadDataError(RuntimeError):
-    """There are too many bad samples to continue."""
+    """Too many samples are bad: the run stops."""
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
@@ -39,21 +40,21 @@ class RawSample:
     """An undecoded sample with its global index."""
 
     index: int
-    fields: dict[str, bytes] = field(default_factory=dict)  # the content that decoding needs
+    fields: dict[str, bytes] = field(default_factory=dict)  # contents of the fields that decoding needs, by name
     found: Sequence[str] = ()  # names of all fields of the sample, for messages
-    key: str = ""  # its name in its shard
+    key: str = ""  # the sample's name in its shard
     problem: str | None = None  # why the sample could not be read, or None
 
 
 class Reader:
-    """Reads samples one after the other, fast if their indices ascend. It belongs to one process."""
+    """Reader of samples, which is fast if their indices ascend. Each process has its own reader."""
 
     def __call__(self, index: int) -> RawSample:
-        """Read a sample; a bad sample has a ``problem``, and raises nothing."""
+        """Read a sample. For a bad sample, set its ``problem`` instead of raising an error."""
         return RawSample(index)
 
     def expect(self, indices: np.ndarray) -> None:
-        """Announce the next samples, in order, so that their shards can be prefetched."""
+        """Set the next samples, in the order of reading, to prefetch their shards."""
 
 
 class Source(ABC):
@@ -61,12 +62,12 @@ class Source(ABC):
 
     Attributes:
         num_samples: Size of the index space.
-        num_kept: Samples that are trained on; the others keep their index.
-        digest: Hash of the data set; a run resumes mid-epoch only with the same digest.
-        index_digest: Hash of the samples with their indices, without their location and exclusions; None if unknown.
-        sequential: Whether samples should be read in ascending order and shuffled in memory (tars).
-        several_captions: Whether its samples may have several captions.
-        reference: A reference model's embeddings of its samples for the batches, or None.
+        num_kept: Number of samples used for training. Excluded samples keep their index.
+        digest: Hash of the data set. A run resumes mid-epoch only with the same digest.
+        index_digest: Hash of samples and indices that ignores locations and exclusions; None if unknown.
+        sequential: Whether samples should be read in ascending order and shuffled in memory, as for tars.
+        several_captions: Whether a sample may have several captions.
+        reference: A reference model's embeddings of the samples, which are added to the batches, or None.
     """
 
     sequential = False
@@ -83,9 +84,9 @@ class Source(ABC):
         return False
 
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
-        """Return the sequence of an epoch's samples and its length. Length None means as long as requested.
+        """Return the sequence of an epoch's samples and its length. Length None means: as many samples as requested.
 
-        At most ``num_slots`` samples are used; ``bad`` ``(k,)`` int64 are the ascending indices of samples to exclude.
+        The epoch uses at most ``num_slots`` samples. ``bad`` ``(k,)`` int64 contains ascending indices of samples to exclude.
         """
         kept = self.num_samples - len(bad)
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
@@ -96,28 +97,29 @@ class Source(ABC):
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image (RGB) and caption; BadSampleError if one is missing or does not decode.
+        """Return image (RGB) and caption; BadSampleError if the image or the caption is missing or does not decode.
 
-        ``decoder`` receives an image file as bytes or open; ``draw`` is the caption's number, modulo the number of captions.
+        ``decoder`` receives the bytes of an image file, or the open file. ``draw`` modulo the number of captions selects one.
         """
 
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
-        """Return name, first index and number of samples of the shard (or file) of a sample."""
+        """Return name, first index and number of samples of the shard (or file) that contains a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """Return a sample's name in its shard (or file) and its caption, for people; empty if there is none."""
+        """Return a sample's name in its shard (or file) and its caption, for messages; empty texts if missing."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
-        """Return how many samples are known to be bad before training starts, and where."""
+        """Return the number of samples known to be bad before training, and a text that names some of them."""
         return 0, ""
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode to RGB as webdataset's "pilrgb", but scale gray images of more than 8 bits to 8; BadSampleError on failure.
+    """Decode an image to RGB; BadSampleError on failure.
 
-    As in OpenCLIP, the EXIF orientation is not applied.
+    As in webdataset's "pilrgb" and OpenCLIP, the EXIF orientation is not applied. Gray images of more than 8 bits are scaled
+    to 8 bits.
     """
     try:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
@@ -133,10 +135,10 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
 
 
 def _to_8_bits(values: np.ndarray) -> np.ndarray:
-    """Return gray values as uint8. Pillow's ``convert`` would clip at 255, and turn most images white.
+    """Scale gray values to uint8. Pillow's ``convert`` would clip at 255, and make most images white.
 
-    Cameras and microscopes store 10 or 12 bits in files of 16 or 32. The assumed depth is the smallest usual depth that
-    contains the largest value; for floats, a range up to 1 or 255.
+    Cameras and microscopes store 10 or 12 bits in files of 16 or 32 bits. The assumed depth is the smallest usual depth that
+    can represent the largest value. Floats are assumed to have a range up to 1 or 255.
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
@@ -156,7 +158,7 @@ class SampleKeys:
         self.fields = frozenset(key.field for key in (*self._images, *self._captions))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Decode as :meth:`Source.decode`; a ``draw`` other than 0 selects among the captions of all fields."""
+        """Decode as :meth:`Source.decode`. ``draw`` 0 is the first caption; others select among the captions of all fields."""
         if raw.problem is not None:
             raise BadSampleError(raw.problem)
         image_key = _first_key(raw, self._images, "image")
@@ -169,7 +171,7 @@ class SampleKeys:
         return decoder(raw.fields[image_key.field]), caption
 
     def caption(self, raw: RawSample) -> str:
-        """Return the first caption of a sample; BadSampleError if there is none, or it does not decode."""
+        """Return the first caption of a sample; BadSampleError if it is missing or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
 

@@ -17,10 +17,10 @@ _SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 class DataSpec:
     """A data set and the size of its epochs."""
 
-    # Shards (see shardlist.expand_components) or a CSV file; None if synthetic (--train-data, --val-data).
+    # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data.
     source: str | Sequence[str] | None = flag(None, dest="train_data")
-    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic", or "auto": by the ending of the path
-    # Samples of an epoch, None for all (--train-num-samples, --val-num-samples); the size of a synthetic data set, None: 100.
+    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic"; "auto" decides by the ending of the path
+    # Samples per epoch (--train-num-samples, --val-num-samples). None means all, or 100 for synthetic data.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
@@ -30,12 +30,12 @@ class DataSpec:
     manifest: str | os.PathLike[str] | None = flag(
         None, "manifest of the training shards; it may exclude samples (default: found next to them, or created)"
     )
-    resampled: bool = flag(False, dest="dataset_resampled")  # draw shards with replacement
-    # How often each ``::`` component of ``source`` is drawn relative to the others: "1::2", or a list.
+    resampled: bool = flag(False, dest="dataset_resampled")  # whether shards are drawn with replacement
+    # Relative weights of the ``::`` components of ``source`` when shards are drawn: "1::2", or a list.
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
-    # For the loss (``--steer``, ``--distill``).
+    # The losses of ``--steer`` and ``--distill`` use these embeddings.
     reference: str | os.PathLike[str] | None = flag(
         None, "folder with a reference model's embeddings of the training data, from openclip-ext embed"
     )
@@ -43,7 +43,7 @@ class DataSpec:
         0.05, "stop when more than this fraction of the data set is unusable", minimum=0.0, maximum=1.0
     )
     remote_patience: float = flag(
-        300.0, "seconds for which an unreadable shard is retried before it counts as bad", minimum=0.0
+        300.0, "seconds for which an unreadable shard is retried before its samples count as bad", minimum=0.0
     )
     cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
     cache_size: float = flag(
@@ -55,7 +55,7 @@ class DataSpec:
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """Return the validation data of a command line. ``from_flags(DataSpec, flags)`` returns its training data."""
+        """Return the validation data of a command line. For its training data, call ``from_flags(DataSpec, flags)``."""
         return from_flags(
             cls,
             flags,
@@ -70,12 +70,12 @@ class DataSpec:
 
     @property
     def storage(self) -> Storage:
-        """How to open the data."""
+        """The storage that opens the files of the data set."""
         return Storage(self.remote_patience, self.cache_dir, self.cache_size)
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` goes by the ending of the path. Raise ValueError if unknown."""
+        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` is decided by the path's ending. ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":

@@ -28,13 +28,13 @@ _MISFITS = ("misfit-captions", "misfit-images")
 
 @dataclass(frozen=True)
 class _Sizes:
-    anchors: int = flag(100_000, "number of random samples to compare with all samples", minimum=2)
-    show: int = flag(30, "number of samples or pairs of each category on the page", minimum=0)
-    seed: int = flag(0, "seed of the random samples")
+    anchors: int = flag(100_000, "number of random samples that are compared with all samples", minimum=2)
+    show: int = flag(30, "number of samples or pairs per category on the page", minimum=0)
+    seed: int = flag(0, "seed for choosing the random samples")
 
 
 def main(argv: list[str]) -> None:
-    """Inspect the training data of a run; write a page, JSON, CSV, and optionally a manifest."""
+    """Inspect the training data of a run; write an HTML page, JSON, CSV, and optionally a manifest."""
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
@@ -96,7 +96,7 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
 
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
-    """Replace rows by global indices; a pair's smaller index comes first."""
+    """Replace rows by global indices. In a pair, the smaller index comes first."""
     sample = index[found.sample]
     if found.partner is None:
         return replace(found, sample=sample)
@@ -127,8 +127,8 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
         category = found[name]
         if len(category.sample) < category.count:
             logging.warning(
-                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed and left "
-                "out: increase --max-pairs or the threshold"
+                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed and "
+                "excluded: increase --max-pairs or the threshold"
             )
         chosen |= category.redundant() if name in PAIRS else set(category.sample.tolist())
     return chosen
@@ -138,7 +138,7 @@ def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch:
     kept = [manifest.num_samples - len(manifest.left_out) for manifest in (before, after)]
     batches = [f"{samples // global_batch:,}" for samples in kept]
     return (
-        f"{path} leaves out {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
+        f"{path} excludes {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
         f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
         f"continue, add --manifest {path} and --resume latest to the training command if the latest checkpoint is the end of "
         "an epoch, else another --name and --resume CHECKPOINT"
@@ -151,9 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
-    names = f"categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; the first sample of a pair stays"
+    names = f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one of each pair stays"
     parser.add_argument("--leave-out", type=_categories, default=[], metavar="NAMES", help=names)
-    file = "file for a manifest without these samples"
+    file = "file for a manifest that excludes the samples of --leave-out"
     parser.add_argument("--write-manifest", type=output_path, metavar="PATH", help=file)
     for option in own_options([_Sizes, Thresholds]):
         add_flag(parser, option, default=option.default)

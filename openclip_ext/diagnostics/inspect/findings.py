@@ -1,4 +1,4 @@
-"""Find remarkable samples in a set of paired embeddings, from chunks of similarities."""
+"""Find duplicates, false negatives, misfits, hard and easy samples from the similarities of paired embeddings."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
 from openclip_ext.evaluation.embeddings import Embeddings
 
-# Rows and columns of a block of similarities: 64 MiB for each of the four kinds.
+# Rows and columns of a block of similarities. A block of each of the four kinds needs 64 MiB.
 _ROWS, _COLUMNS = 2048, 8192
-# Tolerance for rounding in float32: samples with equal captions match crosswise exactly as well as in their own pairs.
+# Tolerance for float32 rounding. For example, with equal captions, an image's similarity to both captions must count as equal.
 _ROUNDING = 1e-5
 # Ratio of the standard deviation of a normal distribution to its median absolute deviation.
 _MAD_TO_STD = 1.4826
@@ -40,16 +40,20 @@ PAIRS = tuple(DEFINITIONS)[:4]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of the definitions."""
+    """Thresholds in the definitions of the categories."""
 
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
     false_negative_quantile: float = flag(
-        0.9, "quantile of the own pairs' similarities that a false negative reaches; 0: no limit", minimum=0, maximum=1
+        0.9, "a false negative is at least as similar as this quantile of own pairs; 0: no limit", minimum=0, maximum=1
     )
-    deviations: float = flag(3.0, "standard deviations from the median to the best similarity of a misfit", minimum=0)
-    extremes: int = flag(100, "number of the hardest samples, and of the easiest", minimum=0)
-    max_pairs: int = flag(10_000, "pairs of a category to list, the most similar ones; all are counted", minimum=1)
+    deviations: float = flag(
+        3.0, "a misfit's best similarity is this many standard deviations below the median", minimum=0
+    )
+    extremes: int = flag(100, "number of hardest samples, and of easiest samples", minimum=0)
+    max_pairs: int = flag(
+        10_000, "maximum number of listed pairs per category (the most similar); all are counted", minimum=1
+    )
 
     def definition(self, category: str) -> str:
         """Return a category's definition with these thresholds."""
@@ -61,10 +65,10 @@ class Found:
     """Findings of one category, the clearest first.
 
     Attributes:
-        count: number of all findings; the arrays contain up to ``Thresholds.max_pairs`` pairs.
-        sample, partner: ``(k,)`` rows of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
-            match; ``partner`` is None for single samples.
-        value: ``(k,)`` similarities (the smaller of both for ``duplicates``) or log-normalizers.
+        count: Number of all findings. The arrays contain at most ``Thresholds.max_pairs`` pairs.
+        sample, partner: Rows ``(k,)`` of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
+            match. ``partner`` is None if findings are single samples.
+        value: ``(k,)`` similarities or log-normalizers. In ``duplicates``, the smaller of the image and caption similarity.
     """
 
     count: int
@@ -73,7 +77,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Return the samples to leave out so that no pair remains; the first sample of a pair stays."""
+        """Return the samples whose exclusion leaves no pair. The first sample of a pair is kept."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
@@ -84,7 +88,7 @@ class Found:
 
 
 class _StrongestPairs:
-    """A counter of pairs that keeps the pairs with the largest values."""
+    """A counter of pairs that stores the pairs with the largest values."""
 
     def __init__(self, limit: int) -> None:
         self.count = 0
@@ -92,10 +96,10 @@ class _StrongestPairs:
         self._kept = np.empty((3, 0))
 
     def add(self, rows: Tensor, columns: Tensor, hit: Tensor, value: Tensor) -> None:
-        """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` where ``hit`` ``(R, C)`` is true."""
+        """Add the pairs of ``rows`` ``(R,)`` and ``columns`` ``(C,)`` at the positions where ``hit`` ``(R, C)`` is True."""
         count = int(hit.sum())
         self.count += count
-        if count > self._limit:  # for example if a model gives all samples the same embedding
+        if count > self._limit:  # for example if all samples have the same embedding
             strongest = value.masked_fill(~hit, -torch.inf).flatten().topk(self._limit, sorted=False).indices
             row, column = strongest // hit.shape[1], strongest % hit.shape[1]
         else:
@@ -111,14 +115,14 @@ class _StrongestPairs:
 
 
 class _Best:
-    """The largest similarity of each anchor, and its row."""
+    """The largest similarity of each anchor, and the row with which the anchor has it."""
 
     def __init__(self, anchors: int, device: torch.device) -> None:
         self._value = torch.full((anchors,), -torch.inf, device=device)
         self._partner = torch.zeros(anchors, dtype=torch.int64, device=device)
 
     def add(self, place: slice, columns: Tensor, similarities: Tensor) -> None:
-        """Add the similarities ``(R, C)`` of the anchors at ``place`` to the rows ``columns``."""
+        """Update the maxima with the similarities ``(R, C)`` between the anchors at ``place`` and the rows ``columns``."""
         value, column = similarities.max(dim=1)
         better = value > self._value[place]
         self._value[place] = torch.where(better, value, self._value[place])
@@ -137,14 +141,15 @@ class _Best:
 def log_normalizers(
     loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """Return the mean log-normalizers of both sides ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
+    """Return log-normalizers ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
 
-    If the loss stores no log-normalizers, they are computed exactly over the full set, at the loss's temperatures.
+    A log-normalizer is the mean of a sample's image side and text side. If the loss stores none, exact ones are computed over
+    the full set, with the loss's temperatures.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
     parts = []
-    # The parts have equal sizes, because a loss cannot estimate a new sample from a batch of one sample.
+    # Parts have equal sizes, because no part may have only one sample: then a loss could not estimate its log-normalizer.
     for rows in anchors.tensor_split(math.ceil(len(anchors) / _ROWS)):
         image, text, index = (part[rows].to(device) for part in (embeddings.image, embeddings.text, embeddings.index))
         if is_stored:
@@ -160,10 +165,10 @@ def log_normalizers(
 def find(
     embeddings: Embeddings, anchors: Tensor, difficulty: Tensor, thresholds: Thresholds, device: torch.device
 ) -> dict[str, Found]:
-    """Return the findings of all categories; at least one sample of a pair is an anchor.
+    """Return the findings of all categories. In each pair, at least one sample is an anchor.
 
-    ``anchors`` ``(A,)`` are ascending rows of the embeddings, compared with all rows; ``difficulty`` ``(A,)`` are their
-    :func:`log_normalizers`.
+    ``anchors`` ``(A,)`` contains ascending rows of the embeddings, which are compared with all rows. ``difficulty`` ``(A,)``
+    contains the :func:`log_normalizers` of the anchors.
     """
     positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
     if not torch.isfinite(positive).all():
@@ -179,7 +184,7 @@ def find(
         image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
         for columns in torch.arange(len(positive)).split(_COLUMNS):
             images, texts = (side[columns].to(device).T for side in (embeddings.image, embeddings.text))
-            # Whether this pair occurs only here.
+            # A pair of two anchors is computed twice; this is True for one of the two, and for pairs with one anchor.
             is_new = ((rows[:, None] < columns) | ~is_anchor[columns]).to(device)
             own = torch.maximum(positive[rows, None], positive[columns]).to(device)
             of_images, of_captions = image @ images, text @ texts

@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run and the findings in its data by category, with global indices instead of rows."""
+    """A run, and the findings in its data by category, with global indices instead of rows of the embeddings."""
 
     about: Mapping[str, Any]
     thresholds: Thresholds
@@ -41,7 +41,7 @@ class Inspection:
 def read_samples(
     source: Source, listed: Iterable[int], shown: Iterable[int]
 ) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Return the listed samples, and thumbnails of the shown samples as data URIs."""
+    """Return the samples with the indices ``listed``, and thumbnails of the samples ``shown``, as data URIs."""
     samples, thumbnails, reader, with_image = {}, {}, source.reader(), set(shown)
     for index in sorted({*listed, *with_image}):
         raw = reader(index)
@@ -55,7 +55,7 @@ def read_samples(
 
 
 def write_json(path: Path, inspection: Inspection) -> None:
-    """Write counts, definitions and findings; an entry is ``[index, value]`` or ``[index, other index, value]``."""
+    """Write counts, definitions and findings. A finding is ``[index, value]`` or ``[index, other index, value]``."""
     define = inspection.thresholds.definition
     categories = {
         name: {"definition": define(name), "count": found.count, "found": list(_entries(found))}
@@ -71,7 +71,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
 
 
 def write_csv(path: Path, inspection: Inspection) -> None:
-    """Write one line for each sample or pair."""
+    """Write a CSV file with one line for each sample or pair."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         columns = [field.name for field in fields(Sample)]
@@ -83,7 +83,7 @@ def write_csv(path: Path, inspection: Inspection) -> None:
                 writer.writerow([name, f"{value:.6g}", *(f"'{text}" if _is_formula(text) else text for text in texts)])
 
 
-def _is_formula(text: Any) -> bool:  # a spreadsheet would execute it
+def _is_formula(text: Any) -> bool:  # a spreadsheet program would execute a formula
     return isinstance(text, str) and text[:1] in "=+-@\t\r"
 
 
@@ -121,7 +121,7 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
 
 
 def shown_indices(found: Mapping[str, Found], show: int | None = None) -> Iterable[int]:
-    """Yield the indices of the first ``show`` findings (None: all) of each category, and of their partners."""
+    """Yield the indices of each category's first ``show`` findings and of their partners. None (default) means all."""
     for category in found.values():
         for column in (category.sample, category.partner):
             yield from [] if column is None else np.asarray(column)[:show].tolist()

@@ -1,1 +1,1 @@
-"""CLIP-Lite's evaluations: probes, editing, grounding."""
+"""The evaluations of the CLIP-Lite paper: linear probes, concept editing, and grounding of phrases."""

@@ -1,9 +1,10 @@
 """Find a concept's direction with words, and remove it from image embeddings: ``python -m eval.cliplite.editing``.
 
-Source: CLIP-Lite, section 4.8. Pairs of prompts differ only in the concept ("I am a boy.", "I am a girl."). The principal
-components of their embeddings, with each pair shifted to mean zero (Bolukbasi et al., 2016), span the concept's subspace.
-Images are edited by subtracting their projection on it. The alignment table (Table 6 of the paper) compares how well the best
-images of two groups match queries of either side, before and after. Equal values mean that the concept is removed.
+Source: CLIP-Lite, section 4.8. The two prompts of a pair differ only in the concept ("I am a boy.", "I am a girl."). The
+embeddings of each pair are shifted to mean zero (Bolukbasi et al., 2016); their principal components span the concept's
+subspace. An image is edited by subtracting its embedding's projection on the subspace. The alignment table (Table 6 of the
+paper) shows how well the best images of two groups match the prompts of each side, before and after the removal. If the
+groups' values are equal afterwards, the concept is removed.
 """
 
 import argparse
@@ -24,31 +25,31 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.rendering import markdown_table, render_page, thumbnail
 
-# The paper's concept, gender; the first two pairs and the first template are its examples.
+# The paper's concept is gender. The first two pairs and the first template are the paper's examples.
 PAIRS = (
     ("man", "woman"), ("son", "daughter"), ("boy", "girl"), ("father", "mother"), ("brother", "sister"),
     ("husband", "wife"), ("gentleman", "lady"), ("nephew", "niece"), ("king", "queen"), ("waiter", "waitress"),
 )  # fmt: skip
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 
-# Number and size of the nearest images on the page, as in Figure 5.
+# Number of nearest images on the HTML page, as in the paper's Figure 5, and their size in pixels.
 _NEAREST, _PIXELS = 5, 112
 
-# Side of the queries -> group of images -> mean alignment: "original", "neutral" (without the concept), and "delta".
+# Side of the prompts -> group of images -> mean alignment: "original", "neutral" (concept removed), and their "delta".
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
 def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the ``components`` directions in which paired prompts, embedded as ``(n, d)`` on either side, differ most.
+    """Find the ``components`` directions in which paired prompts differ most. Each side has embeddings ``(n, d)``.
 
     Returns:
-        The basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the share ``(k,)`` of
-        the pairs' variance in each direction.
+        A basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the fraction ``(k,)`` of the
+        pairs' variance in each direction.
     """
     if not 1 <= components <= min(first.shape):
         raise ValueError(f"expected 1 to {min(first.shape)} --components, found {components}")
-    # The members of a pair (a, b) with mean m are shifted to a - m and b - m, which are +-(a - b) / 2. So their principal
-    # components are those of the differences around zero.
+    # A pair (a, b) with mean m is shifted to a - m and b - m, which are +-(a - b) / 2. So the principal components of all
+    # shifted embeddings are those of the half differences, without centering.
     differences = (first.double() - second.double()) / 2
     _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
     variance = values.square()
@@ -61,16 +62,16 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
 
 
 def remove(features: Tensor, basis: Tensor) -> Tensor:
-    """Remove the concept from features ``(n, d)``: ``h - sum_j <h, v_j> v_j``, without scaling back to unit norm."""
+    """Return features ``(n, d)`` without the concept: ``h - sum_j <h, v_j> v_j``. They are not normalized again."""
     return features - features @ basis.T @ basis
 
 
 def alignment_table(
     queries: Mapping[str, Tensor], images: Mapping[str, Tensor], basis: Tensor, top: int = 10
 ) -> AlignmentTable:
-    """Compute Table 6 of CLIP-Lite: the mean over queries of the mean alignment of their ``top`` images.
+    """Compute Table 6 of CLIP-Lite: the mean alignment of a query with its ``top`` best images, averaged over queries.
 
-    ``queries`` and ``images`` are unit embeddings ``(q, d)`` of each side's prompts and ``(n, d)`` of each group's images.
+    Arguments are unit embeddings: ``queries`` ``(q, d)`` of each side's prompts, ``images`` ``(n, d)`` of each group's images.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -89,9 +90,9 @@ def alignment_table(
 def nearest_images(
     query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[str]]], basis: Tensor
 ) -> dict[str, list[tuple[str, float]]]:
-    """Find each group's five nearest images, before and after the removal, as in a row of CLIP-Lite's Figure 5.
+    """Find each group's five images nearest to a query, before and after the removal, as in CLIP-Lite's Figure 5.
 
-    ``groups`` are unit embeddings ``(n, d)`` and paths; the result has paths with their alignment, the nearest first.
+    ``groups`` maps a name to unit embeddings ``(n, d)`` and paths. The result has paths with alignments, the nearest first.
     """
     rows = {}
     for removed in (False, True):
@@ -109,7 +110,7 @@ def _thumbnail(path: str) -> str:
 
 
 def alignment_rows(table: AlignmentTable) -> list[list[str]]:
-    """Return the cells of the alignment table, with a row for each side and three columns for each group."""
+    """Return the cells of the alignment table: one row per side, and three columns per group."""
     columns = {"original": ".4f", "neutral": ".4f", "delta": "+.4f"}
     rows = [["queries", *(f"{group}: {column}" for group in next(iter(table.values())) for column in columns)]]
     for side, row in table.items():
@@ -118,7 +119,7 @@ def alignment_rows(table: AlignmentTable) -> list[list[str]]:
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Read pairs of words or phrases, one pair per line, separated by a comma."""
+    """Read pairs of words or phrases from a file. Each line is one pair, separated by a comma."""
     pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
@@ -136,16 +137,18 @@ def build_parser() -> argparse.ArgumentParser:
     sides = ("FIRST", "SECOND")
     parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
     parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two sides (default: the folders' names)")
-    parser.add_argument("--pairs", type=Path, help="file with one pair per line: FIRST, SECOND")
+    parser.add_argument("--pairs", type=Path, help="file with one pair of words per line: FIRST, SECOND")
     parser.add_argument("--templates", type=Path, help="file with one prompt per line, with {c} for the word")
-    parser.add_argument("--components", type=int, default=1, help="directions to remove (default: %(default)s)")
-    parser.add_argument("--top", type=int, default=10, help="images for each query (default: %(default)s)")
+    parser.add_argument(
+        "--components", type=int, default=1, help="number of directions to remove (default: %(default)s)"
+    )
+    parser.add_argument("--top", type=int, default=10, help="number of images per query (default: %(default)s)")
     parser.add_argument("--output-dir", type=output_path, default=Path("editing"), help="default: %(default)s")
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` (``(k, d)``); print the table."""
+    """Write ``editing.json``, ``editing.md``, ``nearest.html`` and ``subspace.npy`` ``(k, d)``; print the table."""
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:
@@ -167,7 +170,7 @@ def main(argv: list[str]) -> None:
         found = encode_files(list_images(folder), encoder, compute)
         groups[name] = found.values["image"], found.keys
     images = {name: features for name, (features, _) in groups.items()}
-    # As in the paper, there is one query for each pair, the prompt of the first template.
+    # As in the paper, each pair has one query per side: the prompt of the first template.
     queries = {name: side[: len(pairs)] for name, side in zip(names, (first, second), strict=True)}
     table = alignment_table(queries, images, basis, args.top)
     report = {

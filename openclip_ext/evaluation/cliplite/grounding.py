@@ -1,9 +1,9 @@
 """Draw Grad-CAM heat maps over an image for a phrase: ``python -m eval.cliplite.grounding``.
 
-Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The gradient of the alignment of image and phrase with
-respect to the last spatial features of the visual tower is averaged over the positions. It weights the channels, whose sum is
-clipped at zero. In vision transformers, the last spatial features are the patch tokens that enter the attention of the last
-block, because after it only the class token is used.
+Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The alignment of image and phrase is differentiated
+with respect to the last spatial features of the visual tower. The gradient, averaged over positions, gives a weight for each
+channel. The heat map is the weighted sum of the channels, clipped at zero. In vision transformers, the last spatial features
+are the patch tokens before the attention of the last block, because later only the class token is used.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from openclip_ext.files.writing import output_path
 
 @dataclass(frozen=True)
 class SpatialLayer:
-    """A module of a visual tower; ``to_map`` turns its output into ``(N, C, H, W)``, positions in the image."""
+    """A module of a visual tower. ``to_map`` reshapes its output to ``(N, C, H, W)``, with positions in the image."""
 
     name: str
     to_map: Callable[[Tensor], Tensor] = torch.positive  # the identity
@@ -42,7 +42,7 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
     """Find the last layer of a visual tower (OpenCLIP's, or a timm model) whose features have positions in the image."""
 
     def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
-        def to_map(features: Tensor) -> Tensor:  # class and register tokens come first
+        def to_map(features: Tensor) -> Tensor:  # the patch tokens are the last tokens
             return features[:, -grid[0] * grid[1] :].movedim(-1, 1).unflatten(-1, tuple(grid))
 
         return SpatialLayer(f"{blocks}.{count - 1}.{norm}", to_map)
@@ -66,18 +66,18 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
 
 
 def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: SpatialLayer | None = None) -> Tensor:
-    """Compute Grad-CAM heat maps of a preprocessed image ``(3, H, W)``, one for each of ``P`` phrases.
+    """Compute a Grad-CAM heat map of a preprocessed image ``(3, H, W)`` for each of ``P`` phrases.
 
-    The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU, in [0, 1]. The largest
-    value of a map is 1, or 0 if nothing in the image matches the phrase.
+    The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU. Each map is scaled to a
+    maximum of 1; it is all 0 if no position supports the phrase.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # A new leaf gets a gradient even in a frozen tower, and earlier layers need none. The clone protects it from later
-        # layers that work in place.
+        # As a new leaf, the features get a gradient even in a frozen tower, and earlier layers compute none. The clone
+        # protects them from in-place operations in later layers.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -111,7 +111,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
 
 
 def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
-    """Draw the image ``(H, W, 3)`` that the model sees, and each phrase's heat map ``(H, W)`` over it."""
+    """Draw the model's input image ``(H, W, 3)``, and each phrase's heat map ``(H, W)`` over the image."""
     figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
     panels = figure.subplots(1, 1 + len(maps))
     for panel, title in zip(panels, ["image", *phrases], strict=True):
@@ -119,7 +119,7 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
         panel.set_axis_off()
         panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
     for panel, heat in zip(panels[1:], maps, strict=True):
-        # Cold positions keep some tint, so that a map without hot positions looks different from no map.
+        # Positions with value 0 keep some tint, so a map of zeros looks different from the plain image.
         panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
     return figure
 
@@ -139,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write a figure for every image, and print its path."""
+    """Write a figure for each image, and print the figure's path."""
     args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)
     layer = SpatialLayer(args.layer) if args.layer else None

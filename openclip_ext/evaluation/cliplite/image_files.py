@@ -20,15 +20,15 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """Open an image in RGB."""
+    """Open an image file, and convert the image to RGB; ValueError if it is unreadable."""
     try:
         return Image.open(path).convert("RGB")
-    except Exception as error:  # decoders raise any type, even struct.error and SyntaxError
+    except Exception as error:  # decoders raise many types, even struct.error and SyntaxError
         raise ValueError(f"{path} is not a readable image: {error}") from error
 
 
 def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Samples], dict[str, Tensor]]) -> Samples:
-    """Apply a function to image files, as `Encoder.collect` does, and log those that do not decode; keys are the paths."""
+    """Apply a function to image files with `Encoder.collect`. Files that do not decode are logged. Keys are the paths."""
     batches = encoder.batches([StoredSample(path, str(path), {}) for path in paths], SampleFormat())
     found = encoder.collect(batches, compute, "images", len(paths))
     for message in found.skipped.values():

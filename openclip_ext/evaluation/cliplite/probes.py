@@ -3,10 +3,11 @@
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 - ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
-  3-fold cross-validation of average precision chooses the cost. As in VirTex, features have unit norm and positives weigh
-  twice. Images with an object marked difficult are negatives in training and excluded from the test.
-- ``top1`` fits one multinomial logistic regression over all classes to convergence, and chooses its cost on a part of the
-  training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
+  3-fold cross-validation selects the cost with the best average precision. As in VirTex, features have unit norm, and
+  positive samples have twice the weight. Images whose object is marked difficult are negatives in training, and are excluded
+  from the test.
+- ``top1`` fits one multinomial logistic regression over all classes to convergence. The cost is selected on a held-out part
+  of the training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
 """
 
 import argparse
@@ -42,24 +43,25 @@ PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 
 @dataclass(frozen=True)
 class Split:
-    """The features of one split.
+    """The features and labels of one split.
 
-    ``labels`` are ``(n,)`` class numbers for top-1, ``(n, classes)`` of `PRESENT`, `DIFFICULT` and `ABSENT` for VOC07.
+    ``labels`` has shape ``(n,)`` with class numbers for top-1, or ``(n, classes)`` with `PRESENT`, `DIFFICULT` or `ABSENT` for
+    VOC07.
     """
 
     features: np.ndarray  # ``(n, d)`` float32
     labels: np.ndarray
     classes: tuple[str, ...]
-    skipped: int = 0  # images that do not decode
+    skipped: int = 0  # number of images that do not decode
 
 
 def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
-    """Return the features ``(B, d)`` of images ``(B, 3, H, W)`` to probe.
+    """Return the features ``(B, d)`` of images ``(B, 3, H, W)`` that the probe uses.
 
-    ``backbone`` features are pooled and before the projection (for ModifiedResNet the global average of its last map, as in
-    the papers), ``embedding`` features are compared with texts.
+    With ``kind`` ``backbone``, these are the pooled features before the projection (in ModifiedResNet the global average of
+    the last feature map, as in the papers). With ``embedding``, they are the model's image embeddings.
     """
-    visual: Any = model.visual  # one of several classes without a common interface
+    visual: Any = model.visual  # the possible classes have no common interface
     if kind == "embedding":
         return model.encode_image(images)
     if hasattr(visual, "layer4"):
@@ -99,10 +101,10 @@ def _read_files(
 
 
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
-    """Read features and labels of a split of Pascal VOC 2007.
+    """Compute the features, and read the labels, of a split of Pascal VOC 2007.
 
-    ``devkit`` is ``VOCdevkit/VOC2007`` or the folder above it, with ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``,
-    whose lines are an image's name and 1, 0 (difficult) or -1.
+    ``devkit`` is ``VOCdevkit/VOC2007`` or its parent. It contains ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``. Each
+    line of the latter has an image's name and 1 (present), 0 (difficult) or -1 (absent).
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -120,7 +122,7 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
 
 
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
-    """Read features and labels of a folder of class folders, or of a set in DataComp's format."""
+    """Compute the features, and read the labels, of a folder of class folders or a set in DataComp's format."""
     if not (path / CLASSNAMES_FILE).is_file():
         folder = ClassFolders(path)
         paths = [Path(name) for name, _ in folder.samples]
@@ -133,7 +135,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 
 
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> dict[str, Any]:
-    """Train a linear SVM for each class; return their average precisions, the mean ``map`` as in VirTex, and the costs."""
+    """Train a linear SVM for each class; return average precisions, their mean ``map`` (as in VirTex), and the costs."""
     train_features, test_features = normalize(train.features), normalize(test.features)
     per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
@@ -153,8 +155,8 @@ def probe_top1(
 ) -> dict[str, Any]:
     """Train a multinomial logistic regression on standardized features of up to ``samples_per_class`` samples per class.
 
-    Returns the accuracies on both splits, and the chosen cost. ``costs`` are values of scikit-learn's C, the inverse of the
-    weight decay.
+    Returns the accuracies on both splits, and the selected cost. ``costs`` are values of scikit-learn's ``C``, the inverse of
+    the L2 penalty.
     """
     features, labels = train.features, train.labels
     if samples_per_class is not None:
@@ -165,7 +167,8 @@ def probe_top1(
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # The costs are compared on a held-out tenth that contains every class; the best cost is then used with all data.
+    # Costs are compared on a held-out tenth of the training data that contains every class. The classifier with the best cost
+    # is then fitted to all training data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -185,11 +188,11 @@ def build_parser() -> argparse.ArgumentParser:
     probes = parser.add_subparsers(dest="probe", required=True)
     voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM for each class, mean average precision")
     voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
-    top1 = probes.add_parser("top1", help="ImageNet and the like: logistic regression, top-1 accuracy")
+    top1 = probes.add_parser("top1", help="data sets such as ImageNet: logistic regression, top-1 accuracy")
     top1.add_argument("--train", type=Path, required=True, help="training data: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="test data: class folders, or DataComp's format")
-    top1.add_argument("--samples-per-class", type=int, help="largest number of training samples in a class")
-    features_help = "features to probe (default: before the projection)"
+    top1.add_argument("--samples-per-class", type=int, help="maximum number of training samples per class")
+    features_help = "features that the probe uses (default: backbone, before the projection)"
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         probe.add_argument("--features", choices=("backbone", "embedding"), default="backbone", help=features_help)
@@ -199,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Compute the features, fit a probe on them, and print and write the report."""
+    """Compute the features, fit a probe to them, then print and write the results."""
     args = build_parser().parse_args(argv)
     loaded, encoder = load_encoder(args)
     is_voc = args.probe == "voc07"

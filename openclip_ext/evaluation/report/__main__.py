@@ -14,16 +14,16 @@ from openclip_ext.pages.rendering import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
+    """Build the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "
-        "were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). The first run is "
-        "the baseline of the others.",
+        "were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). Differences are "
+        "relative to the first run.",
     )
     results_help = (
-        "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with one. Several paths with the same NAME are repeats of "
-        "one run, shown as mean and standard deviation; differences have intervals if the seeds are the same"
+        "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
+        "repeats of one run, shown as mean and standard deviation. Differences have intervals if the seeds are the same"
     )
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
     output_help = "folder of the report (default: %(default)s)"
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write the tables and the page, and print what training logged and the averages."""
+    """Write the tables and the page. Print the training logs' tables and the averages."""
     args = build_parser().parse_args(argv)
     runs = read_runs(args.results)
     evaluated = [run for run in runs if run.checkpoints]

@@ -1,4 +1,4 @@
-"""Make one HTML page of the comparison that needs no network: tables, differences by task, and learning curves."""
+"""Write the comparison as one HTML file that needs no network: tables, differences by task, and learning curves."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,18 +15,18 @@ from openclip_ext.evaluation.training_log import training_charts
 from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, color, line_chart
 from openclip_ext.pages.rendering import render_page
 
-# Standard errors from which a difference counts as better or worse.
+# A difference of at least this many standard errors is shown as better or worse.
 _CLEAR = 2.0
-# The three panels of NeuCLIP's Figure 1 come first; the other groups and the tasks are folded.
+# The three panels of NeuCLIP's Figure 1 come first. The charts of other groups and tasks are collapsed.
 _MAIN_GROUPS = ("DataComp average (38)", "ImageNet & variants (7)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)")
 
 
 def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Sequence[Row], title: str) -> str:
-    """Build the page; ``training`` are the tables of the runs with logs, ``rows`` those of the runs with checkpoints."""
+    """Build the page. ``training`` contains the tables of runs with logs, ``rows`` the results of runs with checkpoints."""
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
     metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
     charts = training_charts({run.name: run.logs for run in trained}, metrics)
-    # The name of the model, the first word, may differ.
+    # Protocols are compared without their first word, the model's name.
     protocols = {
         frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
         for run in evaluated
@@ -55,9 +55,9 @@ def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
 
 
 def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences to the baseline: those of the averages (AmorLIP's Figure 1), and of the tasks, sorted.
+    """Return a run's differences to the baseline: of the averages (AmorLIP's Figure 1), and of the tasks (its Figure 2).
 
-    The tasks are AmorLIP's Figure 2. None means that the runs have no task in common.
+    The tasks are sorted by difference. None means that the runs have no task in common.
     """
     averages = _bars((row for row in rows if row.is_group), index, runs)
     bars = sorted(_bars((row for row in rows if row.key in TASKS), index, runs), key=lambda bar: -bar.value)
@@ -89,7 +89,7 @@ def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list
 
 
 def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
-    """Draw charts over the checkpoints: those of NeuCLIP's Figure 1, then all other groups and tasks."""
+    """Draw scores over checkpoints: first the charts of NeuCLIP's Figure 1, then those of all other groups and tasks."""
     has_samples = all(checkpoint.samples is not None for run in runs for checkpoint in run.checkpoints)
     x_title = "samples seen" if has_samples else "checkpoint"
 

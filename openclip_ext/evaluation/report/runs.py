@@ -1,4 +1,4 @@
-"""Read the runs to compare: result files, run folders, and repeats of a run with other seeds."""
+"""Read the runs to compare: result files, run folders, and repeats of a run with different seeds."""
 
 import math
 import re
@@ -26,24 +26,24 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The results of one checkpoint, with its completed epochs and training samples (None means unknown)."""
+    """The results of one checkpoint, with its number of completed epochs and training samples (None means unknown)."""
 
     label: str  # ``epoch_3``, or the name of the folder or file of the results
-    repeats: tuple[Mapping[str, float], ...]  # for each repeat of the run, the main metrics by key of the task
+    repeats: tuple[Mapping[str, float], ...]  # per repeat of the run: main metrics by task key
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the numbers
+    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the results
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
-    samples_of: Mapping[str, int] = field(default_factory=dict)  # evaluated samples of each task
+    samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
 
     @property
     def tasks(self) -> list[str]:
-        """Keys for which every repeat has a number, in DataComp's order; unknown keys come last."""
+        """Keys of the tasks that every repeat has, in DataComp's order. Unknown keys come last."""
         common = set.intersection(*(set(scores) for scores in self.repeats))
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return a task's main metric or a group's average; None if a repeat lacks the task or one of the group."""
+        """Return a task's main metric, or a group's average; None if a repeat lacks the task, or a task of the group."""
         keys = GROUPS.get(key, (key,))
         if not all(key in scores for scores in self.repeats for key in keys):
             return None
@@ -51,7 +51,7 @@ class Checkpoint:
         return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
 
     def standard_error(self, key: str) -> float | None:
-        """Return the standard error of a task's metric as a share of its samples; None if their number is unknown."""
+        """Return a task's standard error, treating its metric as a fraction of right samples; None if unknown."""
         score = self.score(key)
         count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
         return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the report: its checkpoints with results, in the order of training, and the logs of it and its repeats."""
+    """A run of the report: its evaluated checkpoints, in the order of training, and the logs of all its repeats."""
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
@@ -67,15 +67,15 @@ class EvaluatedRun:
 
     @property
     def final(self) -> Checkpoint:
-        """The last of the checkpoints with the most tasks."""
+        """The checkpoint with the most evaluated tasks; the last one if several have equally many."""
         return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
 def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
-    """Read the runs at ``PATH`` or ``NAME=PATH``; paths with the same NAME are repeats of one run.
+    """Read runs from arguments ``PATH`` or ``NAME=PATH``. Paths with the same NAME are repeats of one run.
 
-    A path is a result file, a folder with one, or a run folder, which has results in ``datacomp/CHECKPOINT/`` and those of
-    evaluation during training in ``metrics.jsonl``.
+    A path is a result file, a folder with a result file, or a run folder. A run folder has results in
+    ``datacomp/CHECKPOINT/``, and results of the evaluation during training in ``metrics.jsonl``.
     """
     given = [_name_and_path(argument) for argument in arguments]
     places = [path.resolve() for _, path in given]
@@ -86,7 +86,7 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
     named: dict[str, list[EvaluatedRun]] = {}
     for (name, path), place, run in zip(given, places, runs, strict=True):
-        if not name:  # folders with equal names are different runs, since only the user knows what is a repeat
+        if not name:  # folders with equal names are different runs: only an explicit NAME marks repeats
             name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
         named.setdefault(name, []).append(run)
     return [_merge(name, repeats) for name, repeats in named.items()]
@@ -100,7 +100,7 @@ def _name_and_path(argument: str) -> tuple[str, Path]:
 def _read_run(path: Path) -> EvaluatedRun:
     file = path / RESULTS_FILE if (path / RESULTS_FILE).is_file() else path
     if file.is_file():
-        # RUN/epoch_3 for RUN/datacomp/epoch_3
+        # The name of RUN/datacomp/epoch_3 is RUN/epoch_3.
         parts = [part for part in file.parent.resolve().parts[-3:] if part != "datacomp"]
         return EvaluatedRun("/".join(parts[-2:]), (_from_file(file, path.stem if file == path else path.name),))
     if not path.is_dir():
@@ -115,7 +115,7 @@ def _read_run(path: Path) -> EvaluatedRun:
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
-        # A full evaluation of the checkpoint replaces the evaluation during training.
+        # A later evaluation with as many tasks replaces the evaluation during training.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
     if not found and not log.steps:
@@ -145,12 +145,12 @@ def _from_file(path: Path, label: str) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Add epoch and samples of a checkpoint, between two logged steps by interpolation."""
+    """Add a checkpoint's epoch and training samples. Between two logged steps, the samples are interpolated."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
     epoch, step = int(match[1]), match[2]
-    if step is None:  # the last step of every epoch is logged
+    if step is None:  # the checkpoint is from the end of an epoch, and the last step of every epoch is logged
         samples = max((logged["samples"] for logged in steps if logged["epoch"] < epoch), default=None)
     else:
         taken, seen = [0, *(logged["step"] + 1 for logged in steps)], [0, *(logged["samples"] for logged in steps)]
@@ -159,7 +159,7 @@ def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkp
 
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
-    """Merge repeats of a run: the checkpoints that all of them have, or the only checkpoint of each."""
+    """Merge repeats of a run. Keep the checkpoints that all repeats have, or the only checkpoint of each repeat."""
     logs = tuple(log for run in repeats for log in run.logs)
     if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
         return EvaluatedRun(name, repeats[0].checkpoints, logs)

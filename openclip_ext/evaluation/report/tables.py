@@ -1,4 +1,4 @@
-"""Make tables of the comparison: Markdown for people, CSV for programs."""
+"""Write the tables of the comparison: Markdown for people, CSV for programs."""
 
 import math
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a task or of a group average."""
+    """A row of the table: all runs' results in one task, or their averages over one group."""
 
-    key: str  # of the task, or title of the group
-    metric: str  # the task's main metric; ``average`` for a group
-    cells: tuple[Value | str, ...]  # for each run its number, or a text in its place (``partial 12/38``, ``-``)
-    other_sizes: tuple[bool, ...]  # for each run whether data of another size than DataComp's enters the number
+    key: str  # key of the task, or title of the group
+    metric: str  # the task's main metric, or ``average`` for a group
+    cells: tuple[Value | str, ...]  # per run: its value, or a text if it has none (``partial 12/38``, ``-``)
+    other_sizes: tuple[bool, ...]  # per run: whether data of another size than DataComp's was used
 
     @property
     def title(self) -> str:
-        """Name of the task, or title of the group."""
+        """The task's name, or the group's title."""
         return name_of(self.key)
 
     @property
     def is_group(self) -> bool:
-        """Whether this is a group, not a task."""
+        """Whether the row is of a group, not of a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
-        """Return every run's number minus the first run's; None if either is missing."""
+        """Return, for each run, its value minus the first run's value; None if one of them is missing."""
         first = self.cells[0]
         return [
             cell.mean - first.mean if isinstance(cell, Value) and isinstance(first, Value) else None
@@ -43,7 +43,7 @@ class Row:
 
 
 class Cell(NamedTuple):
-    """The text of a cell, and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or none."""
+    """The text of a cell and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or empty."""
 
     text: str
     style: str = ""
@@ -65,13 +65,13 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
 
 
 def size_note(rows: Sequence[Row]) -> str:
-    """Return the meaning of a †, or nothing if no number has one."""
+    """Return an explanation of the mark †, or an empty text if no value has this mark."""
     is_needed = any(any(row.other_sizes) for row in rows)
     return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
 
 
 def format_value(cell: Value | str) -> str:
-    """Format a number in percent, with the standard deviation over repeats."""
+    """Format a value in percent, with the standard deviation over repeats."""
     if isinstance(cell, str):
         return cell
     deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
@@ -79,12 +79,12 @@ def format_value(cell: Value | str) -> str:
 
 
 def format_difference(difference: float | None) -> str:
-    """Format percentage points with their sign."""
+    """Format a difference in percentage points, with its sign."""
     return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
 
 
 def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
-    """Return the cells of rows that are all groups or all tasks; the head comes first."""
+    """Return the cells of a table, head first. The rows are either all groups or all tasks."""
     is_group = all(row.is_group for row in rows)
     head = [Cell("group")] if is_group else [Cell("task"), Cell("metric", "metric")]
     names = [run.name for run in runs]
@@ -105,7 +105,7 @@ def _cells(row: Row) -> list[Cell]:
 
 
 def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
-    """Format a table of groups and a table of tasks, in percent, with differences to the first run in points."""
+    """Format a table of groups and a table of tasks. Values are in percent, differences to the first run in points."""
     lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
     for is_group in (True, False):
@@ -116,7 +116,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
 
 
 def describe_run(run: EvaluatedRun) -> str:
-    """Describe a run by its name, checkpoint, samples seen, repeats and protocol."""
+    """Describe a run by its name, checkpoint, number of training samples, repeats and protocol."""
     final = run.final
     count = len(final.repeats)
     repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
@@ -126,12 +126,12 @@ def describe_run(run: EvaluatedRun) -> str:
 
 
 def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
-    """Format a CSV table with a row for each run, in the layout of OpenCLIP's published results.
+    """Format a CSV table with one row per run, in the layout of OpenCLIP's published results.
 
-    Numbers are fractions at full precision; incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
-    checkpoint), the average over 38 and the 38 tasks under OpenCLIP's titles, other tasks, and the other averages. If a run
-    has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). If the size of some data is not
-    DataComp's, ``other_sizes`` has the keys of those tasks.
+    Values are fractions at full precision. Incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
+    checkpoint), the average over 38 tasks and these tasks with OpenCLIP's titles, other tasks, and the other averages. If a
+    run has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). ``other_sizes`` lists the keys of tasks
+    whose data has another size than DataComp's, if there are any.
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
@@ -153,5 +153,5 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
 
 
 def name_of(key: str) -> str:
-    """Return a task's name, or a group's title itself."""
+    """Return a task's name, or a group's title unchanged."""
     return TASKS[key].name if key in TASKS else key

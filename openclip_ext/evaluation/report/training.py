@@ -1,4 +1,4 @@
-"""Tables of what training logged of each run: the settings that differ, time, and the last validation."""
+"""Tables from the training logs of the runs: settings that differ, time, and the last validation."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.evaluation.training_log import SUITE_PREFIX, TrainingLog, metric_names
 from openclip_ext.pages.charts import short_number
 
-# Paths, and how processes are started.
+# Settings that do not change a result: paths, logging, and how processes are started.
 _NOT_COMPARED = {
     "name", "logs", "log_path", "checkpoint_path", "tensorboard_path", "resume", "rank", "local_rank", "world_size",
     "distributed", "device", "debug", "report_to", "remote_sync", "remote_sync_frequency", "save_every_steps",
@@ -20,7 +20,7 @@ Table = list[list[str]]
 
 
 def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
-    """Return the tables of runs with logs that have rows; the first row of each is its head."""
+    """Return the non-empty tables of the runs with logs. The first row of a table is its head."""
     names = [run.name for run in runs]
     found = (
         ("settings that differ", _differing_settings(runs)),
@@ -31,12 +31,12 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 
 
 def validation_metrics(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return the metrics of validation except DataComp's tasks, which have their own tables."""
+    """Return the names of validation metrics, without DataComp's tasks, which have their own tables."""
     return [name for name in metric_names(log for run in runs for log in run.logs) if not name.startswith(SUITE_PREFIX)]
 
 
 def _differing_settings(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row for each setting of all runs that differs, with its values."""
+    """Return a row with all runs' values for each setting that differs between runs."""
     logs = [log for run in runs for log in run.logs]
     names = [name for name in (logs[0].settings if logs else ()) if all(name in log.settings for log in logs)]
     rows = []
@@ -67,7 +67,7 @@ def _overview(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _seconds(log: TrainingLog) -> float:
-    """Return the seconds of training steps, without evaluations and saves."""
+    """Return the duration of the training steps in seconds, without evaluations and saves."""
     before, total = 0, 0.0
     for step in log.steps:
         total += (step["samples"] - before) / max(step.get("samples_per_second") or math.inf, 1e-9)
@@ -82,9 +82,9 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 
 
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row for each metric: mean ± standard deviation of repeats, and the difference to the first run.
+    """Return a row for each metric: mean ± standard deviation over repeats, and the difference to the first run.
 
-    The difference has a 95 % interval over the seeds if both runs have the same seeds.
+    If both runs have the same seeds, the difference has a 95 % interval over seeds.
     """
     rows = []
     for name in validation_metrics(runs):
@@ -94,7 +94,7 @@ def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _by_seed(run: EvaluatedRun, metric: str) -> dict[Any, float]:
-    """Return the last value of a metric for each seed, or number of a repeat."""
+    """Return each repeat's last value of a metric, by seed, or by the repeat's number if the seed is unknown or repeated."""
     found: dict[Any, float] = {}
     for number, log in enumerate(run.logs):
         if last := [one.values[metric] for one in log.validations if metric in one.values]:

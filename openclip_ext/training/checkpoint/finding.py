@@ -15,21 +15,21 @@ from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
 
 
 class Scan(NamedTuple):
-    """The newest verified checkpoint of a run (None: there is none), and the newer ones that cannot be read."""
+    """The newest verified checkpoint of a run (None if there is none), and newer checkpoints that cannot be read."""
 
     newest: Path | None
     unreadable: frozenset[Path]
 
 
 class Start(NamedTuple):
-    """The checkpoint that a run starts from, if any, and the ``unreadable`` checkpoints in its folder."""
+    """The checkpoint from which a run starts, if any, and the ``unreadable`` checkpoints in its folder."""
 
     checkpoint: Checkpoint | None = None
     unreadable: frozenset[Path] = frozenset()
 
 
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
-    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks read the one that rank 0 finds."""
+    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it, and read what rank 0 has found."""
     if resume is None:
         return Start()
     if resume == "latest" and config.folder is None:
@@ -54,7 +54,7 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
     if found.newest is not None:
         logging.info(f"Resuming from {found.newest}.")
         return found
-    # A run that was killed before its first save starts from scratch. One that has saved would lose its log.
+    # A run that was killed before its first save starts from scratch. If a run has saved, its log must not be overwritten.
     log = config.folder / "metrics.jsonl"
     steps = sum("loss" in line for line in json_lines.read(log))
     if steps and (config.folder / SAVED).exists():
@@ -67,13 +67,13 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
 
 
 def scan(folder: Path) -> Scan:
-    """Find the newest checkpoint of a run that can be read; log a warning for each newer one that cannot.
+    """Find a run's newest readable checkpoint. Log a warning for each newer checkpoint that cannot be read.
 
-    Raises UsageError if there are checkpoints and none can be read, or if the folder cannot be read.
+    UsageError if no checkpoint can be read although there are some, or if the folder cannot be read.
     """
     try:
         if folder.exists():
-            os.listdir(folder)  # ``glob`` finds nothing in a folder that cannot be read
+            os.listdir(folder)  # raises OSError if the folder cannot be read; ``glob`` would find nothing
     except OSError as error:
         raise UsageError(f"cannot read {folder} ({error}): make it readable, or use another --name") from error
     candidates: list[tuple[int, int, Path]] = []
@@ -89,7 +89,7 @@ def scan(folder: Path) -> Scan:
     for state in sorted(folder.glob("epoch_*.state")):
         model_file = state.with_suffix(".pt")
         is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
-        # A killed save leaves an unfinished model file.
+        # After a killed save, there is a temporary model file. Without it, the model file has been deleted or renamed.
         if is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists():
             unreadable[model_file] = f"{state} has no {model_file.name} next to it (deleted or renamed?)"
     newest = None

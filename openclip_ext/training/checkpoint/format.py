@@ -1,16 +1,16 @@
-"""Checkpoints: a model file for OpenCLIP, and next to it a folder with the rest of what an exact resume needs.
+"""Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
-``epoch_K.pt`` (``epoch_K_step_S.pt`` mid-epoch, ``epoch_latest.pt`` for ``--save-most-recent``) is OpenCLIP's dictionary. The
-folder of the same name with ``.state`` has a subfolder named by the step::
+The model file is ``epoch_K.pt`` (``epoch_K_step_S.pt`` mid-epoch, ``epoch_latest.pt`` with ``--save-most-recent``). The folder
+has the same name with the ending ``.state``, and a subfolder named by the step::
 
     epoch_3.pt
-    epoch_3.state/step_1200/shared.pt       equal on all ranks: loss, position
-    epoch_3.state/step_1200/rank_0000.pt    of one rank: random generators
-    epoch_3.state/step_1200/rank_0000.normalizer.table.npy    of one rank: its shard of a table of per-sample state
-    epoch_3.state/step_1200/checksums.json  SHA-256 of all of these and of epoch_3.pt
-    epoch_3.lora/                           with --lora-rank: the adapter for peft; no resume needs it
+    epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position
+    epoch_3.state/step_1200/rank_0000.pt    random generators of one rank
+    epoch_3.state/step_1200/rank_0000.normalizer.table.npy    one rank's shard of a table of per-sample state
+    epoch_3.state/step_1200/checksums.json  SHA-256 of all these files and of epoch_3.pt
+    epoch_3.lora/                           with --lora-rank: the adapter for peft; a resume does not read it
 
-A save writes temporary files. It renames the state folder first and the model file last. Until that last rename the old
+A save writes temporary files. Then it renames the state folder, and last the model file. Until this last rename, the old
 checkpoint is complete. A resume verifies the checksums.
 """
 
@@ -40,17 +40,17 @@ _MAX_RANKS = 10**5
 
 @dataclass
 class Position:
-    """The position of a run in its steps; the loader's state has the position in the data."""
+    """The position of a run, in epochs, steps and samples. The loader's state contains the position in the data."""
 
     epoch: int = 0  # completed epochs
     step: int = 0  # optimizer steps of the run
     step_in_epoch: int = 0  # optimizer steps of the current epoch
-    samples: int = 0  # that the run was trained on; a resume may change the batch size
+    samples: int = 0  # samples used for training; stored, because a resume may change the batch size
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint must have in common with the run that resumes from it."""
+    """Properties in which a checkpoint and the run that resumes from it must agree."""
 
     model: str
     loss: str
@@ -58,8 +58,8 @@ class RunIdentity:
     num_samples: int  # size of the index space
     global_batch: int  # samples of an optimizer step
     seed: int
-    data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest
-    settings: dict[str, Any] = field(default_factory=dict)  # may differ; the differences are logged
+    data: str | None = None  # the data's openclip_ext.data.sources.source.Source.index_digest
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; ``shared`` is None if stock OpenCLIP has written it."""
+    """A complete checkpoint on disk. ``shared`` is None if stock OpenCLIP wrote the checkpoint."""
 
     path: Path
     model_file: dict[str, Any]
@@ -91,26 +91,26 @@ class Checkpoint:
 
 
 def checkpoint_name(position: Position) -> str:
-    """Return ``epoch_K`` at the end of an epoch, ``epoch_K_step_S`` within one; K is the number of completed epochs."""
+    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``. K is the number of completed epochs."""
     if position.step_in_epoch == 0:
         return f"epoch_{position.epoch}"
     return f"epoch_{position.epoch}_step_{position.step}"
 
 
 def table_file(rank_file: Path, table: str) -> Path:
-    """Return the path of a rank's shard of a table, given the rank's other file."""
+    """Return the path of a rank's shard of a table. ``rank_file`` is the rank's file of random generators."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
 def read(path: Path, mmap: bool = False) -> Checkpoint:
-    """Read a checkpoint's model file and shared state; raise UsageError if they are missing, incomplete or unreadable."""
+    """Read a checkpoint's model file and shared state; UsageError if they are missing, incomplete or unreadable."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     model_file = load(path, mmap)
     weights = model_file.get("state_dict")
     if not isinstance(weights, dict) or set(map(type, weights)) - {str} or not isinstance(model_file.get("epoch"), int):
         keys = ", ".join(str(key) for key in list(model_file)[:5])
-        raise UsageError(f"{path} is no training checkpoint: expected state_dict and epoch, found {keys}")
+        raise UsageError(f"{path} is not a training checkpoint: expected state_dict and epoch, found {keys}")
     step = model_file.get("step")
     if step is None:
         return Checkpoint(path, model_file, shared=None)
@@ -129,7 +129,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare every file of a checkpoint with its checksum, if it has any; raise UsageError if one differs."""
+    """Compare each file of a checkpoint with its checksum; UsageError if one differs. Without checksums, do nothing."""
     if checkpoint.shared is None:
         return
     folder = checkpoint.rank_files[0].parent
@@ -139,7 +139,7 @@ def verify(checkpoint: Checkpoint) -> None:
         files = {path if name == path.name else folder / name: expected[name] for name in expected}
         if path not in files:
             raise ValueError(f"{CHECKSUMS} belongs to a different checkpoint")
-        # Hashing releases the interpreter's lock.
+        # Threads run in parallel here, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
             found = dict(zip(files, pool.map(checksum, files), strict=True))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -154,10 +154,10 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: the checkpoint is incomplete") from error
-    except Exception as error:  # torch.load raises many kinds for a corrupt file
+    except Exception as error:  # torch.load raises many types of errors for a corrupt file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
-            reason = "it is empty, cut off, or no file of torch.save"
+            reason = "it is empty, truncated, or not written by torch.save"
         elif isinstance(error, pickle.UnpicklingError):
             reason = one_line(error)
         raise UsageError(f"cannot read {path}: {reason}") from error
@@ -176,20 +176,20 @@ def checksum(path: Path) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of all random generators of the training, as tensors and plain types."""
+    """Return the state of all random generators that training uses, as tensors and plain Python types."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), "get_state is a dict only with legacy=False"
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python": random.getstate(),
-        # numpy's own state does not load with weights_only=True.
+        # numpy's state is converted to plain types, because its own types do not load with weights_only=True.
         "numpy": [name, keys.tolist(), position, has_gauss, cached],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore :func:`random_state`."""
+    """Restore the state of all random generators from the result of :func:`random_state`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Load a checkpoint into the parts of a run, and cut the logs to it."""
+"""Load a checkpoint into the parts of a run, and remove later entries from the logs."""
 
 import logging
 import math
@@ -32,16 +32,17 @@ def restore(
     scaler: torch.amp.GradScaler | None,
     loss: ContrastiveLoss,
 ) -> Position:
-    """Load a checkpoint, if there is one, into the parts of a run, and return the run's position.
+    """Load a checkpoint, if any, into the parts of a run, and return the run's position.
 
-    ``steps_per_epoch`` positions an OpenCLIP checkpoint, which has epochs only. Raises UsageError for a different run's.
+    With ``steps_per_epoch``, the position of an OpenCLIP checkpoint is computed, which only stores the epoch. UsageError if
+    the checkpoint belongs to a different run.
     """
     if checkpoint is None:
         return Position()
     check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
     content, path = unmerged(checkpoint, model), checkpoint.path
     if "optimizer" not in content:
-        raise UsageError(f"{path} has the model alone: continue with --resume latest, or give --pretrained {path}")
+        raise UsageError(f"{path} contains only the model: continue with --resume latest, or give --pretrained {path}")
     load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
     _load_optimizer(model, optimizer, content["optimizer"], path)
     if scaler is not None and "scaler" in content:
@@ -54,7 +55,7 @@ def restore(
 
 
 def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-    """Return a model file with the states of the model as it is trained, with adapters or without."""
+    """Return a model file in the form that training needs: with separate adapters, if the run has adapters."""
     content = checkpoint.model_file
     if (UNMERGED in content) != is_adapted(model):
         raise UsageError(
@@ -79,11 +80,11 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
                 raise ValueError(f"it has no {', '.join(sorted(missing))}, so it belongs to another optimizer")
             group.update(settings)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"the optimizer state in {path} does not fit this run: {error}") from error
+        raise UsageError(f"the optimizer state in {path} does not match this run: {error}") from error
 
 
 def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
-    """Restore the average of the weights, or start it from the (restored) model; None without a decay."""
+    """Restore the average of the weights, or start an average from the (restored) model; None if ``decay`` is None."""
     if decay is None:
         return None
     ema = ModelEma(model, decay)
@@ -96,7 +97,7 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove what was logged beyond the checkpoint, and an evaluation that only one log has: the run repeats both."""
+    """Remove log entries after the checkpoint, and an evaluation that is in one log only. The run repeats both."""
     evaluated = not lacks_evaluation(folder, position)
     metrics, results = folder / "metrics.jsonl", folder / "checkpoints" / "results.jsonl"
     steps, epochs = position.step, position.epoch + evaluated
@@ -105,7 +106,7 @@ def cut_logs(folder: Path, position: Position) -> None:
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
-    """Return whether the run stopped between an epoch's checkpoint and its evaluation."""
+    """Return whether the run stopped after it saved an epoch's checkpoint and before it logged the epoch's evaluation."""
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
     results = json_lines.read(folder / "checkpoints" / "results.jsonl")
@@ -114,9 +115,10 @@ def lacks_evaluation(folder: Path | None, position: Position) -> bool:
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
-    """Raise UsageError, with every difference, if a checkpoint belongs to a different run than the one that resumes.
+    """Raise UsageError, with all differences, if a checkpoint does not belong to the run that resumes from it.
 
-    Only mid-epoch must the global batch agree. ``keeps_samples``: the loss has per-sample state, useless for other data.
+    The global batch must be equal only for a mid-epoch checkpoint. ``keeps_samples``: whether the loss has per-sample state,
+    which is useless for other data.
     """
     if checkpoint.shared is None:
         return
@@ -136,7 +138,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
 
 
 def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> list[str]:
-    """Return the settings in which a run differs from the checkpoint that it resumes from, in words."""
+    """Return descriptions of the settings that differ between a run and the checkpoint from which it resumes."""
     if checkpoint is None or checkpoint.shared is None:
         return []
     saved = checkpoint.shared["identity"]
@@ -149,9 +151,9 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
 
 
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
-    """Load the loss's state and this rank's random generators, which the data order does not depend on.
+    """Load the loss's state, and the state of this rank's random generators. The data order does not depend on them.
 
-    If the number of ranks has changed, per-sample state is sharded again, and the generators stay as they are.
+    If the number of ranks has changed, per-sample state is sharded again, and the generators are not restored.
     """
     shared, ranks = checkpoint.shared, checkpoint.rank_files
     if shared is None:
@@ -169,7 +171,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights, wrapped (``module.``) or not, into a model, wrapped or not; raise UsageError if they do not fit."""
+    """Load weights into a model; UsageError if they do not fit. Both may be wrapped (names with ``module.``) or not."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

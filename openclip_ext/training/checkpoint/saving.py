@@ -1,4 +1,4 @@
-"""Save a checkpoint from all ranks, so that a killed save leaves the old one usable; remove old ones."""
+"""Save a checkpoint from all ranks, and remove old checkpoints. If a save is killed, the old checkpoint stays usable."""
 
 import contextlib
 import functools
@@ -26,10 +26,10 @@ from openclip_ext.training import lora
 from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint.format import ADAPTER, Position, RunIdentity
 
-# A network file system may show the files of another node some seconds late.
+# Seconds to wait for other nodes' files, because a network file system may show them with a delay.
 _NODE_SECONDS = 30.0
 T = TypeVar("T")
-# Errors of Python's and of torch's writers on a full disk.
+# Errors that Python and torch raise when the disk is full.
 _WRITE_ERRORS = (OSError, RuntimeError)
 
 
@@ -42,16 +42,16 @@ def save(
     identity: RunIdentity,
     parts: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint, and return the model file's path. A failed save changes nothing. Collective: all ranks call it.
+    """Write a checkpoint, and return the model file's path. A failed save keeps old files. Collective: all ranks call it.
 
     Args:
-        folder, name: the run's ``checkpoints/``, and the file name without suffix.
-        model_file: OpenCLIP's dictionary, complete on rank 0.
-        loss, position, identity: what ``.state`` has, in addition to random generators.
-        parts: other parts of the run, by name; rank 0's state is saved, after all ranks have asked for theirs.
+        folder, name: The run's ``checkpoints/``, and the file name without suffix.
+        model_file: OpenCLIP's dictionary, which is complete only on rank 0.
+        loss, position, identity: Content of ``.state``, in addition to the random generators.
+        parts: Other parts of the run, by name. All ranks call their ``state_dict``; rank 0's result is saved.
 
     Raises:
-        OSError: on every rank, if some rank could not write.
+        OSError: On every rank, if one rank could not write.
     """
     states = {part: stateful.state_dict() for part, stateful in (parts or {}).items()}
     target = folder / f"{name}.pt"
@@ -91,7 +91,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Any, identity: A
 
 
 def _commit(target: Path, temporary: Path, state_folder: Path, model_file: dict[str, Any], checksums: Any) -> None:
-    """Write the model file under a temporary name, and rename first the state folder, then the model file."""
+    """Write the model file with a temporary name, then rename the state folder, and last the model file."""
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in checksums if not (temporary / name).is_file()):
         if time.monotonic() > deadline:
@@ -101,7 +101,7 @@ def _commit(target: Path, temporary: Path, state_folder: Path, model_file: dict[
     unfinished = target.with_suffix(".pt.tmp")
     checksums = checksums | {target.name: _write(unfinished, model_file)}
     _write_file(temporary / ckpt.CHECKSUMS, lambda file: file.write(json.dumps(checksums, indent=1).encode()))
-    # A save that was killed between its two renames leaves a folder of this very step.
+    # A save that was killed between its two renames may have left a folder for the same step.
     shutil.rmtree(state_folder, ignore_errors=True)
     os.replace(temporary, state_folder)
     os.replace(unfinished, target)
@@ -115,7 +115,7 @@ def _write(path: Path, content: dict[str, Any]) -> str:
 
 
 class _HashingWriter:
-    """An open file, written from front to back, with the SHA-256 of its content."""
+    """An open file that computes the SHA-256 of its content while it is written from front to back."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.flush = file, hashlib.sha256(), file.flush
@@ -126,7 +126,7 @@ class _HashingWriter:
 
 
 def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
-    """Write a file and flush it to the disk, so that it is never empty after a rename; return its checksum."""
+    """Write a file, and return its checksum. The file is flushed to disk, so it is never empty after a rename."""
     try:
         with open(path, "wb") as file:
             writer = _HashingWriter(file)
@@ -136,13 +136,13 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
         return writer.digest.hexdigest()
     except _WRITE_ERRORS as error:
         path.unlink(missing_ok=True)
-        # torch's writer reports "unexpected pos"; the file's own error has the reason.
+        # torch only reports "unexpected pos"; the original OSError contains the reason.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"cannot write {path.name} ({getattr(reason, 'strerror', None) or reason})") from error
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
-    """Run a part of a save on all ranks, and return the results. If one fails, all ranks raise, so that none waits."""
+    """Run a part of a save on all ranks; return all results. If one rank fails, all raise OSError, so no rank blocks."""
     failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
@@ -157,7 +157,7 @@ def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
 
 
 def save_model_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a model file without a state, atomically; log a warning if that fails."""
+    """Write a model file without ``.state``, atomically. If this fails, log a warning."""
     try:
         write_atomically(path, lambda file: torch.save(content, file))
     except _WRITE_ERRORS as error:
@@ -165,9 +165,9 @@ def save_model_file(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:
-    """Let rank 0 write the adapter, if any, next to its model file; all ranks raise OSError if it fails. Collective.
+    """Write the adapter, if any, next to the model file, on rank 0. If this fails, all ranks raise OSError. Collective.
 
-    Call it before the model file is saved, which is then never without its adapter.
+    Call it before the model file is saved: then no model file lacks its adapter.
     """
 
     def replace() -> None:
@@ -183,7 +183,7 @@ def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) ->
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that cannot be read, so that the run neither overwrites nor removes it."""
+    """Rename a checkpoint that cannot be read, so the run does not overwrite or remove it."""
     for part in (path, path.with_suffix(".state"), path.with_suffix(ADAPTER)):
         if part.exists():
             name = f"{part.name}.unreadable"
@@ -191,7 +191,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, or warn that it cannot be deleted. If a kill interrupts this, the next start finishes it."""
+    """Delete a checkpoint; log a warning if this fails. If the process is killed here, the next start deletes the rest."""
     unfinished = path.with_suffix(".pt.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -204,14 +204,14 @@ def remove(path: Path) -> None:
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
-    """Remove the mid-epoch checkpoints of a run's ``checkpoints/``, except for ``kept``."""
+    """Remove all mid-epoch checkpoints in a run's ``checkpoints/`` except ``kept``."""
     for path in folder.glob("epoch_*_step_*.pt"):
         if path != kept:
             remove(path)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left in a run's ``checkpoints/``; no save may be running."""
+    """Remove files that killed saves have left in a run's ``checkpoints/``. No save may be running."""
     for state in folder.glob("epoch_*.state"):
         model_file = state.with_suffix(".pt")
         if not state.is_dir():
@@ -229,7 +229,7 @@ def remove_leftovers(folder: Path) -> None:
         model_file = adapter.with_suffix(".pt")
         if not model_file.is_file():
             shutil.rmtree(adapter, ignore_errors=True)
-    # Last: a state without such a file counts as one whose model file was lost.
+    # Temporary model files are removed last. Without one, a state folder would look as if its model file had been lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -1,8 +1,8 @@
-"""Recipes: the papers' settings as data.
+"""Recipes: the published settings of the papers, as data.
 
-``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's own flags, which therefore override it.
-``python -m openclip_ext.training.recipes`` lists them. ``recipes.json`` has for each data set its size and the common flags,
-and for each loss the source, options, flags that differ (null: OpenCLIP's default), published results and notes.
+``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's own flags, so these override the recipe.
+``python -m openclip_ext.training.recipes`` lists the recipes. ``recipes.json`` contains, for each data set, its size and the
+common flags; and for each loss the source, options, other flags (null means OpenCLIP's default), published results and notes.
 """
 
 import json
@@ -24,7 +24,7 @@ _KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "s
 
 @dataclass(frozen=True)
 class Result:
-    """A published number: ``metric`` as the table's column names it, ``value`` and ``spread`` (over seeds) in percent."""
+    """A published result: the ``metric`` (column of the table), and its ``value`` and ``spread`` (over seeds) in percent."""
 
     metric: str
     value: float
@@ -42,30 +42,32 @@ class Recipe:
 
     dataset: str
     loss: str
-    openclip_flags: Mapping[str, Value]  # without hyphens; True: no value, a list: several, a dictionary: NAME=VALUE
-    loss_options: Mapping[str, Value]  # of openclip_ext.create_loss
-    gpus: int  # for ``batch-size``, which is per GPU
+    openclip_flags: Mapping[
+        str, Value
+    ]  # by name without ``--``; True: no value, a list: several, a dictionary: NAME=VALUE
+    loss_options: Mapping[str, Value]  # options of openclip_ext.create_loss
+    gpus: int  # number of GPUs to which ``batch-size`` refers
     dataset_size: int  # image-text pairs of the source's training set
     samples_seen: int  # the source's training budget, in pairs
-    source: str  # papers, tables and released commands
+    source: str  # the papers, tables and released commands with these settings
     results: tuple[Result, ...]
-    notes: tuple[str, ...]  # what the source does not specify, and the value used here
+    notes: tuple[str, ...]  # settings that the source does not specify, and the values used here
 
     @property
     def global_batch(self) -> int:
-        """Pairs of an optimizer step, over all GPUs."""
+        """Number of image-text pairs per optimizer step, over all GPUs."""
         size = self.openclip_flags["batch-size"]
         assert isinstance(size, int), "the batch of a recipe is a number"
         return size * self.gpus
 
     def batch_size(self, gpus: int) -> int:
-        """Return the batch per GPU that makes the recipe's global batch on another number of GPUs."""
+        """Return the batch size per GPU with which ``gpus`` GPUs have the recipe's global batch."""
         if self.global_batch % gpus:
             raise ValueError(f"the batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
         return self.global_batch // gpus
 
     def argv(self) -> list[str]:
-        """Return the recipe as arguments of ``openclip_ext.training.main``; later arguments override it."""
+        """Return the recipe as arguments of ``openclip_ext.training.main``. Later arguments override them."""
         words = ["--loss", self.loss]
         for flag, value in self.openclip_flags.items():
             words += as_words(f"--{flag}", value)

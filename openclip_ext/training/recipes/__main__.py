@@ -6,14 +6,14 @@ from openclip_ext.training import recipes
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the names of all recipes, of one data set's recipes, or one recipe with its source and expected results."""
+    """Print the names of all recipes, the names of one data set's recipes, or one recipe with source and results."""
     parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
     parser.add_argument("loss", nargs="?", help="a loss with a recipe for DATASET")
     parser.add_argument(
         "--share-batch",
         nargs=argparse.REMAINDER,
-        help="a number of GPUs, then the flags of a training: print the --batch-size that makes its recipe's global batch",
+        help="a number of GPUs, then the flags of a run: print the --batch-size that gives the recipe's global batch",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def batch_flag(gpus: int, training_flags: list[str]) -> str:
-    """Return ``--batch-size=N`` for the recipe of a training's flags, or "" without one."""
+    """Return ``--batch-size=N`` for the recipe in a run's flags, or "" if the flags contain no recipe."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--loss")

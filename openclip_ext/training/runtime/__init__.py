@@ -1,1 +1,1 @@
-"""What surrounds a training: signals, heartbeat, run folder, logs, profiles."""
+"""Services of a training run: signals, heartbeats, run folder, logs and profiles."""

@@ -1,4 +1,4 @@
-"""Detect and name a stopped rank; otherwise the others block silently in a collective for hours."""
+"""Detect and report a stopped rank. Otherwise, the other ranks would block silently in a collective for hours."""
 
 import contextlib
 import logging
@@ -20,22 +20,22 @@ _LEFT = b"left"
 
 @contextmanager
 def watched(patience: float | None) -> Iterator[None]:
-    """Let each rank beat, also while it evaluates or saves for hours, and watch the other ranks.
+    """Send this rank's heartbeats, even while it evaluates or saves for hours, and watch the heartbeats of other ranks.
 
-    A rank without a beat for ``patience`` seconds (None: no rank is watched) has stopped, or its node has failed. The rank
-    that detects it names it in the log and ends its own process, which may be inside a collective that no exception leaves.
+    A rank without a heartbeat for ``patience`` seconds (None: no limit) has stopped, or its node has failed. The rank
+    that detects this logs the stopped rank, and exits the process: an exception cannot end a blocked collective.
     """
     if patience is None or distributed.world_size() == 1:
         yield
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):  # the process group's own connection may block
+    if hasattr(store, "clone"):  # a separate connection, because the process group's connection may block
         store = store.clone()
     heartbeat = _Heartbeat(store, distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
     ended = threading.Event()
 
     def beat() -> None:
-        # A RuntimeError: the store is gone with rank 0 or its torchrun. The collectives fail by themselves then.
+        # A RuntimeError means that the store's process (rank 0 or torchrun) has ended. Collectives then fail without help.
         with contextlib.suppress(RuntimeError):
             while not ended.wait(INTERVAL):
                 if missing := heartbeat.beat():
@@ -57,9 +57,9 @@ def watched(patience: float | None) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """This rank's beats, and the number of its beats since each other rank's last one.
+    """This rank's heartbeats, and for each other rank the number of own heartbeats since its last heartbeat.
 
-    It counts beats, not seconds: if all ranks were stopped for a while, no rank is missing.
+    Heartbeats are counted instead of seconds: if all ranks are stopped for a while, no rank counts as missing.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: int) -> None:
@@ -71,7 +71,7 @@ class _Heartbeat:
         store.set(self._key(rank), b"0")
 
     def beat(self) -> list[str]:
-        """Beat once; return the names of the missing ranks."""
+        """Send one heartbeat; return the names of the missing ranks."""
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats))
         return [self._name(rank) for rank in range(self._world_size) if rank != self._rank and self._is_missing(rank)]
@@ -88,8 +88,8 @@ class _Heartbeat:
         return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank}, which never started"
 
     def leave(self) -> None:
-        """Make the other ranks stop expecting beats."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        """Inform the other ranks that this rank sends no more heartbeats."""
+        with contextlib.suppress(RuntimeError):  # the store's process may have ended
             self._store.set(self._key(self._rank), _LEFT)
 
     @staticmethod

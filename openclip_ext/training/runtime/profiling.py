@@ -10,16 +10,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from openclip_ext import distributed
 
-# Steps before the trace: compilation, caches and a loss's checks of the loop are over by then.
+# Steps before the trace starts. After them, compilation, caching and the loss's checks of the loop are finished.
 _FIRST, _WARM_UP = 10, 2
 
 
 @contextmanager
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Trace steps of rank 0 after the first 12; yield what to call after each step. Without steps or folder: no trace.
+    """Trace ``steps`` steps of rank 0 after the first 12; yield a function to call after each step.
 
-    ``folder/profile/`` receives ``trace.json.gz``, for chrome://tracing or Perfetto, and ``table.txt``, the operations that
-    took the most time.
+    Writes ``trace.json.gz`` (for chrome://tracing or Perfetto) and ``table.txt`` (the slowest operations) to
+    ``folder/profile/``. Nothing is traced if ``steps`` is 0 or ``folder`` is None.
     """
     if not steps or folder is None or not distributed.is_master():
         yield lambda: None

@@ -18,14 +18,15 @@ from openclip_ext import distributed
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import ReportingConfig
 
-# Consecutive logged steps at chance that count as collapse or failure to learn.
+# Number of consecutive logged steps at chance that counts as collapse or failure to learn.
 _CHANCE_REPORTS = 5
-# Random embeddings have a larger InfoNCE; equal embeddings are at chance.
+# A step is at chance if InfoNCE is at least this fraction of its value at chance. Equal embeddings are exactly at chance, and
+# random embeddings have a larger InfoNCE.
 _CHANCE_SHARE = 0.999
 
 
 class Stopwatch:
-    """Seconds of waiting for data and of whole steps, since the last report and since the start."""
+    """Timer of data waits and full steps, in seconds, since the last report and since the start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -37,29 +38,30 @@ class Stopwatch:
         self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def data_arrived(self) -> None:
-        """Call when the step's batches have arrived."""
+        """Record that the step's batches have arrived."""
         self.data_seconds += time.perf_counter() - self._last
 
     def step_done(self) -> None:
-        """Call at the end of the step."""
+        """Record the end of the step."""
         seconds = time.perf_counter() - self._last
         self.steps, self.seconds = self.steps + 1, self.seconds + seconds
         self._all_steps, self._all_seconds = self._all_steps + 1, self._all_seconds + seconds
         self.restart()
 
     def restart(self) -> None:
-        """Forget the time since the last step: a checkpoint or an evaluation was in between."""
+        """Exclude the time since the last step, which was spent on a checkpoint or an evaluation."""
         self._last = time.perf_counter()
 
     def seconds_for(self, steps: int) -> float:
-        """Return the seconds of a number of steps, at the average throughput since the start."""
+        """Return the expected duration of ``steps`` steps in seconds, at the average speed since the start."""
         return steps * self._all_seconds / max(self._all_steps, 1)
 
 
 class Reporter:
-    """The writer of the run's numbers to all destinations; only rank 0's writes. W&B stores ``flags``.
+    """The writer of the run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
-    A destination that fails (full disk) is logged once; the run continues. Without a folder no files are written.
+    If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
+    files are written.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Reporter:
         self.epochs, self.warmup = config.epochs, config.warmup
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
-        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines of each file
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines that are not yet written, by file
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard: Any = None
@@ -105,7 +107,7 @@ class Reporter:
 
     @contextmanager
     def epoch(self, epoch: int, first_step: int) -> Iterator[None]:
-        """Show a bar for an epoch on a terminal; log lines are printed above it."""
+        """Show a progress bar for an epoch on a terminal. Log lines are printed above the bar."""
         if not (self.active and sys.stderr.isatty()):
             yield
             return
@@ -117,7 +119,7 @@ class Reporter:
                 self._bar = None
 
     def advance(self) -> None:
-        """Count one more optimizer step."""
+        """Advance the progress bar by one optimizer step."""
         if self._bar is not None:
             self._bar.update()
 
@@ -154,7 +156,7 @@ class Reporter:
         logging.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
-        """Log once if a run stays at chance after the warm-up: all its other numbers can look healthy."""
+        """Log once if the run stays at chance after the warm-up, because all other metrics may look normal."""
         chance = record["chance"]
         is_at_chance = record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
@@ -165,12 +167,12 @@ class Reporter:
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
-        """Write an epoch's number of bad samples, if there are any; ``position`` has its last ``step`` and ``epoch``."""
+        """Write an epoch's number of bad samples unless it is 0. ``position`` contains ``epoch`` and its last ``step``."""
         if self.active and bad_samples:
             self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
     def evaluation(self, metrics: dict[str, float], position: dict[str, int]) -> None:
-        """Report an evaluation of the model at a ``step`` and ``epoch`` (completed epochs)."""
+        """Report an evaluation of the model. ``position`` contains ``step`` and ``epoch`` (completed epochs)."""
         if not self.active or not metrics:
             return
         shown = "\t".join(f"{name}: {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
@@ -194,10 +196,10 @@ class Reporter:
             with open(self._folder / file, "ab+") as lines:
                 end = lines.tell()
                 lines.seek(max(0, end - 1))
-                torn = lines.read(1) not in (b"", b"\n")  # by a kill
+                torn = lines.read(1) not in (b"", b"\n")  # a killed process may have left half a line
                 lines.write(b"\n" * torn + self._unwritten[file])
             del self._unwritten[file]
-        except OSError as error:  # the next record writes these lines again
+        except OSError as error:  # the lines stay in `_unwritten`, and the next record writes them
             if end is not None:
                 with suppress(OSError):
                     os.truncate(self._folder / file, end)

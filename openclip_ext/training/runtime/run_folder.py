@@ -1,4 +1,4 @@
-"""The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``; and its copy elsewhere."""
+"""The run folder ``LOGS/NAME/``: OpenCLIP's files, our ``config.json`` and ``metrics.jsonl``, and the remote copy."""
 
 import functools
 import logging
@@ -22,22 +22,22 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import RunFolderConfig
 
-# Flags and options that decide how a run is started, not what it does.
+# Flags that only determine how a run is started and logged, so they may change at a resume.
 _NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
     "world_size", "workers", "log_every_n_steps", "debug",
 }  # fmt: skip
-# File of the run folder: the run has saved a checkpoint.
+# An empty file in the run folder. It exists if the run has saved a checkpoint.
 SAVED = ".saved"
 LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folder
 
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Make the run folder, lock it for this run, and start logging. A start that fails leaves no folder.
+    """Create the run folder, lock it for this run, and start logging. A failed start leaves no new folder.
 
-    Yields the folder, or None with ``--logs none``. Raises UsageError if the folder has a run and this is not ``--resume
-    latest``, if another process uses it, or if it cannot be written to.
+    Yields the folder, or None with ``--logs none``. UsageError if the folder contains a run and ``--resume latest`` is not
+    given, if another process uses the folder, or if the folder is not writable.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
@@ -60,30 +60,30 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
 
 @functools.cache
 def _warn_log_unwritable() -> None:
-    with suppress(OSError):  # the terminal may be closed, too
+    with suppress(OSError):  # the user may have closed the terminal
         print("error: the log file cannot be written; is the disk full? Training continues.", file=sys.stderr)
 
 
 def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Print once that the log cannot be written, instead of a traceback for each line."""
+    """Print once that the log file cannot be written, instead of a traceback for each line."""
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
         if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # its unwritten text would fail again at the end
+            handler.stream = None  # otherwise, closing the stream would write the text again, and fail
     else:
         traceback.print_exc()
 
 
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
-    """Make the folder, and lock it until the end of the context. Remove a new folder if no run has begun by then."""
+    """Create the folder, and lock it inside the ``with`` block. If no run has started by then, remove a new folder."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process. A killed run's last workers may keep it for some seconds.
+        # The lock ends with the process. The last data workers of a killed run may keep it for some seconds.
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=LOCK_PATIENCE)
         for name in ("config.json", "params.txt", "metrics.jsonl", "out.log"):
@@ -100,7 +100,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     except BaseException:
         if new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # another program has written there
+            with suppress(OSError):  # a parent is not empty if another program has written to it
                 for place in new[1:]:
                     place.rmdir()
         raise
@@ -109,7 +109,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether a folder has a run with a first step, or a run of OpenCLIP."""
+    """Return whether a folder contains a run that has taken a step, or a run of OpenCLIP."""
     checkpoints, is_ours = folder / "checkpoints", (folder / "config.json").exists()
     if (folder / "metrics.jsonl").exists() or ((folder / "params.txt").exists() and not is_ours):
         return True
@@ -118,7 +118,7 @@ def has_begun(folder: Path) -> bool:
 
 @contextmanager
 def synchronized(config: RunFolderConfig) -> Iterator[None]:
-    """Copy the run folder to ``--remote-sync`` at the start, regularly and at the end; the first copy must succeed."""
+    """Copy the run folder to ``--remote-sync`` at the start, at intervals, and at the end. UsageError if the first fails."""
     if config.remote is None or not distributed.is_master():
         yield
         return
@@ -135,7 +135,7 @@ def synchronized(config: RunFolderConfig) -> Iterator[None]:
 
 
 def fetch_checkpoints(config: RunFolderConfig) -> None:
-    """Copy checkpoints that only ``--remote-sync`` has: a requeued job can start on another node. As in OpenCLIP, only s3."""
+    """Fetch checkpoints that exist only at ``--remote-sync``, for a job that restarts on another node. Supports only s3."""
     if config.remote is None or config.folder is None:
         return
     if config.remote_protocol != "s3":
@@ -148,7 +148,7 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
 
 
 def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
-    """Write OpenCLIP's ``params.txt`` and our ``config.json``: resolved flags, versions, git commit."""
+    """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``."""
     (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
     config = {
         "flags": _plain(flags),
@@ -161,7 +161,7 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on."""
+    """Return the versions of the packages that affect a run's results."""
     import open_clip
     import torchvision
 
@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide a run's numbers and files, by name: to compare runs."""
+    """Return the settings that affect a run's results or files, by name. They are compared at a resume."""
     return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
 
 
@@ -193,7 +193,7 @@ def _git_commit() -> str | None:
 
 
 def copy_codebase(folder: Path) -> None:
-    """Copy this package's source into the run's folder."""
+    """Copy this package's source code to the run folder."""
     target = folder / "code" / "openclip_ext"
     if target.exists():
         logging.info(f"The code is already in {target}.")

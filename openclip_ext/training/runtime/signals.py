@@ -1,4 +1,4 @@
-"""Requests by signal: SIGUSR1 for a checkpoint; SIGTERM, SIGINT and SIGHUP for a checkpoint and the end of the run."""
+"""Requests by signal: SIGUSR1 saves a checkpoint; SIGTERM, SIGINT and SIGHUP save a checkpoint and end the run."""
 
 import ctypes
 import enum
@@ -15,14 +15,14 @@ from openclip_ext.data.loader.train_loader import Interrupted
 
 
 class Request(enum.IntEnum):
-    """What was requested; the larger wins if ranks disagree."""
+    """The kind of a request. If ranks have different requests, the largest value counts."""
 
     NOTHING = 0
     SAVE = 1
     SAVE_AND_STOP = 2
 
 
-# The conventional exit status of a program that a signal has stopped.
+# The conventional exit status of a program that was stopped by a signal.
 EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
 EXIT_AFTER_SIGINT = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,20 +39,21 @@ def _is_under_torchrun() -> bool:
 
 
 def end_with_torchrun() -> None:
-    """Ask Linux to send this process SIGTERM when torchrun, its parent, dies, so that it never runs next to a restarted run.
+    """Make Linux send SIGTERM to this process when its parent torchrun dies.
 
-    A process with another parent may outlive it (``nohup``).
+    Otherwise, the process could run at the same time as the restarted run. A process whose parent is not torchrun is not
+    changed, because it may have to outlive its parent (``nohup``).
     """
     if sys.platform == "linux" and _is_under_torchrun():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SignalRequests:
-    """Signals, remembered until the end of the step, when all ranks act on them together. A context manager.
+    """A context manager that stores signals until the end of the step, when all ranks act on them together.
 
-    A signal may reach one rank only; the others receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run at once, but
-    not under torchrun, which forwards the first one. ``exit_status`` is the shell's for the signal, and SIGTERM's if
-    another rank received it.
+    A signal may reach only one rank; the other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
+    immediately. This does not apply under torchrun, which forwards the first Ctrl-C again. ``exit_status`` is the shell's exit
+    status for the signal; if only another rank received the signal, it is SIGTERM's.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class SignalRequests:
 
     def __enter__(self) -> "SignalRequests":
         for number in _REQUESTS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # nohup
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # started with nohup
                 continue
             self._previous[number] = signal.signal(number, self._remember)
         return self
@@ -86,7 +87,10 @@ class SignalRequests:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a request to stop raise ``Interrupted`` while the run waits for a batch, which may never come."""
+        """Raise ``Interrupted`` for a request to stop inside the ``with`` block, where the run waits for a batch.
+
+        The batch may never come, so the run must not wait for the end of the step.
+        """
         self._is_interruptible = True
         try:
             if self._request == Request.SAVE_AND_STOP:
@@ -96,13 +100,13 @@ class SignalRequests:
             self._is_interruptible = False
 
     def poll_ranks(self, now: bool = False) -> Request:
-        """Return the strongest request of any rank up to the last call, or with ``now`` up to this one. Collective.
+        """Return the largest request of any rank before the previous call, or, with ``now``, before this call. Collective.
 
-        This way no step waits for the slowest rank's host.
+        Because of the delay of one call, no step waits for the host of the slowest rank.
         """
         known = self._request
         earlier, self._asked = self._asked, distributed.any_rank_soon(int(known))
-        if self._request == known:  # else a signal came meanwhile: it is for the next call
+        if self._request == known:  # otherwise a new signal has arrived, which the next call handles
             self._request = Request.NOTHING
         request = earlier()
         if now or distributed.world_size() == 1:
