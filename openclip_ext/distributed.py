@@ -59,8 +59,8 @@ def unconnected_processes() -> int:
 def check_equal_sizes(batch: Tensor) -> None:
     """Raise ValueError on all ranks if the batch sizes of the ranks differ. In this case, gloo would abort the processes.
 
-    Only batches on a CPU are checked, and not in a compiled graph. On a GPU, the communication of the check may take as long as
-    a step.
+    Only batches on a CPU are checked, and not in a compiled graph. On a GPU, the check's communication may take as long as a
+    step.
     """
     if world_size() > 1 and batch.is_cpu and not torch.compiler.is_compiling():
         sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()

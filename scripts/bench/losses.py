@@ -3,8 +3,9 @@
     python -m scripts.bench.losses [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
 Inputs are the same random unit features on one device. All options except --prototypes have their defaults. The losses
-alternate. A ratio is the median over the rounds. Solved temperatures are past their warm-up. Memory is the temporary memory of a call, without features and state.
-``--rounds 0`` measures only memory, which is reported as infinite for losses that do not fit.
+alternate. A ratio is the median over the rounds. Solved temperatures are past their warm-up. Memory
+is the temporary memory of a call, without features and state. ``--rounds 0`` measures only memory, which is reported as
+infinite for losses that do not fit.
 """
 
 import argparse
