@@ -388,7 +388,7 @@ def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: P
     for damaged in (flipped, intact[: len(intact) // 2], b""):
         path.write_bytes(damaged)
         caplog.clear()
-        with pytest.raises(ManifestError, match="or corrupt"):
+        with pytest.raises(ManifestError, match="or is corrupt"):
             find_or_create_manifest(shards, manifest=path)
         assert find_or_create_manifest(shards).shards == made.shards
         assert f"{path} is not a manifest, or is corrupt" in caplog.text and path.read_bytes() == damaged

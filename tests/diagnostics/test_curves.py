@@ -31,7 +31,7 @@ def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
     (tmp_path / "just-started").mkdir()
     output = tmp_path / "pictures" / "curves.png"
     curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
-    assert "warning: just-started is left out" in capsys.readouterr().err
+    assert "warning: just-started is not drawn" in capsys.readouterr().err
     pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
     colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # of the two runs
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
