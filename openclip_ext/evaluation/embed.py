@@ -83,7 +83,7 @@ def _embed(args: argparse.Namespace) -> None:
                 loader = EvalLoader(
                     source,
                     preprocess=loaded.preprocess,
-                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # takes a single text, too
+                    tokenizer=loaded.tokenizer,
                     batch_size=args.batch_size,
                     workers=args.workers,
                     span=unit,
