@@ -83,7 +83,7 @@ def _embed(args: argparse.Namespace) -> None:
                 loader = EvalLoader(
                     source,
                     preprocess=loaded.preprocess,
-                    tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # also accepts a single text
+                    tokenizer=loaded.tokenizer,
                     batch_size=args.batch_size,
                     workers=args.workers,
                     span=unit,

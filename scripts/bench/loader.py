@@ -8,14 +8,24 @@ tokenizer, batch size and workers. Ours runs with both image backends and yields
 device. ``reference`` is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each
 measurement is a new process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is
 the median over the rounds.
+
+A second table has the samples per CPU second of the worker processes, because other programs change them less. Their
+baseline ``bare`` decodes, crops and resizes with torchvision alone, in the measuring process, before and after the epoch.
+``one worker`` is ours with torchvision; two more rows have Hugging Face's tokenizer of CLIP's vocabulary, and none.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +37,11 @@ from scripts.bench import harness
 OLD_WEBDATASET = "0.2.86"
 BASELINE = "openclip"
 REFERENCE = "reference"
-SIDES = (BASELINE, "pil", "torchvision", REFERENCE)
+LOADERS = (BASELINE, "pil", "torchvision", REFERENCE)
+BARE = "bare"
+HUGGING_FACE = "one worker, Hugging Face"
+NO_TOKENIZER = "one worker, no tokenizer"
+SIDES = (*LOADERS, "one worker", HUGGING_FACE, NO_TOKENIZER)
 # Width and height of the photos, and the factor of --samples-per-shard.
 PHOTOS = {"500x375": (500, 375, 2), "1024x768": (1024, 768, 1)}
 # Distinct images of a set; they repeat, because creating one takes longer than reading it.
@@ -68,13 +82,63 @@ def write_reference(folder: Path, samples: int, width: int = 512) -> None:
     (folder / embeddings.ABOUT).write_text(json.dumps(about))
 
 
+def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
+    """Return a loader's work on images, with files in memory and boxes that are drawn before."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms.v2.functional import resized_crop
+
+    with tarfile.open(shard) as tar:
+        members = itertools.islice((member for member in tar if member.name.endswith("jpg")), DISTINCT_IMAGES)
+        files = [torch.frombuffer(bytearray(tar.extractfile(member).read()), dtype=torch.uint8) for member in members]
+    image = decode_jpeg(files[0], ImageReadMode.RGB)
+    boxes = [crop.get_params(image, crop.scale, crop.ratio) for _ in range(num_samples)]
+
+    def work() -> int:
+        for file, box in zip(itertools.cycle(files), boxes, strict=False):
+            image = decode_jpeg(file, ImageReadMode.RGB)
+            resized_crop(image, *box, size=crop.size, interpolation=crop.interpolation, antialias=True)
+        return num_samples
+
+    return work
+
+
+def rates(work: Callable[[], int], clocks: Sequence[int]) -> list[float]:
+    """Return samples per second, and per second of the sum of these clocks."""
+
+    def now() -> np.ndarray:
+        return np.array([time.perf_counter(), sum(map(time.clock_gettime, clocks))])
+
+    start = now()
+    samples = work()
+    return (samples / (now() - start)).tolist()
+
+
+def choose_tokenizer(side: str, folder: Path) -> Any:
+    import open_clip
+    import torch
+
+    if side == NO_TOKENIZER:
+        return lambda texts: torch.zeros(len(texts), 77, dtype=torch.int64)
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    if side == HUGGING_FACE:
+        from transformers import CLIPTokenizer
+
+        names = {"bos_token": "<start_of_text>"} | dict.fromkeys(("eos_token", "unk_token"), "<end_of_text>")
+        merges = list(tokenizer.bpe_ranks)
+        CLIPTokenizer(vocab=tokenizer.encoder, merges=merges, **names).save_pretrained(folder)
+        return open_clip.tokenizer.HFTokenizer(str(folder))
+    return tokenizer
+
+
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
-    """Print the samples per second of one loader; called in a subprocess."""
+    """Print the rates of one loader; called in a subprocess."""
     import open_clip
     import webdataset
 
     preprocess = open_clip.image_transform(224, is_train=True)
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    folder = Path(shards).parent
+    tokenizer = choose_tokenizer(side, folder / "tokenizer")
     epochs: list[Any]
     key: str | int
     if side == BASELINE:
@@ -99,26 +163,32 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
         from openclip_ext.data.loader.config import TrainLoaderConfig
         from openclip_ext.data.sources.spec import DataSpec
 
-        config = TrainLoaderConfig(batch_size=batch_size, workers=workers)
-        images = image_pipeline(preprocess, "torchvision" if side == REFERENCE else side)
-        spec = DataSpec(shards, reference=str(Path(shards).parent / REFERENCE) if side == REFERENCE else None)
+        config = TrainLoaderConfig(batch_size=batch_size, workers=workers if side in LOADERS else 1)
+        images = image_pipeline(preprocess, "pil" if side == "pil" else "torchvision")
+        spec = DataSpec(shards, reference=str(folder / REFERENCE) if side == REFERENCE else None)
         loader = build_train_loader(
             spec, config, preprocess=images.transform, tokenizer=tokenizer, decoder=images.decode
         )
         epochs, key = [loader.iterate(0), loader.iterate(1)], "image"
-    for epoch in epochs:
-        rate = harness.rate(lambda epoch=epoch: sum(len(batch[key]) for batch in epoch))
-    print(rate)
+    first, second = (lambda epoch=epoch: sum(len(batch[key]) for batch in epoch) for epoch in epochs)
+    first()
+    bare = bare_work(folder / "00000.tar", num_samples // 2, preprocess.transforms[0])
+    bare()
+    around = [rates(bare, [time.CLOCK_PROCESS_CPUTIME_ID])]
+    # The CPU clocks of other processes, see clock_getcpuclockid(3).
+    found = rates(second, [~worker.pid << 3 | 2 for worker in multiprocessing.active_children()])
+    around.append(rates(bare, [time.CLOCK_PROCESS_CPUTIME_ID]))
+    print(json.dumps({"per_second": found[0], "per_cpu_second": found[1], BARE: statistics.mean(r[1] for r in around)}))
 
 
-def run_side(side: str, old: Path, **job: Any) -> float:
-    """Return the samples per second of one loader, measured in a new process."""
+def run_side(side: str, old: Path, **job: Any) -> dict[str, float]:
+    """Return the rates of one loader, measured in a new process."""
     root = str(Path(__file__).resolve().parents[2])
     path = [str(old), root] if side == BASELINE else [root]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "measure-side", json.dumps({"side": side, **job})]
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(result.stdout.split()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
@@ -133,8 +203,16 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             write_reference(Path(temporary) / name / REFERENCE, samples * args.num_shards)
             job = {"shards": shards, "num_samples": samples * args.num_shards}
             job |= {"batch_size": args.batch_size, "workers": args.workers}
-            rounds = [{side: run_side(side, old, **job) for side in SIDES} for _ in range(args.repeats)]
-            tables[name] = harness.speeds(rounds, BASELINE)
+            rounds = [{side: run_side(side, old, **job) for side in args.sides} for _ in range(args.repeats)]
+            if BASELINE in args.sides:
+                loaders = [side for side in args.sides if side in LOADERS]
+                tables[name] = harness.speeds(
+                    [{side: one[side]["per_second"] for side in loaders} for one in rounds], BASELINE
+                )
+            cpu_time = tables[f"{name}, CPU time of the workers"] = {}
+            for side in args.sides:
+                pairs = [{side: one[side]["per_cpu_second"], BARE: one[side][BARE]} for one in rounds]
+                cpu_time |= harness.speeds(pairs, BARE, "samples_per_cpu_second")
     return tables
 
 
@@ -146,6 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES, metavar="SIDE", help=", ".join(SIDES))
 
 
 if __name__ == "__main__":

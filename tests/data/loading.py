@@ -19,9 +19,9 @@ from openclip_ext.data.loader.train_loader import Progress, TrainLoader
 from openclip_ext.data.sources.spec import DataSpec
 
 
-def tokenize(text: str) -> Tensor:
-    """Return the number in a caption and the caption's length as an int64 tensor of shape (1, 2)."""
-    return torch.tensor([[int(text.split()[1]), len(text)]])
+def tokenize(texts: list[str]) -> Tensor:
+    """Return the number in each caption and its length, in the shape of OpenCLIP's tokenizers."""
+    return torch.tensor([[int(text.split()[1]), len(text)] for text in texts])
 
 
 def preprocess(image: Image.Image) -> Tensor:

@@ -37,8 +37,8 @@ def pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.resize((24, 24), Image.Resampling.NEAREST)))
 
 
-def tokens(caption: str) -> torch.Tensor:
-    return torch.tensor([[*caption.encode().ljust(40, b"\0")]])
+def tokens(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[*caption.encode().ljust(40, b"\0")] for caption in captions])
 
 
 def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any) -> dict[int, tuple[str, list]]:

@@ -147,11 +147,14 @@ def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def tokenize(text: str) -> torch.Tensor:
-    """Return the sample number in an intact caption; -1 if the caption was changed."""
-    words = text.split()
-    intact = len(words) == 4 and words[1].isascii() and words[1].isdigit() and text == caption_of(int(words[1]))
-    return torch.tensor([[int(words[1]) if intact else -1]])
+def tokenize(texts: list[str]) -> torch.Tensor:
+    """Return the samples' numbers; -1 for a changed caption."""
+    numbers = []
+    for text in texts:
+        words = text.split()
+        intact = len(words) == 4 and words[1].isascii() and words[1].isdigit() and text == caption_of(int(words[1]))
+        numbers.append([int(words[1]) if intact else -1])
+    return torch.tensor(numbers)
 
 
 def preprocess(image: Image.Image) -> torch.Tensor:

@@ -37,7 +37,7 @@ def test_batches_have_the_rows_of_their_samples(shards, tmp_path, workers):
     config = TrainLoaderConfig(batch_size=8, workers=workers)
     spec = DataSpec(shards, reference=store.folder)
     loader = build_train_loader(
-        spec, config, preprocess=lambda image: torch.zeros(1), tokenizer=lambda text: torch.zeros(1, 1)
+        spec, config, preprocess=lambda image: torch.zeros(1), tokenizer=lambda texts: torch.zeros(len(texts), 1)
     )
     for batch in loader.iterate(0):
         image, text = store.rows(batch["index"])

@@ -116,10 +116,10 @@ def test_synthetic_data():
     def first_pixel(image: Image.Image) -> torch.Tensor:
         return torch.tensor([*image.size, *image.getpixel((0, 0))])
 
-    def length(text: str) -> torch.Tensor:
-        return torch.full((1, 3), len(text))
+    def lengths(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[len(text)] * 3 for text in texts])
 
-    loader = build(None, first_pixel, length, dataset_type="synthetic", num_samples=20, batch_size=8)
+    loader = build(None, first_pixel, lengths, dataset_type="synthetic", num_samples=20, batch_size=8)
     batches = list(loader.iterate(0))
     assert (loader.num_samples, len(batches)) == (20, 2)
     assert len(set(indices(batches))) == 16

@@ -20,7 +20,7 @@ from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
 
 Transform = Callable[[Any], Tensor]
-Tokenizer = Callable[[str], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
 _READ_AHEAD = 4096  # samples whose shards a reader may open ahead
 
 
@@ -92,7 +92,7 @@ class BatchDataset(Dataset):
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
         """Make a batch of the next usable samples; ``is_short`` marks that there were too few."""
-        images, texts, indices, captions = [], [], [], []
+        images, indices, captions = [], [], []
         bad: list[BadSample] = []
         num_cut = 0
         for raw in self._stream:
@@ -105,40 +105,37 @@ class BatchDataset(Dataset):
                     break
                 continue
             num_cut += len(caption) > MAX_CAPTION
-            pixels, text, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
+            pixels, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
             images.append(pixels)
-            texts.append(text)
             indices.append(raw.index)
             captions.append(caption)
             if len(indices) == self._layout.batch_size:
                 break
         if len(indices) < self._layout.batch_size:
             return {"is_short": True, "bad": bad}
-        batch = {"image": default_collate(images), "text": default_collate(texts), "index": torch.tensor(indices)}
+        batch = {"image": default_collate(images), "text": self._tokenizer(captions), "index": torch.tensor(indices)}
         if self._source.reference is not None:
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
         return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
 
-    def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, Tensor, str]:
-        """Return pixels, ``(views, ...)`` with several views, and the first view's token ids ``(L,)`` and caption."""
-        pixels, text, shown = self._view(image, caption, epoch, index)
+    def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:
+        """Return pixels, ``(views, ...)`` with several views, and the first view's caption."""
+        pixels, shown = self._view(image, caption, epoch, index)
         if self._config.views > 1:
             others = [self._view(image, shown, epoch, index, view)[0] for view in range(1, self._config.views)]
             pixels = torch.stack([pixels, *others])
-        return pixels, text, shown
+        return pixels, shown
 
-    def _view(
-        self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int
-    ) -> tuple[Tensor, Tensor, str]:
+    def _view(self, image: DecodedImage, caption: str, epoch: int, index: int, *view: int) -> tuple[Tensor, str]:
         bits = self._hash(Purpose.PIXELS, epoch, index, *view)
         torch.default_generator.manual_seed(bits >> 1)  # torch.manual_seed would also seed the GPUs
         random.seed(bits)
         np.random.seed(bits & 0xFFFFFFFF)
         if self._config.caption_aware_flip:
             image, caption = flip_at_random(image, caption)
-        return self._transform(image), self._tokenizer(caption)[0], caption
+        return self._transform(image), caption
 
     def _hash(self, purpose: Purpose, *words: int) -> int:
         return hash_int(purpose, self._config.seed, *words)

@@ -68,8 +68,9 @@ class _EvalDataset(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         samples = self._usable()
         try:
-            while batch := list(itertools.islice(samples, self._batch_size)):
-                yield default_collate(batch)
+            while rows := list(itertools.islice(samples, self._batch_size)):
+                batch = default_collate(rows)
+                yield batch | {"text": self._tokenizer(batch["text"])}
         except BadDataError as error:
             yield {"error": str(error)}
 
@@ -84,7 +85,7 @@ class _EvalDataset(IterableDataset):
                     bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
                     continue
                 usable += 1
-                sample = {"image": self._transform(image), "text": self._tokenizer(caption[:MAX_CAPTION])[0]}
+                sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
             if bad and not usable and not self._span:  # a part of the data may have none
                 raise BadDataError(f"{name} has no usable sample: {reason}")
@@ -140,7 +141,7 @@ class EvalLoader:
         samples: Source | ShardStreams,
         *,
         preprocess: Callable[[Image.Image], Tensor],
-        tokenizer: Callable[[str], Tensor],
+        tokenizer: Callable[[list[str]], Tensor],
         batch_size: int,
         workers: int = 0,
         num_samples: int | None = None,

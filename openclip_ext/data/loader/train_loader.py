@@ -52,7 +52,7 @@ class TrainLoader:
         preprocess: Turns an RGB image into a tensor. It may use the generators of torch, numpy and random, which are seeded
             by (seed, epoch, index) before each call.
         decoder: Turns the content of an image file into the input of ``preprocess``, see :mod:`openclip_ext.data.images`.
-        tokenizer: Turns a caption into token ids ``(1, L)``, as OpenCLIP's tokenizers do.
+        tokenizer: Turns a list of B captions into token ids ``(B, L)``, as OpenCLIP's tokenizers do.
         epoch_samples: Samples of a shorter epoch, which has another part of the data each time. No index changes.
         max_bad_fraction: The run stops when more than this fraction of the samples is bad.
 
