@@ -26,7 +26,7 @@ _MAX_FILE = 1 << 26  # bytes of a file of counts; a server may send without end
 
 def is_local(url: str) -> bool:
     """Return whether a shard is a file of this machine, and no ``pipe:`` command or URL."""
-    return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
+    return ":" not in url or len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
 def local_path(url: str) -> str:
