@@ -77,22 +77,31 @@ def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
     return permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples))).__getitem__
 
 
-def shuffled_positions(length: int, window: int, seed: int, *words: int) -> Iterator[np.ndarray]:
+def shuffled_positions(length: int, window: int, seed: int, *words: int, start: int = 0) -> Iterator[np.ndarray]:
     """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places; yield int64 arrays.
+
+    The first ``start`` positions of the result are not yielded, and most of them are not computed.
 
     Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). So a reader that reads the positions
     in order stores at most ``window`` samples, and half as many on average. A window of 0 does not shuffle.
     """
-    waiting_positions, waiting_keys = np.empty(0, np.int64), np.empty(0)
-    for begin in range(0, length, _SHUFFLE_BLOCK):
-        end = min(begin + _SHUFFLE_BLOCK, length)
+
+    def with_keys(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(begin, end)
-        keys = positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
-        positions, keys = np.concatenate([waiting_positions, positions]), np.concatenate([waiting_keys, keys])
+        return positions, positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
+
+    first = start // _SHUFFLE_BLOCK * _SHUFFLE_BLOCK
+    waiting, waiting_keys = with_keys(max(first - window, 0), first)
+    waiting, waiting_keys = waiting[waiting_keys >= first], waiting_keys[waiting_keys >= first]
+    start -= first - len(waiting)
+    for begin in range(first, length, _SHUFFLE_BLOCK):
+        end = min(begin + _SHUFFLE_BLOCK, length)
+        positions, keys = map(np.concatenate, zip((waiting, waiting_keys), with_keys(begin, end), strict=True))
         # Keys below `end` are final: all later positions have keys of at least `end`.
         ready = keys < end if end < length else np.ones(len(keys), dtype=bool)
-        yield positions[ready][np.argsort(keys[ready], kind="stable")]
-        waiting_positions, waiting_keys = positions[~ready], keys[~ready]
+        yield positions[ready][np.argsort(keys[ready], kind="stable")][start:]
+        start = max(0, start - int(ready.sum()))
+        waiting, waiting_keys = positions[~ready], keys[~ready]
 
 
 @dataclass(frozen=True)
@@ -197,10 +206,17 @@ class EpochOrder:
         """Return the global indices of the samples at these positions of a worker's piece."""
         return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
-    def shuffled(self, rank: int, worker: int) -> Iterator[np.ndarray]:
-        """Yield the positions of a worker's piece in the order in which the worker yields the samples."""
+    def shuffled(self, rank: int, worker: int, start: int = 0) -> Iterator[np.ndarray]:
+        """Yield the positions of a worker's piece in the order of its samples, without the first ``start``."""
         words = (self._epoch, self._segment, rank, worker)
-        return shuffled_positions(self.piece_length(rank, worker), self._layout.shuffle_window, self._seed, *words)
+        window = self._layout.shuffle_window
+        return shuffled_positions(self.piece_length(rank, worker), window, self._seed, *words, start=start)
+
+    def unread(self, rank: int, worker: int, start: int) -> "_Slots":
+        """Return the positions of :meth:`shuffled`, ascending."""
+        length, window = self.piece_length(rank, worker), self._layout.shuffle_window
+        left = _left_of_shuffle(length, window, start, self._seed, self._epoch, self._segment, rank, worker)
+        return _Slots.up_to(length).ranges(*left)
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,9 @@ class _Slots:
         """Return the slots at these positions."""
         runs = np.searchsorted(self.ends, positions, side="right")
         return (self.firsts - self._begins)[runs] + positions
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.ends.size else 0
 
     def number_below(self, slot: int) -> int:
         """Return how many slots are smaller than this one."""

@@ -26,7 +26,7 @@ _MAX_FILE = 1 << 26  # maximum bytes of a file of counts, because a server may s
 
 def is_local(url: str) -> bool:
     """Return whether a shard is a path on this machine, not a ``pipe:`` command or a URL."""
-    return len(urlparse(url).scheme) <= 1 or url.startswith("file:")
+    return ":" not in url or len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
 def local_path(url: str) -> str:

@@ -12,7 +12,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.shards.shardlist import expand_shards
+from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
@@ -138,4 +138,5 @@ def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
-    return [local_path(url) for url in expand_shards(spec.source) if is_local(url)]
+    # Names only: finding a shard that is given twice asks for every file, which rank 0 does for its manifest.
+    return [local_path(url) for urls in expand_components(spec.source) for url in urls if is_local(url)]

@@ -96,6 +96,13 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
         assert ahead.max() <= window, "a loader would have to hold more samples than the window"
         if window == 0:
             assert np.array_equal(order, np.arange(length))
+        of_epoch = EpochOrder(lambda slots: slots, 7, 1, [], Layout(1, 1, 1, 1, length, window))
+        order = np.concatenate(list(of_epoch.shuffled(0, 0)))
+        for start in (0, 1, length // 2, length - 1, length):
+            left = np.concatenate([*of_epoch.shuffled(0, 0, start), np.empty(0, np.int64)])
+            unread = of_epoch.unread(0, 0, start)
+            assert np.array_equal(left, order[start:])
+            assert np.array_equal(unread[np.arange(len(unread))], np.sort(left))
 
 
 def test_shuffle_mixes_over_the_window():

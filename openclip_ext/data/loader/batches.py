@@ -170,15 +170,10 @@ def epoch_order(
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
     """Yield the samples of one worker in order, from number ``start`` on; hold up to a shuffle window of them in memory."""
-    skipped = np.zeros(order.piece_length(rank, worker), dtype=bool)
     waiting: dict[int, RawSample] = {}
-    ahead: Iterator[tuple[int, RawSample]] | None = None
-    for part in order.shuffled(rank, worker):
-        skipped[part[:start]] = True
-        left, start = part[start:], max(0, start - len(part))
-        for position in left.tolist():
-            # Starts when all skipped positions are marked.
-            ahead = ahead or _read_in_sequence(source, order, rank, worker, skipped)
+    ahead = _read_in_sequence(source, order, rank, worker, start)
+    for part in order.shuffled(rank, worker, start):
+        for position in part.tolist():
             while position not in waiting:
                 place, raw = next(ahead)
                 waiting[place] = raw
@@ -186,17 +181,17 @@ def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, 
 
 
 def _read_in_sequence(
-    source: Source, order: EpochOrder, rank: int, worker: int, skipped: np.ndarray
+    source: Source, order: EpochOrder, rank: int, worker: int, start: int
 ) -> Iterator[tuple[int, RawSample]]:
     reader = source.reader()
+    unread = order.unread(rank, worker, start)
 
     def part(begin: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(begin, min(begin + _READ_AHEAD, len(skipped)))
-        positions = positions[~skipped[positions]]
+        positions = unread[np.arange(begin, min(begin + _READ_AHEAD, len(unread)))]
         return positions, order.piece_indices(rank, worker, positions)
 
     following = part(0)
-    for begin in range(0, len(skipped), _READ_AHEAD):
+    for begin in range(0, len(unread), _READ_AHEAD):
         (positions, indices), following = following, part(begin + _READ_AHEAD)
         reader.expect(np.concatenate([indices, following[1]]))
         for position, index in zip(positions.tolist(), indices.tolist(), strict=True):

@@ -173,6 +173,7 @@ class Manifest:
     def load(cls, path: str | os.PathLike) -> "Manifest":
         """Read a manifest; ManifestError if the file is corrupt, not a manifest, or of another version."""
         path = Path(path).absolute()
+        folder = str(path.parent)
         try:
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -184,7 +185,7 @@ class Manifest:
             shards = []
             for entry in content["shards"]:
                 name = entry.pop("name")
-                shards.append(Shard(os.path.normpath(path.parent / name) if is_local(name) else name, **entry))
+                shards.append(Shard(os.path.normpath(os.path.join(folder, name)) if is_local(name) else name, **entry))
             left_out = _parse_ranges(content["left_out"], content["num_samples"])
             return cls(shards, content["image_key"], content["caption_key"], left_out)
         except (KeyError, TypeError, ValueError, RecursionError) as error:

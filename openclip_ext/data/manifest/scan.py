@@ -39,6 +39,8 @@ T = TypeVar("T")
 # Maximum lengths of the lists of one shard, to keep a manifest small.
 _MAX_POSITIONS, _MAX_GAPS = 20, 5
 _MAX_PROCESSES = 32
+# Parts of the shard list for each process: sending a small shard alone takes longer than its scan.
+_CHUNKS = 64
 _REQUESTS = 32  # remote files that are read in parallel
 
 
@@ -154,8 +156,9 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
         return list(with_bar(map(scan, paths), len(paths)))
     # "fork" is PyTorch's default for data workers, too; "spawn" would import the training script and torch per process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    chunk = max(1, len(paths) // (workers * _CHUNKS))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
-        return list(with_bar(pool.map(scan, paths), len(paths)))
+        return list(with_bar(pool.map(scan, paths, chunksize=chunk), len(paths)))
 
 
 def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:

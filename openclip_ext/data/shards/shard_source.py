@@ -153,10 +153,12 @@ class _ShardReader(Reader):
         self._open_ahead()
 
     def _open_ahead(self) -> None:
-        place = self._expected.index(self._shard) + 1 if self._shard in self._expected else 0
+        if self._shard in self._expected:
+            # The search is short, because the shards before it are gone.
+            del self._expected[: self._expected.index(self._shard) + 1]
         self._ahead = {
             number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number))
-            for number in self._expected[place : place + _SHARDS_AHEAD]
+            for number in self._expected[:_SHARDS_AHEAD]
             if not self._source.manifest.shards[number].is_local
         }
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from openclip_ext.data.remote import BUFFER
 
 BLOCK = 512
+_ZEROS = bytes(BLOCK)
 # Bytes of zeros at the end of an archive: two blocks, and then up to the end of a record of 20 blocks. More zeros mean lost
 # data.
 _END_OF_ARCHIVE, _RECORD = 2 * BLOCK, 20 * BLOCK
@@ -196,7 +197,7 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
         data = position + BLOCK
         if len(header) < BLOCK:
             raise _EndOfFileError(position + len(header))
-        if position == start and not header[0] and not any(header):
+        if position == start and header == _ZEROS:
             return None
         if not _has_checksum(header):
             raise _CorruptHeaderError(f"no tar header at byte {position}", data)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
@@ -23,6 +24,7 @@ class Key(NamedTuple):
     entry: str | None = None
 
 
+@cache
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
