@@ -1,4 +1,7 @@
-"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step. Each loads the other's state."""
+"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step.
+
+FSDP2 loads DDP's state, and DDP loads FSDP2's state.
+"""
 
 import contextlib
 import functools

@@ -25,7 +25,7 @@ def find_or_create_manifest(
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
     For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error and is not scanned
-    again, because a checkpoint's indices could then mean different samples. Collective: all ranks call it; rank 0 does the work.
+    again, because a checkpoint's indices could mean different samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
         ManifestError: On every rank, with the reason.
