@@ -136,7 +136,7 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that also excludes these samples; raise ManifestError if an index is wrong or none is left."""
+        """Return a manifest that also excludes these samples; raise ManifestError for a wrong index or if all are excluded."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
