@@ -1,4 +1,4 @@
-"""The only file that uses undocumented parts of OpenCLIP and torch.
+"""All uses of undocumented parts of OpenCLIP, and some uses of undocumented parts of torch.
 
 ``open_clip`` has a public interface. ``open_clip_train``, the training script in the same package, has none. All code that
 uses ``open_clip_train``, or undocumented parts of ``open_clip``, is here: for a new OpenCLIP release, only this file changes.

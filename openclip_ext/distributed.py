@@ -19,8 +19,8 @@ from openclip_ext.cli.errors import UsageError
 
 T = TypeVar("T")
 
-# Long, because other ranks wait while one rank evaluates or saves for hours. A stopped rank is detected by its heartbeat
-# (``training/runtime/heartbeat.py``).
+# Long, because other ranks wait while one rank evaluates or saves for hours. A stopped rank is detected earlier, because
+# its heartbeat is missing (``training/runtime/heartbeat.py``).
 _CONTROL_TIMEOUT = timedelta(hours=48)
 # Timeouts of a collective on GPUs: in the first step, which may compile and tune for long, and in later steps.
 START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)

@@ -32,7 +32,7 @@ def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
 
 
 def device(name: str) -> str:
-    """Check the name of a device, and return it. ArgumentTypeError if this machine does not have the device."""
+    """Check the name of a device, and return it. Raise ArgumentTypeError if this machine does not have the device."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:

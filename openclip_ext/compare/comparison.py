@@ -301,7 +301,7 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; empty if there is none. ValueError if it is corrupt or of other flags."""
+    """Return the plan in the output folder; empty if there is none. Raise ValueError if it is corrupt or of other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
         return {}

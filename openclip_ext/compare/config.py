@@ -95,7 +95,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
-    """Return the configuration of the training runs; UsageError for flags that have no effect or another meaning here."""
+    """Return the training runs' configuration; raise UsageError for flags that have no effect or another meaning here."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe contains one loss's settings for a paper's run length; remove it")
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))

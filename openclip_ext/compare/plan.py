@@ -61,8 +61,8 @@ def plan_tuning(
         if steps >= enough_steps or steps == most_samples // batch:
             return tried, Stage(steps * batch, seeds)
     raise ValueError(
-        f"the time is too short: {max(0, seconds) / 60:.1f} minutes, after reading and measuring, leave {max(0, steps)} steps "
-        f"for a run, expected at least {_LEAST_STEPS}. Use more --minutes, fewer --losses, or a smaller --model"
+        f"the time is too short: reading and measuring leave {max(0, seconds) / 60:.1f} minutes, which is {max(0, steps)} "
+        f"steps per run, expected at least {_LEAST_STEPS}. Use more --minutes, fewer --losses, or a smaller --model"
     )
 
 

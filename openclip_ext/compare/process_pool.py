@@ -165,7 +165,7 @@ def _exit_reason(status: int) -> str:
 
 
 def failure_words(failure: str) -> str:
-    """Return a clause that says how a run failed or was killed."""
+    """Return a clause that describes how a run failed or was killed."""
     return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 

@@ -219,7 +219,7 @@ def _loss_result(
 
 
 def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
-    """Return ``(N,)``: 1 for each sample with a hit, else 0, averaged over the metrics."""
+    """Return the mean over the metrics of each sample's hit (1) or miss (0), ``(N,)``."""
     return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
 
 

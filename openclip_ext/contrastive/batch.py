@@ -306,13 +306,13 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 
 def finite_rows(features: Tensor) -> Tensor:
-    """Return ``(B,)`` bool: whether both sides of a sample, in ``(2, B, d)``, have only finite features."""
+    """Return whether both sides of each sample have only finite features, ``(B,)`` bool. ``features`` is ``(2, B, d)``."""
     # The maximum is NaN if a feature is NaN, and then the comparison is False. This is much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 
 def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
-    """Return ``(B,)`` bool: whether each index is in ``[0, num_samples)``."""
+    """Return whether each index is in ``[0, num_samples)``, ``(B,)`` bool."""
     assert num_samples is not None, "set in every loss that needs an index"
     return index.clamp(0, num_samples - 1) == index
 
@@ -324,5 +324,5 @@ def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
 
 
 def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Return ``(B_local,)`` bool: whether a sample has only finite features."""
+    """Return whether each sample has only finite features, ``(B_local,)`` bool."""
     return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))

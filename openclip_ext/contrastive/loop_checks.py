@@ -64,7 +64,7 @@ class LoopChecks:
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
     ) -> None:
-        """Warn if features have no unit norm, or if the logit scale looks like its logarithm; ValueError if it is invalid."""
+        """Warn if features have no unit norm or the logit scale looks like its log. Raise ValueError for an invalid scale."""
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])

@@ -191,7 +191,7 @@ class ContrastiveLoss(nn.Module):
         """Estimate the log-normalizers ``α`` of this process's samples from the stored state, without changing it.
 
         Collective: all ranks call it, with equally many samples. The arguments are as for :meth:`forward`. Raises
-        NotImplementedError if the loss has no normalizers.
+        Raise NotImplementedError if the loss has no normalizers.
 
         Returns:
             ``(B_local,)`` for the images and for the texts, or for the first and the second views.

@@ -150,7 +150,7 @@ class SolvedTemperature(TemperatureScheme):
 
 
 def _may_be_ready(batch: GatheredBatch) -> bool:
-    """Return False while there cannot have been enough steps: without a sync, because there are at most as many as calls."""
+    """Return False before ``_WARMUP_STEPS`` calls. There are never more steps than calls, and this check needs no sync."""
     return isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS
 
 

@@ -30,7 +30,7 @@ _SMALLEST_NORM = 1e-12
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
     """Return the batch with two blocks of features: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
-    ``reference`` contains the reference's embeddings ``(B_local, width)`` of images and of texts; ValueError for other shapes.
+    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. Raise ValueError for other shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:

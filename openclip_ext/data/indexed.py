@@ -78,7 +78,7 @@ def with_index(
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:
-    """Yield the batches of one epoch; ValueError for a repeated index, whose state would be updated twice.
+    """Yield the batches of one epoch; raise ValueError for a repeated index, whose state would be updated twice.
 
     Args:
         batches: One pass over a loader. Batches are dictionaries or tuples.

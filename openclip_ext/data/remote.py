@@ -56,7 +56,7 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three 
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Call an action, retrying it for ``patience`` seconds with doubling waits; OSError for a final error, or at the end."""
+    """Call an action, retrying for ``patience`` seconds with doubling waits; raise OSError for a final error or at the end."""
     start, failures = time.monotonic(), 0
     while True:
         try:

@@ -51,7 +51,7 @@ def _as_value_error() -> Iterator[None]:
 
 
 def list_remote(pattern: str) -> list[str]:
-    """Return the sorted URLs of the files that match a pattern with ``*``, ``?`` or ``[...]``; ValueError if none match."""
+    """Return the sorted URLs of the files that match a pattern (``*``, ``?`` or ``[...]``); raise ValueError if none match."""
 
     def find() -> list[str]:
         system, path = file_system(pattern)
@@ -110,7 +110,7 @@ class Storage:
         return content
 
     def reach(self, urls: Iterable[str]) -> None:
-        """Read from one remote file per server, bucket or program; ValueError if that fails."""
+        """Read from one remote file per server, bucket or program; raise ValueError if that fails."""
         with _as_value_error():
             for url in {place_of(url): url for url in urls if not is_local(url)}.values():
                 file = RemoteFile(url, self.patience)
@@ -119,7 +119,7 @@ class Storage:
                         output.peek(1)
 
     def check_cache(self, url: str, multiple: float, in_use: str) -> None:
-        """Warn if the cache cannot keep copies; ValueError if it is too small for the shards in use at the same time.
+        """Warn if the cache cannot keep copies; raise ValueError if it is too small for the shards in use at the same time.
 
         ``in_use`` describes these shards in the message. Together, they are ``multiple`` times as large as ``url``.
         """

@@ -34,7 +34,7 @@ def load_clip(
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set. FileNotFoundError if its folder is missing, which clip-benchmark would download."""
+    """Build a data set. Raise FileNotFoundError if its folder is missing, which clip-benchmark would download."""
     if not Path(root).exists():
         raise FileNotFoundError(f"{root} not found: set --dataset_root, or make the folder to download into it")
     return build(*args, root=root, **options)

@@ -52,7 +52,7 @@ class TaskResult:
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a data set with labels, and its groups if it has any. DataError if a fault in the data would change the score."""
+    """Score a labeled data set, and its groups if any. Raise DataError if a fault in the data would change the score."""
     classnames, templates = data.read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
     batches = encoder.batches(data.find_samples(folder), spec)

@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the stripped, non-blank lines of a text file; DataError if there are none. ``what`` describes a line."""
+    """Return the stripped, non-blank lines of a text file; raise DataError if there are none. ``what`` describes a line."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -146,7 +146,7 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards of the test split; DataError if they are not the ones that ``nshards.txt`` counts."""
+    """Return the shards of the test split; raise DataError if they are not the ones that ``nshards.txt`` counts."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
@@ -172,7 +172,7 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
 
 
 def find_samples(folder: Path) -> list[StoredSample]:
-    """Return the samples of the test split in their order on disk; DataError if a shard is missing, corrupt or copied."""
+    """Return the test split's samples in their order on disk; raise DataError if a shard is missing, corrupt or copied."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
         for sample in read_shard(shard, frozenset()):
@@ -223,7 +223,7 @@ def read_batch(
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
     """Return a sample's image file, and those of ``label``, ``metadata`` and ``captions`` that ``spec`` requires.
 
-    DataError if a field is missing or wrong. Its message starts with ``where``.
+    Raise DataError if a field is missing or wrong. Its message starts with ``where``.
     """
 
     def content_of(*extensions: str) -> bytes:

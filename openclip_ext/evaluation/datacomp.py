@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate the tasks and print the summary; return the exit status. ValueError if nothing can be evaluated."""
+    """Evaluate the tasks and print the summary; return the exit status. Raise ValueError if nothing can be evaluated."""
     tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
     missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
     if len(missing) == len(tasks):
@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
-    # A task may have a result although its data have been removed since.
+    # A task may have a result even if its data has since been removed.
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]

@@ -57,8 +57,8 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
 def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Download one data set completely, convert it if needed, and write its checksums.
 
-    After an error, complete files stay for the next call. ValueError if a checksum is wrong after three attempts, or the set
-    cannot be converted.
+    After an error, complete files stay for the next call. Raise ValueError if a checksum is wrong after three attempts,
+    or the set cannot be converted.
     """
     folder = data_dir / task.folder
     api, wanted = HfApi(endpoint=endpoint), _snapshot_arguments(task, folder)
@@ -172,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     """Download or check the chosen sets, and exit. The exit status is 0 if every chosen set is complete, otherwise 1.
 
-    ValueError if a task is unknown, ConnectionError if the hub does not answer.
+    Raise ValueError if a task is unknown, and ConnectionError if the hub does not answer.
     """
     args = build_parser().parse_args(argv)
     raise SystemExit(_verify(args) if args.verify else _download(args))

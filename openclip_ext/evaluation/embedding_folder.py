@@ -69,8 +69,8 @@ class EmbeddingFolder:
     def begun(self) -> Iterator[list[Done] | None]:
         """Create the files, or check those of an earlier launch, on rank 0. Lock the folder inside the ``with`` block.
 
-        Yields the finished ranges; None means that all are finished. UsageError if another program uses the folder, it has
-        other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
+        Yields the finished ranges; None means that all are finished. Raise UsageError if another program uses the folder, it
+        has other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))

@@ -80,8 +80,8 @@ class Encoder:
     ) -> Samples:
         """Apply a function to all batches of images, and concatenate the values ``(B, ...)`` that it returns by name.
 
-        The result also contains the batches' own values, such as labels, but not the images. DataError if the data must not
-        be scored.
+        The result also contains the batches' own values, such as labels, but not the images. Raise DataError if the data must
+        not be scored.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:

@@ -68,8 +68,8 @@ def load_model(
         **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
             None replace those in the ``params.txt`` of the checkpoint's run.
 
-    ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. HeadsError if the
-    kind of projection heads is unknown.
+    Raise ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. Raise
+    HeadsError if the kind of projection heads is unknown.
     """
     add_model_configs()
     if model_config is not None:
@@ -120,7 +120,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
-    """Return the checkpoint as OpenCLIP's argument ``pretrained``; ModelError if it is missing or unknown."""
+    """Return the checkpoint as OpenCLIP's argument ``pretrained``; raise ModelError if it is missing or unknown."""
     if checkpoint is not None and Path(checkpoint).is_file():
         return str(checkpoint)
     if _is_folder(name):

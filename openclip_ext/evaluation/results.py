@@ -1,7 +1,8 @@
-"""Store and average results. ``eval_results.jsonl`` has one line per task, in DataComp's format, of one run only.
+"""Store and average results.
 
-So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in
-the same folder, earlier lines move to ``eval_results.RUN.jsonl``. They return when their run continues.
+Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains one run only. So DataComp's
+``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in the same
+folder, earlier lines move to ``eval_results.RUN.jsonl``. They return when their run continues.
 """
 
 import hashlib
@@ -165,7 +166,7 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:
-    """Return whether a result's data has another size than DataComp's (``--allow-size-mismatch``)."""
+    """Return whether the size of a result's data differs from DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
     return task is not None and line.get("found", task.size) != task.size
 

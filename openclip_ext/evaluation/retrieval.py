@@ -20,7 +20,7 @@ from openclip_ext.evaluation.tasks import Task
 
 
 def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the recall of image retrieval (by caption) and of text retrieval (by image); DataError if the data is faulty."""
+    """Compute the recall of image retrieval (by caption) and text retrieval (by image); raise DataError for faulty data."""
     spec = SampleFormat(captions=True, convert_first=False)
     found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
     texts = encoder.encode_texts([caption for own in found.captions for caption in own])

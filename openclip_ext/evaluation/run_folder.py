@@ -12,7 +12,7 @@ from openclip_ext.files.schema import read_as
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's ``config.json``; UsageError if the file is missing or not a configuration."""
+    """Return the content of a run's ``config.json``; raise UsageError if the file is missing or not a configuration."""
     path = folder / "config.json"
     try:
         config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
@@ -20,13 +20,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             read_as(dict[str, Any], config.get(name), name)
         return config
     except FileNotFoundError:
-        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training") from None
+        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the path itself if it is a file, or a run folder's newest readable checkpoint; UsageError if there is none."""
+    """Return the path if it is a file, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []

@@ -25,7 +25,7 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Score one task, including its ``main_metric``. ``any_size``: whether the data's size may differ from DataComp's.
 
-    DataError if the data is missing, corrupt, or differs from DataComp's. ValueError if the embeddings are not finite.
+    Raise DataError if the data is missing, corrupt or differs from DataComp's, and ValueError for non-finite embeddings.
     """
     evaluate = EVALUATORS.get(task.kind, evaluate_classification)
     result = evaluate(task, Path(data_dir) / task.folder, encoder, any_size)

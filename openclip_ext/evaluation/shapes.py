@@ -77,7 +77,7 @@ def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
 
 def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[str, float]:
     def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
-        """Return ``(N,)`` whether each image's nearest class is right. ``phrases`` describes the classes in words."""
+        """Return whether each image's nearest class is correct, ``(N,)`` of 0 and 1. ``phrases`` describes the classes."""
         names = [f"{'an' if words[0] in 'aeiou' else 'a'} {words}" for words in phrases.values()]
         weights = encoder.class_embeddings(names, _TEMPLATES)
         wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
@@ -111,7 +111,7 @@ def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:
-    """Read the samples of all shards in a folder; ValueError if they are not the demo set's test split."""
+    """Read the samples of all shards in a folder; raise ValueError if they are not the demo set's test split."""
     samples = []
     for shard in sorted(data_dir.glob("*.tar")):
         for found in read_shard(shard, frozenset({"json"})):

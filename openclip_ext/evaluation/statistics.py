@@ -1,4 +1,4 @@
-"""Compute paired differences of two losses. Their intervals cover the choice of seeds and of validation samples."""
+"""Compute paired differences between two losses. Their intervals cover the choice of seeds and of validation samples."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
-    """Compute the difference of two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
+    """Compute the difference between two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
 
     The interval combines two independent sources of chance, both by Student's t: seeds, and groups of samples. Samples with
     equal captions form a group, because they are right or wrong together. None for fewer than two seeds or groups.

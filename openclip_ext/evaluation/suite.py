@@ -55,10 +55,13 @@ def build_suite(
 
     Args:
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 tasks with a main metric), or another key of `SUITES`.
-            ValueError if it is unknown, or none of its data is in ``data_dir``. Missing tasks are logged.
+            Missing tasks are logged.
         data_dir: Folder with the ``wds_*_test`` folders.
         any_size: Whether to score data whose size differs from DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.
+
+    Raises:
+        ValueError: The suite is unknown, or none of its data is in ``data_dir``.
     """
     if suite not in SUITES:
         raise ValueError(f"--eval-suite: expected one of {', '.join(SUITES)}, found {suite!r}.")

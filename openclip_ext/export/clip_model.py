@@ -72,7 +72,7 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return OpenCLIP's weights with the names of ``CLIPModel``; KeyError if ``CLIPModel`` does not have a weight."""
+    """Return OpenCLIP's weights with the names of ``CLIPModel``; raise KeyError if ``CLIPModel`` does not have a weight."""
     converted: dict[str, Tensor] = {}
     for full_name, value in state.items():
         name = full_name.removeprefix("text.")  # models with custom_text have this prefix in their text tower

@@ -12,9 +12,9 @@ def read_as(kind: type[T], value: Any, where: str) -> T:
     """Check a value from ``json.loads``, and convert it to dataclasses.
 
     Args:
-        kind: A dataclass or TypedDict. Its entries may have the types ``bool``, ``int``, ``float``, ``str``, ``list[X]``,
-            ``tuple[X, Y]`` (a list in JSON), ``dict[str, X]``, ``X | None``, ``Any``, or be dataclasses and TypedDicts.
-            Entries with a default are optional.
+        kind: A dataclass or TypedDict. Each entry must have one of these types: ``bool``, ``int``, ``float``, ``str``,
+            ``list[X]``, ``tuple[X, Y]`` (a list in JSON), ``dict[str, X]``, ``X | None``, ``Any``, a dataclass or a
+            TypedDict. Entries with a default are optional.
         where: Name of the value in error messages.
 
     Raises:

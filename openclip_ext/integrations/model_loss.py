@@ -169,7 +169,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`. The number of processes may differ; ValueError if options or data do."""
+        """Restore a state from :meth:`state_dict`, of any number of processes; raise ValueError if options or data differ."""
         state = read_as(dict[str, Any], state, "the saved loss")
         saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

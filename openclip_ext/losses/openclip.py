@@ -124,7 +124,7 @@ class OpenClipLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mini-batch estimate ``log g``, which this loss uses in effect."""
+        """Return the mini-batch estimate ``log g``, the normalizer that this loss uses implicitly."""
         batch = self._batch(image_features, text_features, logit_scale, None)
         batch_at_tau = contrast_minibatch(batch, gather=True)
         log_g = batch_at_tau.log_g[:, batch_at_tau.batch.local]

@@ -69,7 +69,8 @@ PACKAGE_OPTIONS = (
         "reference_temperature",
         float,
         0.01,
-        "temperature of the reference model's softmax (--distill; openclip-ext embed reports the model's own)",
+        "temperature of the reference model's softmax, for --distill; openclip-ext embed reports the reference model's "
+        "learned temperature",
         exclusive_minimum=0.0,
     ),
     Option(
@@ -263,7 +264,7 @@ PACKAGE_OPTIONS = (
         "kappa",
         float,
         10.0,
-        "log of the step size of the moving average u: the new estimate has the weight sigmoid(log u + kappa)",
+        "log of the mirror-descent step size: the new estimate has the weight sigmoid(log u + kappa) in the moving average u",
         symbol="κ",
     ),
     Option(

@@ -340,7 +340,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
 def _compatible_parts(
     method: Method, title: str, normalizer: str, temperature_scheme: str
 ) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
-    """Return the parts with these names that the method's objective allows; OptionError if there are no such parts."""
+    """Return the parts with these names that the method's objective allows; raise OptionError if there are no such parts."""
     reason = None
     for normalizer_part in _parts(NormalizerPart, normalizer):
         objective = method.objective or normalizer_part.objective
@@ -365,7 +365,7 @@ def _keywords(build: type) -> set[str]:
 
 
 def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
-    """Return the classes of a loss, and the values of all its options; OptionError for a wrong option."""
+    """Return the classes of a loss, and the values of all its options; raise OptionError for a wrong option."""
     options = _with_rho(options)
     composition = _compose(name, options)
     defaults = composition.defaults()

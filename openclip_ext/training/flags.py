@@ -28,7 +28,8 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 def parse(argv: list[str]) -> TrainingConfig:
     """Return the configuration for a command line with OpenCLIP's flags and ours.
 
-    UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. SystemExit after ``--help``.
+    Raise UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. Raise SystemExit after
+    ``--help``.
     """
     if argv[:1] == ["--"]:
         # In ``torchrun ... -m openclip_ext.training.main -- --logs DIR``, torchrun would reject ``--logs`` without ``--``.
@@ -81,7 +82,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags. UsageError for an unknown flag suggests a similar known flag."""
+    """Return the parsed flags. The UsageError for an unknown flag suggests a similar known flag."""
     try:
         return parser.parse_args(argv)
     except UsageError as error:
@@ -132,7 +133,7 @@ def refuse_contradictions(argv: Sequence[str]) -> None:
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
-    """Make ``--siglip`` and ``--loss siglip`` agree if one of them is given; UsageError if they contradict each other."""
+    """Make ``--siglip`` and ``--loss siglip`` agree if one is given; raise UsageError if they contradict each other."""
     if args.loss is None:
         args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
     elif args.siglip and args.loss != "siglip":

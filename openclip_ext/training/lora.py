@@ -30,7 +30,7 @@ _ADAPTER = "default"  # peft's name of an adapter
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
     """Add adapters to a model in place, and freeze all other parameters except for the logit scale and bias.
 
-    ``weights`` (``--pretrained``) is recorded in ``adapter_config.json``. UsageError if a tower has no layer for an adapter.
+    ``adapter_config.json`` records ``weights`` (``--pretrained``). Raise UsageError if a tower has no layer for an adapter.
     """
     import peft
 

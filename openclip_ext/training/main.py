@@ -17,7 +17,7 @@ from openclip_ext.training.flags import parse
 def main(argv: list[str]) -> None:
     """Run a command line: train, or only evaluate if there is no training data.
 
-    UsageError for a wrong command line, data or checkpoint. SystemExit after ``--help``, SIGTERM or SIGINT.
+    Raise UsageError for a wrong command line, data or checkpoint. Raise SystemExit after ``--help``, SIGTERM or SIGINT.
     """
     config = parse(argv)
     from openclip_ext.training.run import run

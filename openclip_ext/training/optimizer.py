@@ -84,7 +84,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs`` as Python values; UsageError if a flag or the program sets the argument."""
+    """Return the arguments of ``--opt-kwargs`` as Python values; raise UsageError if a flag or the program sets one."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -140,8 +140,9 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     parameters = [parameter for group in groups for parameter in group["params"]]
     # On a GPU, only a fused optimizer can skip a step without a sync (see ``guard.py``).
     on_gpu = all(parameter.is_cuda for parameter in parameters)
-    # On a CPU, the fused optimizer is faster: 6 ms instead of 49 ms per step for the demo model. It is only used where it does
-    # not round differently: not for 16 bits, and not with several processes, where DDP and ``--fsdp`` would differ.
+    # On a CPU, the fused optimizer is faster: 6 ms instead of 49 ms per step for the demo model. It is used only if it
+    # rounds like the default optimizer. It is not used with 16-bit parameters, or with several processes, because DDP and
+    # ``--fsdp`` would then give different results.
     full_precision = (torch.float32, torch.float64)
     on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
     fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
@@ -156,7 +157,7 @@ def _parameter_groups(
     """Return OpenCLIP's two groups: gains and biases (without weight decay), and all other parameters.
 
     With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains patterns of names in the unwrapped model.
-    UsageError if a pattern matches no trained parameter.
+    Raise UsageError if a pattern matches no trained parameter.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []

@@ -166,7 +166,9 @@ def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
         yield None
         return
     if not model.whole:
-        raise RuntimeError("there is no copy of the model to evaluate: create it with keep_whole=True")
+        raise RuntimeError(
+            "the sharded model has no full copy to evaluate: create the ShardedDataParallel with keep_whole=True"
+        )
     (copied,) = model.whole
     copied.load_state_dict(state)
     try:

@@ -122,7 +122,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     loss_config = models.for_training(config.loss, steps, bool(config.model.weights))
     defaults = dict(loss_config.options.items() - config.loss.options.items())
     if defaults and distributed.is_master():
-        logging.info(f"Defaults of the loss in this training: {defaults}.")
+        logging.info(f"Defaults of the loss in this run: {defaults}.")
     config = replace(config, loss=loss_config)
     loss = models.build_loss(
         config.loss, config.model.name, built.model, loader.num_samples, built.device, loader.source.reference

@@ -123,7 +123,7 @@ class Validation:
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
-    """Compute the rank (from 1) and the recall of the paired text for each image, and of the paired image for each text.
+    """Compute the mean and median rank (from 1) and the recall of paired items, for images to texts and texts to images.
 
     Row ``i`` of the texts belongs to image ``i``. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). For ties, see
     :func:`ranks_of_best_match`.

@@ -90,7 +90,7 @@ class Gain:
 
 
 def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
-    """Return the gain of a pairing; KeyError if a seed has no row."""
+    """Return the gain of a pairing; raise KeyError if a seed has no row."""
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
     tuned, untuned = (

@@ -50,8 +50,8 @@ EXCLUDED_CATEGORY = "Emoji"
 # Smallest and largest fraction of all icons in a held-out group of sets: enough icons for a test, and few enough that training
 # does not need them.
 HELD_OUT_SHARE = (0.001, 0.02)
-# A held-out split has at least this number of groups, to contain different styles. Its groups have at least this many times as
-# many icons as needed pairs, because not all icons have an eligible name.
+# A held-out split has at least this number of groups, to contain different styles. Its groups together contain at
+# least HELD_OUT_SURPLUS icons per required pair, because not all icons have an eligible name.
 HELD_OUT_GROUPS = 8
 HELD_OUT_SURPLUS = 4
 
@@ -248,7 +248,7 @@ def render(icon: Icon, size: int) -> bytes | None:
 
 
 def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor) -> Iterator[tuple[Icon, bytes]]:
-    """Yield the first ``number`` valid icons of ``pool`` with their PNGs; ValueError if there are too few."""
+    """Yield the first ``number`` valid icons of ``pool`` with their PNGs; raise ValueError if there are too few."""
     taken = 0
     for start in range(0, len(pool), 4000):
         part = pool[start : start + 4000]

@@ -84,7 +84,7 @@ def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
     # If a finished comparison gets more minutes, its next runs are longer.
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
-    with pytest.raises(ValueError, match=r"too short: 0\.1 minutes, .* more --minutes, fewer --losses"):
+    with pytest.raises(ValueError, match=r"too short: .* leave 0\.1 minutes, .* more --minutes, fewer --losses"):
         plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
 
 

@@ -64,7 +64,7 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
         content = encoded(picture(seed), "JPEG", quality=95)
         expected, after = seeded(transform, decode_image(content), seed)
         found, numbers = seeded(pipeline.transform, pipeline.decode(content), seed)
-        assert numbers == after, "the pipeline drew other random numbers than the transform"
+        assert numbers == after, "the pipeline and the transform drew different random numbers"
         if pipeline.normalize is not None:
             assert found.dtype == torch.uint8
             found = pipeline.normalize(found[None])[0]

@@ -86,7 +86,7 @@ def test_problems_are_reported_by_shard(tmp_path: Path):
     assert "error" in problems[2]
     first, second, third = manifest.report()
     assert "2 samples without image, 2 samples without caption, at positions [1, 2, 3]" in first
-    assert "1 keys that occur again" in second and "corrupt or truncated" in third
+    assert "1 duplicate keys" in second and "corrupt or truncated" in third
     manifest.save(tmp_path / "m.json")
     assert [shard.problems for shard in Manifest.load(tmp_path / "m.json").shards] == problems
 
@@ -113,8 +113,8 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
         ),
         "zip": (b"PK\x03\x04" + bytes(600), "a zip archive"),
         "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
-        "json": (b'{"url": "x"}', "it is not a tar but JSON"),
-        "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd; decompress it"),
+        "json": (b'{"url": "x"}', "it is not a tar but a JSON file"),
+        "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "a zstd-compressed file; decompress it"),
         "nothing": (b"", r"it is empty; remove it"),
         "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
         "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or not a tar"),

@@ -10,7 +10,7 @@ from tests.distributed.pool import RankError, two_ranks
 
 
 def fail(how: str) -> None:
-    """Fail on rank 1 in the way ``how``, while rank 0 waits in a collective."""
+    """Make rank 1 fail, as ``how`` specifies, while rank 0 waits in a collective."""
     print("before the failure")
     if dist.get_rank() == 1:
         if how == "raise":

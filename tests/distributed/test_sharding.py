@@ -1,4 +1,7 @@
-"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step. Each loads the other's state."""
+"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step.
+
+FSDP2 loads DDP's state, and DDP loads FSDP2's state.
+"""
 
 import contextlib
 import functools
@@ -83,7 +86,7 @@ class Run(tiny.TinyTraining):
         self.values: list[Tensor] = []
 
     def steps(self, first: int = 0, last: int = STEPS) -> "Run":
-        """Take the steps ``first`` to ``last - 1``; return this training."""
+        """Take the steps ``first`` to ``last - 1``; return this training run."""
         self.model.train()
         self.values += [sum(self.take(number).values()) for number in range(first, last)]
         return self
@@ -96,7 +99,7 @@ class Run(tiny.TinyTraining):
 
 
 def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, Tensor]:
-    """Take all steps but the last in one training, and the last step in a resumed training; return the result."""
+    """Take all steps but the last in one run, and the last step in a resumed run; return the result."""
     before = Run(case, before_sharded).steps(last=STEPS - 1)
     states = [before.model.state_dict(), parallel.optimizer_state_dict(before.model, before.optimizer)]
     # In a real run, rank 0 saves these states, and every process reads its file.
@@ -143,7 +146,7 @@ def train_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
 
 
 def resumed_both_ways(name: str) -> dict[Any, dict[str, Tensor]]:
-    """Return the results of resumed trainings: from sharded parameters to both kinds, and from replicated to sharded."""
+    """Return the results of resumed training runs: from sharded parameters to both kinds, and from replicated to sharded."""
     ways = [(SHARDED, SHARDED), (SHARDED, REPLICATED), (REPLICATED, SHARDED)]
     return {(before, after): resumed(CASES[name], before == SHARDED, after == SHARDED) for before, after in ways}
 
@@ -156,7 +159,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 @functools.cache
 def trained(name: str) -> list[dict]:
-    """Return the results of both trainings of a case, for each rank."""
+    """Return the results of both training runs of a case, for each rank."""
     return two_ranks().run(train_both_ways, name)
 
 

@@ -69,7 +69,7 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
     for size in (0, 100, boundary, boundary + 512, boundary + 700, len(whole) - 10240, len(whole) - 1024):
         shard.write_bytes(whole[:size])
         if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
-            continue  # only padding was cut off, which is no error
+            continue  # only padding was cut off, which is not an error
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
             find_samples(folder)
 

@@ -120,7 +120,7 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
-    """Write the run folder of a training with two epochs and a validation after each; return its path."""
+    """Write the run folder of a training run with two epochs and a validation after each; return its path."""
     write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
     flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
     config = {

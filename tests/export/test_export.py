@@ -202,7 +202,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
 
 
 def test_models_without_a_counterpart_are_refused(tmp_path):
-    """The second model has the right weight names, but pools image features in another way than transformers."""
+    """The second model has the right weight names, but pools image features differently from transformers."""
     add_model_configs()
     content = open_clip.get_model_config("demo-vit")
     content["vision_cfg"]["pool_type"] = "avg"

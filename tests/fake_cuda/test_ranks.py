@@ -1,4 +1,7 @@
-"""Every loss on one of four ranks with fake CUDA tensors. Collectives are stubs that record their devices and number."""
+"""Every loss on one of four ranks with fake CUDA tensors.
+
+Collectives are stubs that count their calls and record the devices of their tensors.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

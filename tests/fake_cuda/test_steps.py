@@ -112,7 +112,7 @@ def test_no_step_has_more_launches_than_its_bound(way: str, name: str) -> None:
 
 
 def launches_of(name: str, way: str = "plain") -> int:
-    """Return the largest number of launches of a step. The first step, which creates state, does not count."""
+    """Return the largest number of kernel launches in any one step. The first step, which creates state, does not count."""
     options = bounds.options(name) | WAYS[way].options
     numbers = run_steps(name, replace(WAYS[way], options=options))
     return max(numbers[1:])

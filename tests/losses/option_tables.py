@@ -70,7 +70,7 @@ def _table(losses: list[str]) -> str:
         above = ["", f"[Shared options](README.md#options): {defaults}.", ""]
         names = [name for name in names if name not in shared]
         shared = []
-    meaning = "meaning, unless [shared](README.md#options)" if shared else "meaning"
+    meaning = "meaning (empty: see [shared options](README.md#options))" if shared else "meaning"
     header = ["option († by `--loss-option`)", *titles, meaning]
     rows = [
         [

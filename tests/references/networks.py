@@ -48,7 +48,10 @@ class Mlp(nn.Module):
 
 
 def log_partition(images: Tensor, texts: Tensor, scale: float, side: int, i: int, negatives_only: bool) -> float:
-    """Return log Z_i = log (1/B) Σ_j exp(c·s_ij) over the anchor's B pairs; the positive is one of them unless excluded."""
+    """Return log Z_i = log (1/B) Σ_j exp(c·s_ij).
+
+    The sum includes the positive pair unless ``negatives_only`` is set. The divisor is always B.
+    """
     others = negatives(i, len(images))
     total = sum(
         math.exp(scale * pair_similarity(images, texts, side, i, j).item())

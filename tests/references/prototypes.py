@@ -121,7 +121,7 @@ class NeuClip:
     """NeuCLIP's Algorithm 1 with AdaGrad. ``simultaneous`` means the order of Algorithm 3: predict before the updates.
 
     With ``verify_fit``, each step first compares two objectives on its batch: of the fitted prototypes, and of the recent
-    embeddings as prototypes. It uses the fitted prototypes only if their objective is smaller, and if the step is no restart.
+    embeddings as prototypes. It uses the fitted prototypes only if their objective is smaller and the step is not a restart.
     """
 
     prototypes: int

@@ -1,4 +1,4 @@
-"""The SLURM job for trainings: its command, and a trainer that saves too slowly. tests/slurm tests the other signals."""
+"""The SLURM job for training runs: its command, and a trainer that saves too slowly. tests/slurm tests the other signals."""
 
 import argparse
 import os

@@ -1,6 +1,6 @@
-"""Run short trainings as separate processes, forked or under torchrun, and compare their results.
+"""Run short training runs as separate processes, forked or under torchrun, and compare their results.
 
-Importing torch and OpenCLIP takes longer than these trainings, so a fork server imports them once. Everything else, from the
+Importing torch and OpenCLIP takes longer than these runs, so a fork server imports them once. Everything else, from the
 command line to the exit status, is the real program.
 """
 

@@ -1,4 +1,4 @@
-"""Unsupported models, losses and data give an error of one sentence. ``test_mistakes.py`` tests wrong flags."""
+"""Unsupported models, losses and data raise a one-sentence error. ``test_mistakes.py`` tests wrong flags."""
 
 import subprocess
 import sys

@@ -45,7 +45,7 @@ Result = tuple[dict[str, Tensor], ContrastiveLoss]
 
 
 def one_step(name: str, way: Way, compiled: nn.Module | None = None) -> Result:
-    """Take the first step of a training; return its numbers and the loss module."""
+    """Take the first step of a training run; return its numbers and the loss module."""
     training = TinyTraining(name, way, compiled=compiled)
     terms = training.take(0)
     head = training.loss.model_head()

@@ -37,7 +37,7 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
 
 
 def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):
-    """Two ranks get other batches than one, so this test only counts their steps; loss tests compare the numbers."""
+    """Two ranks get different batches from one rank, so this test only counts their steps; loss tests compare the numbers."""
     given = ("--reference", reference, *DISTILLED, "--force-patch-dropout", "0")
     half = ("--batch-size", "8")
     assert run(small_command(shards, tmp_path, "one", "queueclip", *given)) == 0

@@ -41,9 +41,9 @@ def changed(name: str, way: Way, spoil: Callable[[Batch], None] = nan_pixel) -> 
     """Take two good steps, a bad step and a good step, and compare the result with a run without the bad step.
 
     Returns:
-        ``by_bad_step``: state that the bad step changed (names); ``later``: state that differs from the other run after the
-        last step; ``moved``: state that the last step changed; ``skipped``: the skipped steps that the guard reports, as
-        (step, samples, whether these samples are bad); ``samples``: samples of the bad step.
+        A dictionary. ``by_bad_step``, ``later`` and ``moved`` are names of state entries: changed by the bad step, different
+        from the other run after the last step, and changed by the last step. ``skipped`` lists the guard's skipped steps as
+        (step, samples, whether the samples are bad). ``samples`` contains the samples of the bad step.
     """
     run, without = TinyTraining(name, way), TinyTraining(name, way)
     for number in range(2):

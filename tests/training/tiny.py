@@ -84,7 +84,7 @@ OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, 
 
 @dataclass(frozen=True)
 class Way:
-    """How the steps of a training are computed, in one process or in several.
+    """How the steps of a training run are computed, in one process or in several.
 
     Attributes:
         tower: ``vit`` or ``resnet``.

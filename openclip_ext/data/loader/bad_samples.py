@@ -34,8 +34,8 @@ class BadSamples:
         self._max_fraction = max_fraction
         self._epoch_samples = epoch_samples
         self._epoch = 0
-        self._found: dict[int, int] = {}  # the epoch in which each was found
-        self._unread: set[int] = set()  # of the current epoch
+        self._found: dict[int, int] = {}  # index to the epoch in which it was found
+        self._unread: set[int] = set()  # indices, in the current epoch
         self._new: dict[int, BadSample] = {}
         self._num_logged = 0
         self._has_refused = False
@@ -67,7 +67,7 @@ class BadSamples:
             self._refuse_too_many()
 
     def exchange(self) -> None:
-        """Share the new samples with all ranks; BadDataError on all if there are too many. Collective: all ranks call it."""
+        """Share new samples with all ranks; raise BadDataError on all if there are too many. Collective: all ranks call it."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:
                 if rank and distributed.is_master():

@@ -101,7 +101,7 @@ def build_eval_loader(
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """Return the samples of a data set by index; find or create the manifest of shards. ValueError if the data are wrong."""
+    """Return the samples of a data set by index; find or create the manifest of shards. Raise ValueError for wrong data."""
     kind, given = spec.resolved_type, spec.source or ""
     source: Source
     if kind == "synthetic":

@@ -12,11 +12,13 @@ class TrainLoaderConfig:
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
     workers: int = flag(0, minimum=0, maximum=1024)  # processes of each rank; 0 means the training process
-    seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # of order and pixels
-    rank: int | None = None  # None: torch.distributed's, also for world_size
+    seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # seed of the sample order and the augmentation
+    rank: int | None = None  # None means the value of torch.distributed; so for world_size
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples that a worker shuffles over; about half of them are in memory
-    views: int = 1  # of each image; several: ``image`` is (batch_size, views, ...), the text belongs to the first
+    views: int = (
+        1  # augmented views per image; if > 1, ``image`` is (batch_size, views, ...); the text belongs to the first
+    )
     caption_aware_flip: bool = flag(
         False, "mirror half of the images, and exchange 'left' and 'right' in their captions"
     )
@@ -26,4 +28,4 @@ class TrainLoaderConfig:
     )
     caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
     pin_memory: bool = False
-    patience: float | None = None  # seconds to wait for a worker before it is killed; None: no timeout
+    patience: float | None = None  # seconds to wait for a worker before it is killed; None means no timeout

@@ -75,7 +75,7 @@ class _EvalDataset(IterableDataset):
             yield {"error": str(error)}
 
     def _usable(self) -> Iterator[dict[str, Any]]:
-        """Yield the usable samples, and log the others; BadDataError if a group has no usable sample."""
+        """Yield the usable samples, and log the others; raise BadDataError if a group has no usable sample."""
         for name, raws in self._groups():
             usable, bad, reason = 0, 0, ""
             for raw in raws:

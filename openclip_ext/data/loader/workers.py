@@ -23,7 +23,7 @@ from openclip_ext.data.processes import begin_worker
 _GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 # A timeout is waited for in this many intervals. Time in which the run was stopped (SIGSTOP) counts as one interval.
 _INTERVALS = 10
-_EXIT_SECONDS = 2.0  # until a worker whose sockets are closed has exited
+_EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 # Timeout factor for first batches, which wait until the shuffle buffer is full.
 _FIRST_BATCHES_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")

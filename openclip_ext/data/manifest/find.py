@@ -24,8 +24,8 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
 
-    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error, not scanned again:
-    new indices could belong to other samples than in a checkpoint. Collective: all ranks call it; rank 0 does the work.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error and is not scanned
+    again, because a checkpoint's indices could mean different samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
         ManifestError: On every rank, with the reason.

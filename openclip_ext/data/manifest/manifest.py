@@ -136,7 +136,7 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that also excludes these samples; ManifestError if an index is wrong, or no sample is left."""
+        """Return a manifest that also excludes these samples; raise ManifestError for a wrong index or if all are excluded."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
@@ -148,7 +148,7 @@ class Manifest:
         return changed
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the manifest as JSON, atomically; OSError if the folder is not writable."""
+        """Write the manifest as JSON, atomically; raise OSError if the folder is not writable."""
         path = Path(path).absolute()
         folder, entries = str(path.parent), []
         for shard in self.shards:
@@ -171,7 +171,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
-        """Read a manifest; ManifestError if the file is corrupt, not a manifest, or of another version."""
+        """Read a manifest; raise ManifestError if the file is corrupt, not a manifest, or of another version."""
         path = Path(path).absolute()
         folder = str(path.parent)
         try:
@@ -223,7 +223,7 @@ class Manifest:
         return bool(moved or touched)
 
     def check_unchanged(self, shard_number: int) -> None:
-        """Check one local shard; ReplacedError if its members changed since the manifest, OSError if it does not exist."""
+        """Check one local shard; raise ReplacedError if its members changed since the scan, OSError if it is missing."""
         shard = self.shards[shard_number]
         if _is_touched(shard) and self._rescan([shard]):
             raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
@@ -272,7 +272,7 @@ class Manifest:
 
 
 def _is_touched(shard: Shard) -> bool:
-    """Return whether a local shard's modification time changed since its scan; ReplacedError if its size changed."""
+    """Return whether a local shard's modification time changed since its scan; raise ReplacedError if its size changed."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
         raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
@@ -284,7 +284,7 @@ def _describe(problems: Problems) -> Iterator[str]:
     for name, text in (
         ("without_image", "samples without image"),
         ("without_caption", "samples without caption"),
-        ("duplicate_keys", "keys that occur again"),
+        ("duplicate_keys", "duplicate keys"),
     ):
         if name in counts:
             yield f"{counts[name]:,} {text}"

@@ -223,7 +223,7 @@ def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> in
 def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
     if url is None:
         return {}
-    # A command that fails may mean that the file does not exist, so the command is not retried.
+    # A failed command may only mean that the file does not exist, so do not retry it.
     storage = Storage(patience=0) if url.startswith(PIPE) else storage
     try:
         content = json.loads(storage.read(url))

@@ -23,7 +23,7 @@ _wanted: np.ndarray  # ascending uids to keep, up to a billion; set once in each
 
 
 def read_uids(path: str | os.PathLike) -> np.ndarray:
-    """Return the ascending uids ``(k,)`` of a file; ValueError if the file has another format or is empty."""
+    """Return the ascending uids ``(k,)`` of a file; raise ValueError if the file has another format or is empty."""
     values = np.load(path, allow_pickle=False)
     if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
         values = np.ascontiguousarray(values).view(UID)[:, 0]
@@ -33,7 +33,7 @@ def read_uids(path: str | os.PathLike) -> np.ndarray:
 
 
 def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
-    """Return a manifest that excludes samples with unlisted uids; ValueError if all are unlisted. No index changes."""
+    """Return a manifest that excludes samples with unlisted uids; raise ValueError if all are unlisted. No index changes."""
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
         found = pool.map(_unlisted, manifest.shards, repeat(storage))

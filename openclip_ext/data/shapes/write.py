@@ -77,7 +77,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
 
     A second call continues an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
-    means one process per core. ValueError if the folder contains shards of another configuration or another program.
+    means one process per core. Raise ValueError if the folder contains shards of another configuration or another program.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)

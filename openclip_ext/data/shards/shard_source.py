@@ -93,7 +93,7 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def open_shard(self, number: int) -> io.BufferedReader:
-        """Open one shard; OSError if it does not exist or changed since its scan. Fetches the start of a remote shard.
+        """Open one shard; raise OSError if it does not exist or changed since its scan. Fetches the start of a remote shard.
 
         A local shard may be on a file server that does not answer. Wait for the server, unless the previous shard failed.
         """

@@ -187,7 +187,7 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, or None for a block of zeros; TarError if it is unreadable.
+    """Return the member whose first header is at ``start``, or None for a block of zeros; raise TarError if it is unreadable.
 
     After a gap, a name that fills its field counts as corrupt, because the header with the full name may be in the gap.
     """
@@ -253,7 +253,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
     """Group members into samples. A repeated field starts a new sample, even if the key is the same.
 
-    Reads the content of the wanted fields (None means all) up to 256 MiB each. TarError if the file ends inside a field.
+    Reads the content of the wanted fields (None means all) up to 256 MiB each. Raise TarError if the file ends inside a field.
     """
     sample: TarSample | None = None
     found: set[str] = set()  # the sample's fields; a set, because a shard with wrong names may have a million

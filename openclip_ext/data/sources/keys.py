@@ -28,7 +28,7 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` is a field of the tar, and ``json:caption`` is the entry "caption" of the field "json". ValueError for other forms.
+    ``jpg`` is a field of the tar, and ``json:caption`` is entry "caption" of field "json". Raise ValueError for other forms.
     """
     keys = []
     for part in filter(None, (part.strip() for part in text.split(";"))):

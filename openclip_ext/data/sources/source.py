@@ -97,7 +97,7 @@ class Source(ABC):
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image (RGB) and caption; BadSampleError if the image or the caption is missing or does not decode.
+        """Return image (RGB) and caption; raise BadSampleError if the image or the caption is missing or does not decode.
 
         ``decoder`` receives the bytes of an image file, or the open file. ``draw`` modulo the number of captions selects one.
         """
@@ -116,10 +116,13 @@ class Source(ABC):
 
 
 def decode_image(data: bytes | BinaryIO) -> Image.Image:
-    """Decode an image to RGB; BadSampleError on failure.
+    """Decode an image to RGB.
 
     As in webdataset's "pilrgb" and OpenCLIP, the EXIF orientation is not applied. Gray images of more than 8 bits are scaled
     to 8 bits.
+
+    Raises:
+        BadSampleError: The image does not decode.
     """
     try:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
@@ -171,7 +174,7 @@ class SampleKeys:
         return decoder(raw.fields[image_key.field]), caption
 
     def caption(self, raw: RawSample) -> str:
-        """Return the first caption of a sample; BadSampleError if it is missing or does not decode."""
+        """Return the first caption of a sample; raise BadSampleError if it is missing or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
 

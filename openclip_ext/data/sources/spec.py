@@ -75,7 +75,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` is decided by the path's ending. ValueError if unknown."""
+        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` is decided by the path's ending. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":

@@ -85,7 +85,7 @@ def _categories(text: str) -> list[str]:
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
-    """Return the run's manifest; UsageError if the changed manifest cannot be written to ``target``."""
+    """Return the run's manifest; raise UsageError if the changed manifest cannot be written to ``target``."""
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):

@@ -20,7 +20,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """Open an image file, and convert the image to RGB; ValueError if it is unreadable."""
+    """Open an image file, and convert the image to RGB; raise ValueError if it is unreadable."""
     try:
         return Image.open(path).convert("RGB")
     except Exception as error:  # decoders raise many types, even struct.error and SyntaxError

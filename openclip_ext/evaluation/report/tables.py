@@ -21,7 +21,7 @@ class Row:
     key: str  # key of the task, or title of the group
     metric: str  # the task's main metric, or ``average`` for a group
     cells: tuple[Value | str, ...]  # per run: its value, or a text if it has none (``partial 12/38``, ``-``)
-    other_sizes: tuple[bool, ...]  # per run: whether data of another size than DataComp's was used
+    other_sizes: tuple[bool, ...]  # per run: whether the size of the data differs from DataComp's
 
     @property
     def title(self) -> str:
@@ -67,7 +67,7 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
 def size_note(rows: Sequence[Row]) -> str:
     """Return an explanation of the mark †, or an empty text if no value has this mark."""
     is_needed = any(any(row.other_sizes) for row in rows)
-    return "† scored on data of another size than DataComp's, so not DataComp's number." if is_needed else ""
+    return "† scored on data whose size differs from DataComp's, so not DataComp's number." if is_needed else ""
 
 
 def format_value(cell: Value | str) -> str:
@@ -131,7 +131,7 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     Values are fractions at full precision. Incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
     checkpoint), the average over 38 tasks and these tasks with OpenCLIP's titles, other tasks, and the other averages. If a
     run has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). ``other_sizes`` lists the keys of tasks
-    whose data has another size than DataComp's, if there are any.
+    whose data differs in size from DataComp's, if there are any.
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))

@@ -69,7 +69,7 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
 def scan(folder: Path) -> Scan:
     """Find a run's newest readable checkpoint. Log a warning for each newer checkpoint that cannot be read.
 
-    UsageError if no checkpoint can be read although there are some, or if the folder cannot be read.
+    Raise UsageError if no checkpoint can be read although there are some, or if the folder cannot be read.
     """
     try:
         if folder.exists():

@@ -103,7 +103,7 @@ def table_file(rank_file: Path, table: str) -> Path:
 
 
 def read(path: Path, mmap: bool = False) -> Checkpoint:
-    """Read a checkpoint's model file and shared state; UsageError if they are missing, incomplete or unreadable."""
+    """Read a checkpoint's model file and shared state; raise UsageError if they are missing, incomplete or unreadable."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     model_file = load(path, mmap)
@@ -129,7 +129,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare each file of a checkpoint with its checksum; UsageError if one differs. Without checksums, do nothing."""
+    """Compare each file of a checkpoint with its checksum; raise UsageError if one differs. Without checksums, do nothing."""
     if checkpoint.shared is None:
         return
     folder = checkpoint.rank_files[0].parent

@@ -171,7 +171,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights into a model; UsageError if they do not fit. Both may be wrapped (names with ``module.``) or not."""
+    """Load weights into a model; raise UsageError if they do not fit. Both may be wrapped (names with ``module.``) or not."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

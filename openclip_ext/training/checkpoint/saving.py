@@ -191,7 +191,10 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; log a warning if this fails. If the process is killed here, the next start deletes the rest."""
+    """Delete a checkpoint; log a warning if this fails.
+
+    If the process is killed during the deletion, the next launch deletes the remaining files.
+    """
     unfinished = path.with_suffix(".pt.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):

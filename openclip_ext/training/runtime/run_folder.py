@@ -22,7 +22,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import RunFolderConfig
 
-# Flags that only determine how a run is started and logged, so they may change at a resume.
+# Flags that only determine how a run is started and logged, so they may change on resume.
 _NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
     "world_size", "workers", "log_every_n_steps", "debug",
@@ -36,8 +36,8 @@ LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folde
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
     """Create the run folder, lock it for this run, and start logging. A failed start leaves no new folder.
 
-    Yields the folder, or None with ``--logs none``. UsageError if the folder contains a run and ``--resume latest`` is not
-    given, if another process uses the folder, or if the folder is not writable.
+    Yields the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
+    not given, if another process uses the folder, or if the folder is not writable.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
@@ -118,7 +118,7 @@ def has_begun(folder: Path) -> bool:
 
 @contextmanager
 def synchronized(config: RunFolderConfig) -> Iterator[None]:
-    """Copy the run folder to ``--remote-sync`` at the start, at intervals, and at the end. UsageError if the first fails."""
+    """Copy the run folder to ``--remote-sync`` now, at intervals and at the end. Raise UsageError if the first copy fails."""
     if config.remote is None or not distributed.is_master():
         yield
         return
@@ -175,7 +175,10 @@ def versions() -> dict[str, str]:
 
 
 def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that affect a run's results or files, by name. They are compared at a resume."""
+    """Return the settings that affect a run's results or files, by name.
+
+    On resume, they are compared with the checkpoint's settings.
+    """
     return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
 
 
