@@ -99,10 +99,6 @@ class ContrastiveLoss(nn.Module):
         """The epoch, from 0."""
         return int(self._epoch.get())
 
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._epoch.set(value)
-
     @property
     def calls(self) -> int:
         """Number of calls in training mode."""
@@ -203,14 +199,15 @@ class ContrastiveLoss(nn.Module):
         return torch.tensor([self.epoch, self.calls])
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.epoch, self.calls = state.tolist()
+        epoch, self.calls = state.tolist()
+        self._epoch.set(epoch)
         self._checks.epoch_is_known = True
 
     def start_epoch(self, epoch: int) -> None:
         """Start epoch ``epoch`` (from 0). A second call for the same epoch changes nothing."""
         if epoch < 0:
             raise ValueError(f"start_epoch({epoch}): epochs count from 0")
-        self.epoch = epoch
+        self._epoch.set(epoch)
         self._checks.epoch_is_known = True
 
     @torch.no_grad()

@@ -81,9 +81,9 @@ class PerSampleTemperature(TemperatureScheme):
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
-        beta1, beta2 = (choose(batch.epoch > 0, beta, 0.0) for beta in _BETAS)
-        if isinstance(beta1, Tensor):  # lerp needs a weight of its own dtype and device
-            beta1, beta2 = beta1.to(mean), torch.as_tensor(beta2).to(mean)
+        betas = (choose(batch.epoch > 0, beta, 0.0) for beta in _BETAS)
+        # lerp needs a weight of its own dtype and device.
+        beta1, beta2 = (beta.to(mean) if isinstance(beta, Tensor) else beta for beta in betas)
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)
         corrected = mean / (1 - beta1 ** (batch.epoch + 1))

@@ -101,7 +101,7 @@ class PredictedTemperature(TemperatureScheme):
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         """Predict temperatures from the anchors' embeddings, in training with dropout."""
-        return self._bounded(self.network(batch.features, self.weight, self._dropout_factors(batch)))
+        return self.network(batch.features, self.weight, self._dropout_factors(batch)).clamp(*self.bounds)
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         batch = batch_at_tau.batch
@@ -109,16 +109,13 @@ class PredictedTemperature(TemperatureScheme):
 
         def objective(anchors: slice, network: Callable[..., Tensor]) -> Tensor:
             factors = None if dropout is None else dropout[:, anchors]
-            tau = self._bounded(network(batch.features[:, anchors], self.weight, factors))
+            tau = network(batch.features[:, anchors], self.weight, factors).clamp(*self.bounds)
             values = tau * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
 
         width = _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
-
-    def _bounded(self, temperatures: Tensor) -> Tensor:
-        return temperatures.clamp(*self.bounds)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
         """Return the dropout factors of this call, equal on every process and in the update."""

@@ -145,7 +145,9 @@ def test_a_run_with_a_compiled_loss_equals_one_without(shards, tmp_path):
     runs = {"eager": [], "compiled": ["--compile-loss"]}
     for name, more in runs.items():
         command = small_command(shards, tmp_path, name, "queueclip", *more, "--batch-size", "8", "--epochs", "2")
+        torch._dynamo.utils.counters.clear()
         assert run(command) == 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(more)
     eager, compiled = (metrics_of(tmp_path / name) for name in runs)
     assert [line["step"] for line in compiled] == [line["step"] for line in eager]
     for line, expected in zip(compiled, eager, strict=True):
