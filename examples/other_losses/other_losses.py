@@ -1,0 +1,176 @@
+"""Contrastive losses of other libraries, as ``--loss other_losses:NAME``, for comparisons in equal training loops.
+
+Each loss is used as its package from PyPI defines it: open-clip-torch has its own names (``openclip``, ``siglip``), here are
+
+``CACHED_MNRL``: ``CachedMultipleNegativesRankingLoss`` of sentence-transformers, image to text and text to image;
+``NTXENT_XBM``: ``NTXentLoss`` of pytorch-metric-learning with a ``CrossBatchMemory`` for each side;
+``LIBAUC_SOGCLR``, ``LIBAUC_ISOGCLR``: the bimodal ``GCLoss`` of libauc at a constant or an individual temperature.
+
+    pip install sentence-transformers pytorch-metric-learning && pip install --no-deps libauc
+
+(What libauc's losses import is already there; its other dependencies are data sets and graph networks.)
+
+They run on one process, and their state is not in checkpoints. The model's ``logit_scale`` is not used.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.cli.options import Option
+from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.normalizer import minibatch_metrics
+from openclip_ext.losses.method import Method, WholeLoss
+
+
+class OtherLoss(ContrastiveLoss):
+    """A loss of another library.
+
+    Args:
+        other_temperature: temperature τ, constant or initial.
+    """
+
+    learns_logit_scale = False
+    uses_logit_scale = False
+    _last: LocalBatch | None = None
+
+    def __init__(self, *, other_temperature: float) -> None:
+        super().__init__()
+        self.temperature = other_temperature
+
+    def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
+        """Return the other library's loss of embeddings ``(B, d)`` with the positions ``(B,)`` of the samples."""
+        raise NotImplementedError
+
+    def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        self._last = batch.detached()
+        return {"contrastive_loss": self.value(batch.image, batch.text, batch.index)}
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``infonce``, ``chance`` and the temperature of the model, as every loss does."""
+        return {} if self._last is None else minibatch_metrics(self._last)
+
+
+class CachedMnrl(OtherLoss):
+    """``CachedMultipleNegativesRankingLoss`` of both directions: OpenCLIP's loss at a constant temperature."""
+
+    def __init__(self, *, other_temperature: float) -> None:
+        super().__init__(other_temperature=other_temperature)
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+        # The model would only embed texts, which the training loop does here.
+        self.loss = CachedMultipleNegativesRankingLoss(
+            SentenceTransformer(modules=[nn.Identity()]),
+            scale=1 / other_temperature,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+        )
+
+    def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
+        return self.loss.calculate_loss([[image], [text]])
+
+
+class NTXentWithMemory(OtherLoss):
+    """``NTXentLoss`` with a ``CrossBatchMemory`` of texts for the images, and one of images for the texts.
+
+    Args:
+        embed_dim: embedding dimension.
+        num_samples: size of the data set; it makes the loss get the index, which is the label of a pair.
+        memory: number of stored embeddings per side.
+    """
+
+    needs_index = True
+    keeps_state = True
+
+    def __init__(self, *, embed_dim: int, num_samples: int, other_temperature: float, memory: int) -> None:
+        super().__init__(other_temperature=other_temperature)
+        from pytorch_metric_learning.losses import CrossBatchMemory, NTXentLoss
+
+        self.embed_dim, self.num_samples = embed_dim, num_samples
+        self.memories = nn.ModuleList(
+            CrossBatchMemory(NTXentLoss(temperature=other_temperature), embed_dim, memory) for _ in range(2)
+        )
+
+    def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
+        assert index is not None
+        labels = index.repeat(2)
+        stored = torch.arange(len(labels), device=labels.device) >= len(index)
+        sides = ((image, text), (text, image))
+        losses = [
+            memory(torch.cat(side), labels, enqueue_mask=stored)
+            for memory, side in zip(self.memories, sides, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+
+class LibaucLoss(OtherLoss):
+    """``GCLoss(mode="bimodal")``.
+
+    Args:
+        num_samples: size of the data set.
+        scheme: its ``temperature_scheme``.
+        other_gamma: γ, its weight of the new estimate.
+    """
+
+    needs_index = True
+    keeps_state = True
+    depends_on_epoch = True
+    scheme = "global_constant"
+
+    def __init__(self, *, num_samples: int, other_temperature: float, other_gamma: float) -> None:
+        super().__init__(other_temperature=other_temperature)
+        from libauc.losses.contrastive import GCLoss
+
+        self.num_samples = num_samples
+        self.loss = silently(
+            GCLoss,
+            "bimodal",
+            N=num_samples,
+            tau=other_temperature,
+            gamma=other_gamma,
+            temperature_scheme=self.scheme,
+        )
+
+    def start_epoch(self, epoch: int) -> None:
+        """Set the library's γ of this epoch: 1 in the first, then constant."""
+        super().start_epoch(epoch)
+        silently(self.loss.loss_fn.adjust_gamma, epoch)
+
+    def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
+        return self.loss(image, text, index)[0]
+
+
+class LibaucIndividualLoss(LibaucLoss):
+    """``GCLoss`` with one learned temperature per sample and side (iSogCLR)."""
+
+    scheme = "individual_learnable"
+
+
+def silently(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that prints, without its output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return call(*args, **kwargs)
+
+
+_TEMPERATURE = Option("other_temperature", float, 0.05, "temperature of a loss of another library", symbol="τ")
+_GAMMA = Option("other_gamma", float, 0.9, "weight of the new estimate in libauc's loss", symbol="γ")
+_MEMORY = Option("memory", int, 1024, "embeddings in the memory of pytorch-metric-learning", minimum=1)
+
+CACHED_MNRL = Method("cached-mnrl", whole=WholeLoss(CachedMnrl), options=(_TEMPERATURE,))
+NTXENT_XBM = Method(
+    "ntxent-xbm",
+    whole=WholeLoss(NTXentWithMemory, {"other_temperature": 0.07}),
+    options=(_TEMPERATURE, _MEMORY),
+)
+LIBAUC_SOGCLR = Method(
+    "libauc-sogclr", whole=WholeLoss(LibaucLoss, {"other_temperature": 0.01}), options=(_TEMPERATURE, _GAMMA)
+)
+LIBAUC_ISOGCLR = Method(
+    "libauc-isogclr", whole=WholeLoss(LibaucIndividualLoss, {"other_temperature": 0.01}), options=(_TEMPERATURE, _GAMMA)
+)
