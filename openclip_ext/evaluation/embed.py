@@ -25,6 +25,7 @@ from openclip_ext.evaluation.embedding_folder import Done, EmbeddingFolder
 from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_model
 from openclip_ext.evaluation.results import config_digest
+from openclip_ext.evaluation.transformers_model import PREFIX, load_transformers_model
 from openclip_ext.files.writing import output_path
 
 # Samples per block of a data set without shards.
@@ -65,7 +66,10 @@ def _embed(args: argparse.Namespace) -> None:
     device, spec = shared.own_device(args.device), from_flags(DataSpec, vars(args))
     if args.precision == "amp" and device.type != "cuda":
         raise UsageError(f"--precision amp needs CUDA, found {device}. Give --precision fp32")
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **shared.model_options(args))
+    if args.model.startswith(PREFIX):
+        loaded = load_transformers_model(args.model, device, args.checkpoint)
+    else:
+        loaded = load_model(args.model, args.checkpoint, device, args.model_config, **shared.model_options(args))
     source = build_source(spec, loaded.preprocess)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
@@ -178,7 +182,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "torchrun share the shards. The same command continues an interrupted run.",
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
-    parser.add_argument("--model", required=True, help=shared.MODEL_HELP)
+    hugging_face = f"; {PREFIX}NAME is a CLIP or SigLIP of Hugging Face's transformers, from a folder or the hub"
+    parser.add_argument("--model", required=True, help=shared.MODEL_HELP + hugging_face)
     # --checkpoint is an alias, because error messages that are shared with the evaluations use this name.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")

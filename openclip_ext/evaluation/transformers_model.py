@@ -1,0 +1,96 @@
+"""Load a dual encoder of Hugging Face's ``transformers`` for ``openclip-ext embed``, such as CLIP or SigLIP."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclip_ext.evaluation.models import LoadedModel, ModelError, weights_digest
+
+PREFIX = "transformers:"
+
+
+class DualEncoder(nn.Module):
+    """The two towers of a ``transformers`` model, with the names of OpenCLIP's methods."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Map ``(B, 3, H, W)`` to ``(B, d)``."""
+        return _pooled(self.model.get_image_features(pixel_values=images))
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Map the output ``(B, 2, L)`` of :class:`_Tokenize` to ``(B, d)``."""
+        ids, mask = tokens.unbind(dim=1)
+        return _pooled(self.model.get_text_features(input_ids=ids, attention_mask=mask))
+
+
+@dataclass(frozen=True)
+class _Preprocess:
+    """A Hugging Face image processor as a transform: Pillow image to ``(3, H, W)``."""
+
+    processor: Any
+
+    def __call__(self, image: Any) -> Tensor:
+        return self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+
+@dataclass(frozen=True)
+class _Tokenize:
+    """A Hugging Face tokenizer as OpenCLIP's: texts to token ids and attention masks ``(B, 2, L)`` int64.
+
+    A tokenizer that returns no mask belongs to a model that was trained without one, such as SigLIP. The mask is then 1.
+    """
+
+    tokenizer: Any
+    length: int
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        found = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        ids = found["input_ids"]
+        return torch.stack([ids, found.get("attention_mask", torch.ones_like(ids))], dim=1)
+
+
+def load_transformers_model(name: str, device: str | torch.device, checkpoint: str | None = None) -> LoadedModel:
+    """Load a model with its image processor and tokenizer. ``name`` is ``transformers:`` and a folder or a name on the hub.
+
+    Raises:
+        ModelError: transformers is not installed, a file is missing, or the model is no dual encoder. Or ``checkpoint`` is
+            given, although the folder contains the weights.
+    """
+    if checkpoint is not None:
+        raise ModelError(f"--pretrained {checkpoint}: --model {name} includes its weights. Fix: omit --pretrained")
+    try:
+        from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+    except ImportError as error:
+        raise ModelError(f"--model {name} needs transformers ({error}). Fix: pip install transformers") from error
+    path = name.removeprefix(PREFIX)
+    try:
+        model, processor, tokenizer = (
+            kind.from_pretrained(path) for kind in (AutoModel, AutoImageProcessor, AutoTokenizer)
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+    needed = ("get_image_features", "get_text_features", "logit_scale")
+    if missing := [attribute for attribute in needed if not hasattr(model, attribute)]:
+        raise ModelError(
+            f"--model {name} is a {type(model).__name__} without {', '.join(missing)}: expected a model with an image and "
+            "a text tower, such as CLIPModel or SiglipModel"
+        )
+    config = {"model": json.loads(model.config.to_json_string()), "preprocess": json.loads(processor.to_json_string())}
+    length = min(tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
+    encoder = DualEncoder(model.eval().to(device))
+    return LoadedModel(
+        encoder, _Preprocess(processor), _Tokenize(tokenizer, length), name, path, config, weights_digest(model)
+    )
+
+
+def _pooled(features: Any) -> Tensor:
+    """Return the embeddings, which transformers 5 wraps in an output object."""
+    return features if isinstance(features, Tensor) else features.pooler_output
