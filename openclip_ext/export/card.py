@@ -1,4 +1,4 @@
-"""Write the model card from the files of the run folder."""
+"""Write the model card of an exported checkpoint from the files in its run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,8 @@ def model_card(
 
     Args:
         config: Content of the run's ``config.json``.
-        logged: The last line of ``metrics.jsonl`` before the checkpoint. None if there is no figure of the run's curves.
+        logged: The last line of ``metrics.jsonl`` before the checkpoint. None means that no step was logged, so the folder has
+            no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a ``CLIPModel``.
     """
@@ -86,7 +87,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a value; if it is a path on this machine, only the last part, with the prefix ``local-dir:`` if it has one."""
+    """Return a value; of a path on this machine, return only the last part, after the prefix ``local-dir:`` if it has one."""
     if not isinstance(value, str):
         return value
     path = value.removeprefix("local-dir:")
