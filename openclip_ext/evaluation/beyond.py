@@ -1,8 +1,8 @@
 """Run clip-benchmark with our models on data sets outside DataComp: ``python -m eval.beyond eval ...``.
 
-The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module corrects four parts of clip-benchmark 1.6.2.
-The accuracy fails with numpy 2.4, model loading fails for demo models and projection heads, and mixed precision fails on the
-CPU. Missing data sets are downloaded without asking the user.
+The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module corrects four faults of clip-benchmark 1.6.2:
+the accuracy fails with numpy 2.4, model loading fails for demo models and projection heads, mixed precision fails on the CPU,
+and missing data sets are downloaded without asking the user.
 """
 
 import sys

@@ -83,9 +83,8 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
     """Answer each question about each image with the question's classifier ``(C, d)``. Logits are not stored.
 
-    Returns the class numbers ``predicted`` ``(N, questions)``, and ``metadata`` ``(N, columns)``. If the first question has
-    labels, the result also has ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes that rank before the right
-    class.
+    Returns ``predicted`` class numbers ``(N, questions)`` and ``metadata`` ``(N, columns)``. If the first question has labels,
+    also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes that rank before the right class.
     """
     # Equal class names must have exactly equal scores, but a matrix product may round equal rows differently. So the scores of
     # each distinct row are computed once.
@@ -134,8 +133,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     """Compute the metrics of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    The columns of ``predicted`` ``(N, 4)`` are answers to `FACE_QUESTIONS`. Those of ``metadata`` ``(N, 4)`` are
-    `FACE_METADATA`.
+    The columns of ``predicted`` ``(N, 4)`` are `FACE_QUESTIONS`, and those of ``metadata`` ``(N, 4)`` are `FACE_METADATA`.
     """
     answer = dict(zip(FACE_QUESTIONS, predicted.T, strict=True))
     truth = dict(zip(FACE_METADATA, metadata.T, strict=True))

@@ -86,7 +86,7 @@ def own_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Connect torchrun's processes, to communicate objects and barriers; do nothing in a single process."""
+    """Create a process group for objects and barriers if torchrun started several processes."""
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # gloo is enough, because no GPU tensor is communicated. The timeout is long, because a process may wait for hours.

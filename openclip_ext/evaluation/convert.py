@@ -1,8 +1,7 @@
 """Convert retrieval sets and WinoGAViL to tars from the Hugging Face hub's format, a CSV table and a zip of images.
 
-DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The result has DataComp's format
-with two additions. Retrieval tars contain a ``KEY.txt`` per image, with one caption per line, and WinoGAViL has
-``instances.jsonl``.
+DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The result has DataComp's
+format, with two additions: retrieval tars have a ``KEY.txt`` with one caption per line, and WinoGAViL has ``instances.jsonl``.
 """
 
 import json
@@ -66,7 +65,7 @@ def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def _key(name: str) -> str:
-    # In WebDataset, a key ends at the first dot of the file name.
+    # In WebDataset, a key ends at the first dot of the file name, so a key must not contain dots.
     return _SUFFIX.sub("", name).replace(".", "_").replace("/", "_")
 
 

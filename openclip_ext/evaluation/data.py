@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the stripped, non-blank lines of a text file; raise DataError if there are none (``what`` describes them)."""
+    """Return a text file's stripped, non-blank lines; raise DataError if there are none. ``what`` describes them in errors."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -146,7 +146,7 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the test split's shards; raise DataError if they are not those that ``nshards.txt`` implies."""
+    """Return the test split's shards; raise DataError if their number is not the number in ``nshards.txt``."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[1-9][0-9]{0,5}", text):

@@ -31,13 +31,11 @@ logger = logging.getLogger("eval.datacomp")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. The same command continues an interrupted run.",
-        epilog="Exit status: 0 if all tasks are done, 1 if a task failed or data of --tasks are missing, 2 if nothing was "
-        "evaluated.",
+        epilog="Exit status: 0 if all tasks are done, 1 if one failed or data of --tasks are missing, 2 if none was done.",
     )
     add_model_arguments(parser, takes_run=True)
     folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
@@ -47,15 +45,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that already have a result")
-    sizes_help = (
-        "also score data whose number of samples or classes differs from DataComp's; the summary lists such tasks"
-    )
+    sizes_help = "also score data whose number of samples or classes differs from DataComp's; the summary lists them"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status. An error of the user is reported in one line on stderr."""
+    """Run the command; return the exit status. A usage error is reported in one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
@@ -90,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
-    # A task may have a result although its data were removed later.
+    # A task whose data were removed may still have a result.
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]

@@ -151,7 +151,6 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext download",
         description="Download DataComp's evaluation sets from the Hugging Face hub, to evaluate models offline. "

@@ -116,7 +116,7 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
-    """Split the unfinished samples into ranges of up to ``workers`` consecutive shards, or of one block without shards.
+    """Split the unfinished samples into ranges: up to ``workers`` consecutive shards, or one block if there are no shards.
 
     A restart with the same shards, workers and ranks splits them in the same way.
     """
@@ -179,7 +179,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
     parser.add_argument("--model", required=True, help=shared.MODEL_HELP)
-    # --checkpoint is an alias, because errors from functions that evaluations share contain this name.
+    # --checkpoint is an alias, because error messages of functions that all evaluations use contain this name.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")

@@ -1,7 +1,7 @@
 """Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads.
 
-Each rank records each finished range of samples in its progress file, so a killed process loses little work.
-``embeddings.json`` is written last.
+Ranks record finished ranges of samples in progress files, so a killed process loses little work. Last, ``embeddings.json`` is
+written.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class EmbeddingFolder:
     def note(self, done: Done) -> None:
         """Record in the progress file that a range is on disk."""
         with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
-            # A line break first, because a killed process may have left half a line.
+            # The text starts with a line break, because a killed process may have left half a line.
             file.write("\n" + json.dumps(done._asdict()) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -124,7 +124,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Return unit embeddings ``(B, d)`` of images (see `model_input`). ``autocast`` is for precision ``datacomp``."""
+        """Return unit embeddings ``(B, d)`` of images. ``autocast``: whether precision ``datacomp`` means autocast here."""
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")

@@ -105,9 +105,7 @@ def load_model(
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
-        hint = (
-            f"its run was trained with --model {trained}" if trained != name else "was it trained with another --model?"
-        )
+        hint = f"its run was trained with --model {trained}" if trained != name else "is it from another --model?"
         reason = " ".join(str(error).split())[:400]
         raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
@@ -141,7 +139,7 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a checkpoint's state dictionary, with tensors on disk, and its heads; ``({}, None)`` for other file formats."""
+    """Return a checkpoint's memory-mapped state dictionary and its heads; ``({}, None)`` for other file formats."""
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -167,7 +165,7 @@ def _options_of_run(source: str | None) -> dict[str, Any]:
         if option in MODEL_OPTIONS and text not in ("None", "False"):
             try:
                 value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):  # a word without quotes
+            except (ValueError, SyntaxError):  # a string without quotes
                 value = text
             # OpenCLIP writes a single image size as 224 or [224].
             found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -12,7 +12,7 @@ def ranks_of_best_match(
 ) -> Tensor:
     """Return each query's rank: the number of items with other labels that rank before the best item with its own label.
 
-    A NaN similarity counts against the query: a match with NaN ranks last, and any other item with NaN before the match.
+    A NaN similarity counts against the query: a match with NaN ranks last, and another item with NaN ranks before the match.
 
     Args:
         queries, items: Embeddings ``(Q, d)`` and ``(N, d)``.

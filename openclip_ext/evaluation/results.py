@@ -35,7 +35,7 @@ def config_digest(config: Any) -> str:
 
 
 def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) -> dict[str, str]:
-    """Return everything but the data that a result depends on. ``any_size``: whether data may have another size."""
+    """Return the model, precision and protocol of results. ``any_size``: whether data sizes may differ from DataComp's."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,
@@ -81,9 +81,7 @@ class ResultFile:
             _write(self.path, list(own.values()))
             self._aside(self._run_id).unlink(missing_ok=True)
         for run_id in by_run:
-            owner = (
-                "without a model (from DataComp's harness)" if run_id == UNKNOWN_RUN else "of another model or protocol"
-            )
+            owner = "without a model (DataComp's format)" if run_id == UNKNOWN_RUN else "of another model or protocol"
             logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
         return todo
 

@@ -26,7 +26,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return ``path`` if it is a file, otherwise a run folder's newest readable checkpoint; UsageError if it has none."""
+    """Return a file's path unchanged, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []

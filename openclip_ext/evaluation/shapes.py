@@ -92,7 +92,7 @@ def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[s
 
 
 def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
-    """Return the fraction of images that match the caption with the true relation better than those with the other three."""
+    """Return the fraction of images that match the caption with the true relation better than the other three captions."""
     texts = encoder.encode_texts(
         [shapes.describe(scene, relation) for scene in scenes for relation in shapes.RELATIONS]
     )

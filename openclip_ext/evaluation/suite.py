@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """Evaluator of those tasks of a suite whose data exist."""
+    """Evaluator of the tasks in a suite that have data."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -40,7 +40,7 @@ class DataCompSuite:
             except Exception as error:
                 logging.error(f"{task.name} failed and is excluded: {error}")
                 continue
-            if value is not None:  # None: undefined, such as WinoGAViL without an instance of 10 or 12 candidates
+            if value is not None:  # None means undefined, as for WinoGAViL without instances of 10 or 12 candidates
                 scores[task.key] = value
         complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
         return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}

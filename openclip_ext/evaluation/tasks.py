@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fairness (Dollar Street, GeoDE)": ("fairness/dollar_street", "fairness/geode"),
 }
 
-# Suites of tasks by name, which --tasks also accepts. "quick" is for evaluation during training (40,754 images).
+# Name of a suite, which --tasks accepts -> keys of its tasks. "quick" (40,754 images) is for evaluation during training.
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),

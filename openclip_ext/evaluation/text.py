@@ -16,7 +16,7 @@ from openclip_ext.evaluation.models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 
-# Lengths are rounded up to multiples of this many tokens, to have few different tensor shapes.
+# Lengths are rounded up to multiples of this many tokens, to limit the number of tensor shapes.
 _STEP = 8
 _CHECKED_TEXTS = 8
 # Lowest cosine similarity, by dtype, at which embeddings with and without padding count as equal.
@@ -44,7 +44,9 @@ class TextEncoder(nn.Module):
         if length < tokens.shape[1] and not self._is_checked:
             self._is_checked = True
             if not self._agrees(tokens[:_CHECKED_TEXTS], length):
-                logger.warning("The embeddings of this text tower depend on padding: texts are encoded with padding.")
+                logger.warning(
+                    "The embeddings of this text tower depend on padding, so texts are encoded with padding."
+                )
                 self._tower = None
         if length == tokens.shape[1] or self._tower is None:
             return self(tokens)
@@ -106,8 +108,8 @@ def shrink(tower: Any, vocabulary: Tensor, length: int) -> None:
     The outputs and the gradients for these texts do not change. A training step takes a fifth to a quarter less time.
 
     ``vocabulary`` ``(V,)`` contains the tokens that occur, in ascending order. ``length`` is the number of tokens of the
-    longest text. After this call, inputs must be positions in ``vocabulary`` instead of tokens. The end-of-text token keeps
-    the largest number.
+    longest text. Then inputs must be positions in ``vocabulary`` instead of tokens. The end-of-text token keeps the largest
+    number.
     """
     weight = tower.token_embedding.weight
     tower.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)

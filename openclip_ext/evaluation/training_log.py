@@ -12,7 +12,7 @@ from openclip_ext.files import json_lines
 from openclip_ext.pages.charts import Chart, Curve
 
 METRICS_FILE = "metrics.jsonl"
-# Prefix of the metrics that are DataComp's tasks and averages.
+# Prefix of the metric names of DataComp's tasks and averages.
 SUITE_PREFIX = "datacomp/"
 _POINTS = 40  # maximum number of points of a curve
 # Charts of logged steps: title, then the log keys of the curve and of its band's lower and upper ends.

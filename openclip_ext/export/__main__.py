@@ -91,7 +91,6 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line ``openclip-ext export``."""
     parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
     parser.add_argument("checkpoint", type=Path, help=file)
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=output_path, required=True, help="folder to create")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
-    print(f"To publish it: hf upload YOU/NAME {args.output}")
+    print(f"To publish the folder: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 
 

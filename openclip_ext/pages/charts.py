@@ -130,7 +130,7 @@ def draw_curves(axes: Axes, chart: Chart) -> None:
 
 
 def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
-    """Draw a chart of ``size`` (width and height in pixels). It has no legend, because the page has a common one."""
+    """Draw a chart of ``size`` (width and height in pixels). It has no legend, because all charts of a page share one."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()

@@ -25,9 +25,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
         (linear_probe, "accuracy"),
         (zeroshot_classification, "accuracy"),
     ):
-        monkeypatch.setattr(
-            module, name, getattr(module, name)
-        )  # the command replaces these functions, and monkeypatch restores them
+        monkeypatch.setattr(module, name, getattr(module, name))  # to restore the functions after the test
 
     def run(*names: str, root: str, **options: str) -> list[dict]:
         argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]

@@ -87,7 +87,7 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
 
 
 def killed(argv: list[str], after: int) -> None:
-    """Run the command, and kill this process by SIGKILL in the middle of a write after ``after`` batches."""
+    """Run the command, and kill this process by SIGKILL while it writes batch ``after + 1``."""
     multiprocessing.set_start_method(None, force=True)  # data workers must not come from the fork server
     calls, write = iter(range(2 * after)), _Table.write
 

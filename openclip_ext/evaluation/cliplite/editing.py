@@ -71,7 +71,7 @@ def alignment_table(
 ) -> AlignmentTable:
     """Compute Table 6 of CLIP-Lite: the mean alignment of each query with its ``top`` best images, averaged over queries.
 
-    ``queries`` maps each side to unit embeddings ``(q, d)`` of its prompts. ``images`` maps each group to ``(n, d)``.
+    Unit embeddings: ``queries`` maps each side to its prompts ``(q, d)``, and ``images`` each group to its images ``(n, d)``.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -127,7 +127,6 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command's parser."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.editing",
         description="Remove a concept, which pairs of words define, from image embeddings, and print the alignment "

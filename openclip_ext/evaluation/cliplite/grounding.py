@@ -86,9 +86,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(
-            f"--layer {layer.name} not found in the visual tower; its top-level modules are {known}"
-        ) from None
+        raise ModelError(f"--layer {layer.name} not found in the visual tower; top-level modules: {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
@@ -127,7 +125,6 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command's parser."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.grounding",
         description="Draw Grad-CAM heat maps of phrases over images, as PNG files (CLIP-Lite, section 4.7).",

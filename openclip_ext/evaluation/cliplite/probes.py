@@ -179,7 +179,6 @@ def probe_top1(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command's parser."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.probes",
         description="Fit linear probes on frozen features, as in CLIP-Lite and VirTex.",

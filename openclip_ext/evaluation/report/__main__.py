@@ -14,7 +14,6 @@ from openclip_ext.pages.rendering import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "

@@ -29,7 +29,7 @@ class Checkpoint:
     """The results of one checkpoint, with its numbers of completed epochs and training samples (None means unknown)."""
 
     label: str  # ``epoch_3``, or the name of the folder or file of the results
-    repeats: tuple[Mapping[str, float], ...]  # per repeat of the run: main metrics by task key
+    repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
     protocols: frozenset[str] = frozenset()  # model, precision and protocol of the results

@@ -20,8 +20,8 @@ class Row:
 
     key: str  # key of the task, or title of the group
     metric: str  # the task's main metric, or ``average`` for a group
-    cells: tuple[Value | str, ...]  # per run: its value, or a text if it has none (``partial 12/38``, ``-``)
-    other_sizes: tuple[bool, ...]  # per run: whether the size of the data differs from DataComp's
+    cells: tuple[Value | str, ...]  # each run's value, or a text if it has none (``partial 12/38``, ``-``)
+    other_sizes: tuple[bool, ...]  # for each run, whether the size of the data differs from DataComp's
 
     @property
     def title(self) -> str:
