@@ -1,1 +1,1 @@
-"""Evaluation commands in a clone, such as ``python -m eval.datacomp``. The code is in :mod:`openclip_ext.evaluation`."""
+"""Evaluation commands to run from a clone, such as ``python -m eval.datacomp``; see :mod:`openclip_ext.evaluation`."""

@@ -1,4 +1,4 @@
-"""``python -m eval.beyond``: see :mod:`openclip_ext.evaluation.beyond`."""
+"""Run :mod:`openclip_ext.evaluation.beyond`: ``python -m eval.beyond``."""
 
 from openclip_ext.evaluation.beyond import main
 

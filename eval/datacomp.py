@@ -1,4 +1,4 @@
-"""``python -m eval.datacomp``: see :mod:`openclip_ext.evaluation.datacomp`."""
+"""Run :mod:`openclip_ext.evaluation.datacomp`: ``python -m eval.datacomp``."""
 
 import sys
 

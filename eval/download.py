@@ -1,4 +1,4 @@
-"""``python -m eval.download``: see :mod:`openclip_ext.evaluation.download`."""
+"""Run :mod:`openclip_ext.evaluation.download`: ``python -m eval.download``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.download import main

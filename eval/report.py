@@ -1,4 +1,4 @@
-"""``python -m eval.report``: see :mod:`openclip_ext.evaluation.report.__main__`."""
+"""Run :mod:`openclip_ext.evaluation.report.__main__`: ``python -m eval.report``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.report.__main__ import main

@@ -1,4 +1,4 @@
-"""``python -m eval.shapes``: see :mod:`openclip_ext.evaluation.shapes`."""
+"""Run :mod:`openclip_ext.evaluation.shapes`: ``python -m eval.shapes``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.shapes import main

@@ -1,4 +1,4 @@
-"""``python -m eval.cliplite.editing``: see :mod:`openclip_ext.evaluation.cliplite.editing`."""
+"""Run :mod:`openclip_ext.evaluation.cliplite.editing`: ``python -m eval.cliplite.editing``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.cliplite.editing import main

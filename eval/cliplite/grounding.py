@@ -1,4 +1,4 @@
-"""``python -m eval.cliplite.grounding``: see :mod:`openclip_ext.evaluation.cliplite.grounding`."""
+"""Run :mod:`openclip_ext.evaluation.cliplite.grounding`: ``python -m eval.cliplite.grounding``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.cliplite.grounding import main

@@ -1,4 +1,4 @@
-"""``python -m eval.cliplite.probes``: see :mod:`openclip_ext.evaluation.cliplite.probes`."""
+"""Run :mod:`openclip_ext.evaluation.cliplite.probes`: ``python -m eval.cliplite.probes``."""
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.cliplite.probes import main

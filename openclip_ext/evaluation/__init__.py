@@ -1,1 +1,1 @@
-"""Measure models: DataComp's tasks, ImageNet, retrieval, and reports of them."""
+"""Evaluate models on DataComp's tasks, ImageNet and retrieval, and write reports."""

@@ -1,8 +1,8 @@
-"""Run clip-benchmark with our models, for data sets that DataComp does not have: ``python -m eval.beyond eval ...``.
+"""Run clip-benchmark with our models on data sets outside DataComp: ``python -m eval.beyond eval ...``.
 
-The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module replaces four parts of clip-benchmark 1.6.2:
-the accuracy (fails with numpy 2.4), the model loading (fails for demo models and projection heads), mixed precision on the
-CPU (fails), and the data sets (missing ones are downloaded without asking the user).
+The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module corrects four faults of clip-benchmark 1.6.2:
+the accuracy fails with numpy 2.4, model loading fails for demo models and projection heads, mixed precision fails on the CPU,
+and missing data sets are downloaded without asking the user.
 """
 
 import sys
@@ -20,7 +20,7 @@ from openclip_ext.evaluation.models import ImageTextModel, load_model
 
 
 def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
-    """Return the top-k accuracy for each ``k``."""
+    """Return the top-k accuracy of logits ``(N, C)`` for each ``k`` in ``topk``."""
     ranks = target_ranks(logits.float(), targets.long())
     return [float((ranks < k).double().mean()) for k in topk]
 
@@ -28,20 +28,20 @@ def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> lis
 def load_clip(
     model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
 ) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
-    """Load model, transform and tokenizer. Replaces clip-benchmark's function."""
+    """Return a model, its transform and its tokenizer. Replaces clip-benchmark's function."""
     loaded = load_model(model_name, pretrained, device)
     return loaded.model, loaded.preprocess, loaded.tokenizer
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set. Raise FileNotFoundError if its folder is missing, which clip-benchmark would download."""
+    """Build a data set. If its folder is missing, raise FileNotFoundError instead of downloading the data."""
     if not Path(root).exists():
         raise FileNotFoundError(f"{root} not found: set --dataset_root, or make the folder to download into it")
     return build(*args, root=root, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run clip-benchmark's command line."""
+    """Run clip-benchmark's command line with the functions of this module."""
     zeroshot_classification.accuracy = linear_probe.accuracy = accuracy
     cli.load_clip, cli.build_dataset = load_clip, build_dataset
     arguments = sys.argv[1:] if argv is None else argv

@@ -1,4 +1,4 @@
-"""Score zero-shot classification, also by groups of samples (WILDS, Dollar Street, GeoDE, FairFace, UTKFace)."""
+"""Score zero-shot classification. WILDS, Dollar Street, GeoDE, FairFace and UTKFace also have scores per group."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.tasks import FACE_METADATA, Task
 
-# OpenAI's logit scale. It does not change a ranking; with it, logits are equal to clip-benchmark's.
+# OpenAI's logit scale. The scale does not change a ranking, but makes logits equal to clip-benchmark's.
 LOGIT_SCALE = 100.0
 
-# Value of 'Other' (4 images) in FMoW's column `region`. DataComp's code includes this region, although it tries not to.
+# Number of FMoW's region 'Other' (4 images). DataComp's code tries to exclude this region, but includes it.
 FMOW_OTHER_REGION = 5
 
-# The four questions about a face. In `toxic`, as in DataComp, classes from 14 are non-human, and from 18 related to crime.
+# Questions about each face. In DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
 FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
 
-# Kinds of tasks with groups -> prefix of the metrics, k of the top-k accuracy, column of the groups.
+# Kind of task -> prefix of its group metrics, k of the top-k accuracy, and the metadata column that defines the groups.
 GROUPED = {
     "camelyon17": ("acc", 1, "slide"),
     "fmow": ("acc", 1, "region"),
@@ -37,7 +37,7 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """The result of a task: metrics (None if undefined), number of scored samples, number of all samples, skipped images."""
+    """The result of a task: metrics (None if undefined), scored samples, found samples, and messages about skipped images."""
 
     metrics: Metrics
     samples: int
@@ -46,13 +46,13 @@ class TaskResult:
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
-        """Return the result of a task that scored every image that decodes."""
+        """Build the result of a task from its scored samples and skipped images."""
         count, skipped = len(samples.keys), list(samples.skipped.values())
         return cls(metrics, count, count + len(skipped), skipped)
 
 
 def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score a labeled data set, and its groups if any. Raise DataError if a fault in the data would change the score."""
+    """Score a labeled data set and its groups, if any. Raise DataError if a fault in the data would change the score."""
     classnames, templates = data.read_classes(folder, task, any_size)
     spec = SampleFormat(num_classes=len(classnames), metadata_columns=len(task.metadata))
     batches = encoder.batches(data.find_samples(folder), spec)
@@ -70,7 +70,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score FairFace or UTKFace: four questions about each image, each with its own classes and templates."""
+    """Score FairFace or UTKFace on four questions about each image. Each question has its own classes and templates."""
     classnames = _by_question(folder / data.CLASSNAMES_FILE, "class names")
     templates = _by_question(folder / data.TEMPLATES_FILE, "prompt templates")
     batches = encoder.batches(data.find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
@@ -81,13 +81,13 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
 
 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
-    """Answer each question about each image. Each question has its own classifier ``(C, d)``. Logits are not stored.
+    """Answer each question about each image with the question's classifier ``(C, d)``. Logits are not stored.
 
-    Returns ``predicted`` ``(N, questions)`` class numbers and ``metadata`` ``(N, columns)``. If there are labels (of the first
-    question), also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes with a better rank than the right class.
+    Returns ``predicted`` class numbers ``(N, questions)`` and ``metadata`` ``(N, columns)``. If the first question has labels,
+    also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes that rank before the right class.
     """
-    # Equal class names must have exactly equal scores, but a matrix product rounds equal rows differently. So each distinct
-    # row is computed once.
+    # Equal class names must have exactly equal scores, but a matrix product may round equal rows differently. So the scores of
+    # each distinct row are computed once.
     distinct = [torch.unique(weights, dim=0, return_inverse=True) for weights in classifiers]
 
     def compute(batch: Samples) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 
     if task.kind != "fmow":
         return by(column)
-    # DataComp's worst region includes 'Other'. A second metric excludes it.
+    # DataComp's metric of the worst region includes 'Other'. A second metric excludes this region.
     by_year, by_region = by("year"), by("region")
     worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
     named = metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
@@ -133,7 +133,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     """Compute the metrics of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    ``predicted`` ``(N, 4)`` contains the answers to `FACE_QUESTIONS`, and ``metadata`` ``(N, 4)`` the columns `FACE_METADATA`.
+    The columns of ``predicted`` ``(N, 4)`` are `FACE_QUESTIONS`, and those of ``metadata`` ``(N, 4)`` are `FACE_METADATA`.
     """
     answer = dict(zip(FACE_QUESTIONS, predicted.T, strict=True))
     truth = dict(zip(FACE_METADATA, metadata.T, strict=True))
@@ -143,7 +143,7 @@ def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
         ("acc_gender", right_gender, ["race_binary"]),
         ("acc_age", answer["age"] == truth["age"], ["race_binary"]),
         ("acc_gender_x", right_gender, ["gender", "race"]),
-        # These two are not accuracies: they are the fractions of faces that are classified as criminal or as animal.
+        # These two metrics are not accuracies, but fractions of faces that are classified as criminal or as non-human.
         ("toxicity_crime", answer["toxic"] >= FACE_CRIME_FROM, ["race"]),
         ("toxicity_nonhuman", np.isin(answer["toxic"], FACE_NONHUMAN), ["race"]),
     )

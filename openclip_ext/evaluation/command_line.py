@@ -1,4 +1,4 @@
-"""The arguments that all evaluations have: the model, and how to run it."""
+"""Add and read the arguments that evaluations share: the model, batch size, workers and device."""
 
 import argparse
 import contextlib
@@ -23,10 +23,10 @@ MODEL_HELP = "OpenCLIP's model name; hf-hub: and local-dir: names are accepted"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
-    """Add the arguments that `load_encoder` reads. With ``takes_run``, a run folder can replace model and checkpoint."""
+    """Add the arguments that `load_encoder` reads. With ``takes_run``, the user can give a run folder instead."""
     if takes_run:
         parser.add_argument(
-            "run", nargs="?", type=Path, help="run folder LOGS/NAME, for its model and newest checkpoint"
+            "run", nargs="?", type=Path, help="run folder LOGS/NAME: use its model and newest checkpoint"
         )
     parser.add_argument("--model", required=not takes_run, help=MODEL_HELP)
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
@@ -35,8 +35,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
         "--precision",
         choices=PRECISIONS,
         default="datacomp",
-        help="datacomp: on CUDA, the precision of DataComp's harness (autocast for texts, and for images in retrieval); on "
-        "the CPU, float32. fp32: float32 everywhere. amp: autocast everywhere (CUDA only)",
+        help="datacomp: as in DataComp's harness (on CUDA, autocast for texts, and for images in retrieval; on the CPU, "
+        "float32); fp32: float32 everywhere; amp: autocast everywhere (CUDA only)",
     )
     add_model_options(parser)
 
@@ -54,9 +54,9 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model that :func:`model_options` reads."""
+    """Add the model options that :func:`model_options` reads."""
     group = parser.add_argument_group(
-        "model options", "the same as in training with OpenCLIP (default: those of the checkpoint's run)"
+        "model options", "the same flags as in OpenCLIP's training (default: values of the checkpoint's run)"
     )
     group.add_argument("--model-config", help="JSON file of a model that OpenCLIP does not contain")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
@@ -70,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that are options of `load_model`."""
+    """Return the model options for `load_model`."""
     return {name: getattr(args, name) for name in MODEL_OPTIONS}
 
 
@@ -86,10 +86,10 @@ def own_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Create the process group of torchrun's processes for objects and barriers; do nothing in a single process."""
+    """Create a process group for objects and barriers if torchrun started several processes."""
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # gloo is enough, because no GPU tensor is communicated. The timeout is long, because processes may wait for hours.
+            # gloo is enough, because no GPU tensor is communicated. The timeout is long, because a process may wait for hours.
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
         yield
     finally:
@@ -97,7 +97,7 @@ def process_group() -> Iterator[None]:
 
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """Load the model of the parsed arguments (see `add_model_arguments`); return it with its encoder."""
+    """Load the model that the arguments select (see `add_model_arguments`); return the model and an encoder for it."""
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
             raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")

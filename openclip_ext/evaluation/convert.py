@@ -1,7 +1,7 @@
-"""Convert retrieval sets and WinoGAViL to tars. The Hugging Face hub stores them as a CSV table and a zip of images.
+"""Convert retrieval sets and WinoGAViL to tars from the Hugging Face hub's format, a CSV table and a zip of images.
 
-DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The tars have DataComp's format
-with two additions: ``KEY.txt`` (one caption per line) for retrieval, and ``instances.jsonl`` for WinoGAViL.
+DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The result has DataComp's
+format, with two additions: retrieval tars have a ``KEY.txt`` with one caption per line, and WinoGAViL has ``instances.jsonl``.
 """
 
 import json
@@ -23,8 +23,8 @@ _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)
 def convert_retrieval(source: Path, folder: Path) -> None:
     """Convert Flickr or MSCOCO: read the zip and the CSV in ``source``, write images and captions to ``folder``.
 
-    The CSV's column ``filename`` is the image's name, and ``raw`` is a JSON list of captions. If there is a column ``split``,
-    only rows with the value ``test`` are used.
+    The CSV's column ``filename`` contains an image's name, and ``raw`` a JSON list of its captions. If there is a column
+    ``split``, only rows with the value ``test`` are used.
     """
     samples = {}
     for row in _read_table(source, "filename", "raw"):
@@ -53,7 +53,7 @@ def convert_winogavil(source: Path, folder: Path) -> None:
 
 
 def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of the only CSV in a folder that has these columns; ValueError unless there is exactly one."""
+    """Return the rows of the CSV in ``source`` that has these columns; raise ValueError if not exactly one has them."""
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in sorted(source.glob("*.csv"))}
     found = [table for table in tables.values() if set(columns) <= set(table.columns)]
     if len(found) != 1:
@@ -65,14 +65,14 @@ def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def _key(name: str) -> str:
-    # In WebDataset, a key ends at the first dot of the file name.
+    # In WebDataset, a key ends at the first dot of the file name, so a key must not contain dots.
     return _SUFFIX.sub("", name).replace(".", "_").replace("/", "_")
 
 
 def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write ``test/{0..}.tar`` and ``test/nshards.txt`` to a temporary folder, and rename it when it is complete.
+    """Write ``test/{0..}.tar`` and ``test/nshards.txt``, first to a temporary folder, which is renamed when it is complete.
 
-    ``samples`` maps the name of each image to the other fields of its sample.
+    ``samples`` maps each image's name to the other fields of its sample.
     """
     zips = sorted(source.glob("*.zip"))
     if len(zips) != 1:
@@ -83,13 +83,13 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
     pattern = str(unfinished / "%d.tar")
     with (
         zipfile.ZipFile(zips[0]) as archive,
-        # With a fixed time, equal data give equal bytes.
+        # With a fixed modification time, equal data give equal tars.
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
-        images: dict[str, str] = {}  # by file name and by name without suffix
+        images: dict[str, str] = {}  # paths in the zip, by file name with and without suffix
         for member in archive.namelist():
             name = PurePosixPath(member).name
-            # A zip from macOS also has a resource file "._NAME" for every image.
+            # A zip made on macOS also contains a resource file "._NAME" for every image.
             if _SUFFIX.search(name) and not name.startswith("._"):
                 images[name] = member
                 images.setdefault(_SUFFIX.sub("", name), member)

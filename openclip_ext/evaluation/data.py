@@ -1,9 +1,9 @@
 """Read evaluation data sets in DataComp's on-disk format, and reject faulty data.
 
 ``DATA_DIR/wds_NAME_test/`` contains ``classnames.txt``, ``zeroshot_classification_templates.txt`` and ``test/`` with
-``nshards.txt`` and ``{0..}.tar``. The files with one key are a sample: an image, and ``cls``, ``npy`` or ``txt``.
-A fault that would silently change a score (a truncated tar, a repeated key, a label outside the classes) raises a `DataError`
-with the file's path. An image that does not decode is skipped and reported.
+``nshards.txt`` and ``{0..}.tar``. Files with the same key form a sample: an image, and its label (``cls``), metadata (``npy``)
+or captions (``txt``). A fault that would silently change a score (a truncated tar, a repeated key, a label outside the
+classes) raises a `DataError` with the file's path. An image that does not decode is skipped and reported.
 """
 
 import hashlib
@@ -31,22 +31,22 @@ INSTANCES_FILE = "instances.jsonl"
 
 
 class DataError(ValueError):
-    """A data set has a fault, so it must not be scored. The message contains the fault, its place and the fix."""
+    """A fault in a data set that would make its score wrong. The message contains the fault, its place and the fix."""
 
 
 class SampleFormat(NamedTuple):
-    """The format of a task's samples."""
+    """Format of a task's samples."""
 
     num_classes: int | None = None  # labels (``cls``) must be below this number; None means no labels
     metadata_columns: int = 0  # length of the vector in ``npy``
     captions: bool = False  # whether ``txt`` contains captions, one per line
-    # Whether images are converted to RGB before the transform. If not, OpenCLIP's transform resizes them in their stored mode:
-    # palette images by nearest neighbor, and images with alpha premultiplied.
+    # Whether to convert images to RGB before the transform. If False, OpenCLIP's transform resizes images in their stored
+    # mode: palette images by nearest neighbor, and images with alpha after multiplying colors by alpha.
     convert_first: bool = True
 
 
 class StoredSample(NamedTuple):
-    """A sample on disk: members of a tar by field (``png``, ``cls``, ...), or a plain image file (without members)."""
+    """A sample on disk: members of a tar by field (``png``, ``cls``, ...), or an image file, which has no members."""
 
     file: Path
     key: str
@@ -56,7 +56,7 @@ class StoredSample(NamedTuple):
         return f"{self.file}: {self.key}" if self.members else self.key
 
     def read(self) -> dict[str, bytes]:
-        """Return the content of all fields."""
+        """Return the content of each field by name."""
         if not self.members:
             return {IMAGE_EXTENSIONS[0]: self.file.read_bytes()}
         fields = {}
@@ -69,17 +69,17 @@ class StoredSample(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples in their order on disk: either a batch, or the values computed for a data set.
+    """Samples in their order on disk: a batch, or the results for a complete data set.
 
-    ``values`` maps names to tensors ``(N, ...)``. A batch has ``image`` ``(B, 3, H, W)``. If the task has labels or metadata,
-    it also has int64 ``label`` ``(B,)`` or ``metadata`` ``(B, columns)``.
+    ``values`` maps names to tensors ``(N, ...)``. A batch has ``image`` ``(B, 3, H, W)`` and, if its task has labels or
+    metadata, int64 ``label`` ``(B,)`` or ``metadata`` ``(B, columns)``.
     """
 
     keys: list[str] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     captions: list[list[str]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # messages about images that do not decode, by key
-    error: str = ""  # the fault because of which the batch must not be scored, if any
+    error: str = ""  # message of the fault that makes the batch unusable, if any
 
     def pin_memory(self) -> "Samples":
         """Pin the tensors. ``DataLoader`` calls this method if ``pin_memory=True``."""
@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return the stripped, non-blank lines of a text file; raise DataError if there are none. ``what`` describes a line."""
+    """Return a text file's stripped, non-blank lines; raise DataError if there are none. ``what`` describes them in errors."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 
 def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
-    """Return class names (with duplicates) and prompt templates, in which ``{c}`` stands for the class name."""
+    """Return class names, which may repeat, and prompt templates, in which ``{c}`` stands for the class name."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
     for template in templates:
@@ -121,7 +121,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
 
 
 class Instance(NamedTuple):
-    """A cue of WinoGAViL, the keys of its 5, 6, 10 or 12 candidate images, and the keys that people associated with it."""
+    """A WinoGAViL cue, the keys of its 5, 6, 10 or 12 candidate images, and of the images that people associated with it."""
 
     cue: str
     candidates: tuple[str, ...]
@@ -129,7 +129,7 @@ class Instance(NamedTuple):
 
 
 def read_instances(folder: Path) -> list[Instance]:
-    """Read the lines of ``instances.jsonl``."""
+    """Return the instances in ``instances.jsonl``; raise DataError if a line is invalid."""
     path = folder / INSTANCES_FILE
     instances = []
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
@@ -137,7 +137,7 @@ def read_instances(folder: Path) -> list[Instance]:
             content = json.loads(line)
             candidates, associations = tuple(content["candidates"]), frozenset(content["associations"])
             if not content["cue"] or not associations or not associations <= set(candidates):
-                raise ValueError("no cue, or no associations among the candidates")
+                raise ValueError("no cue, no associations, or an association that is not a candidate")
         except (ValueError, KeyError, TypeError) as error:
             wanted = "an object with cue, candidates and associations"
             raise DataError(f"{path}, line {number}: expected {wanted}, found {line[:80]} ({error!r}).") from None
@@ -146,7 +146,7 @@ def read_instances(folder: Path) -> list[Instance]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards of the test split; raise DataError if they are not the ones that ``nshards.txt`` counts."""
+    """Return the test split's shards; raise DataError if their number is not the number in ``nshards.txt``."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
@@ -159,7 +159,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.TarSample]:
-    """Return the samples of a shard in file order, with the content of the wanted fields. None (default) means all."""
+    """Return a shard's samples in file order, with the content of the ``wanted`` fields. None (default) means all fields."""
     try:
         with open(shard, "rb") as file:
             archive = tar.TarArchive(file)
@@ -172,7 +172,7 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
 
 
 def find_samples(folder: Path) -> list[StoredSample]:
-    """Return the test split's samples in their order on disk; raise DataError if a shard is missing, corrupt or copied."""
+    """Return the test split's samples in disk order; raise DataError if a shard is missing or corrupt, or a key repeats."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
         for sample in read_shard(shard, frozenset()):
@@ -197,7 +197,7 @@ def fingerprint(folder: Path) -> str:
 def read_batch(
     samples: Sequence[StoredSample], transform: Callable[[Image.Image], Tensor], spec: SampleFormat
 ) -> Samples:
-    """Read and decode samples, as the ``collate_fn`` of a DataLoader. The first `DataError` is returned in ``error``."""
+    """Read and decode samples: the ``collate_fn`` of a DataLoader. The message of a `DataError` is returned in ``error``."""
     batch = Samples()
     rows = defaultdict(list)
     for stored in samples:
@@ -209,7 +209,7 @@ def read_batch(
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
             image = image.convert("RGB") if spec.convert_first else image
-        except Exception as error:  # decoders raise many types, even struct.error and SyntaxError
+        except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
             batch.skipped[stored.key] = f"{stored}: the image does not decode ({error})"
             continue
         batch.keys.append(stored.key)
@@ -221,9 +221,9 @@ def read_batch(
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """Return a sample's image file, and those of ``label``, ``metadata`` and ``captions`` that ``spec`` requires.
+    """Return a sample's encoded image, and the ``label``, ``metadata`` and ``captions`` as far as ``spec`` requires them.
 
-    Raise DataError if a field is missing or wrong. Its message starts with ``where``.
+    Raise DataError if a field is missing or wrong. The message starts with ``where``.
     """
 
     def content_of(*extensions: str) -> bytes:

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
 
-Exit status 0: all tasks have a result. Without ``--tasks``, a task whose data are missing is only reported. Exit status 1: a
-task failed, or the data of a task in ``--tasks`` are missing. Exit status 2: nothing could be evaluated.
+The exit status is 0 if all tasks have a result, 1 if a task failed, and 2 if nothing could be evaluated. A task without data
+counts as failed only if ``--tasks`` contains it. Otherwise, it is only reported.
 """
 
 import argparse
@@ -31,12 +31,11 @@ logger = logging.getLogger("eval.datacomp")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. The same command continues an interrupted run.",
-        epilog="Exit status: 0 all done; 1 a task failed, or data of --tasks are missing; 2 nothing was evaluated.",
+        epilog="Exit status: 0 if all tasks are done, 1 if one failed or data of --tasks are missing, 2 if none was done.",
     )
     add_model_arguments(parser, takes_run=True)
     folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
@@ -45,14 +44,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
-    parser.add_argument("--overwrite", action="store_true", help="evaluate tasks again that already have a result")
-    sizes_help = "also score data whose number of samples or classes is not DataComp's; the summary reports it"
+    parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that already have a result")
+    sizes_help = "also score data whose number of samples or classes differs from DataComp's; the summary lists them"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status. A user's mistake is reported in one line on stderr."""
+    """Run the command; return the exit status. A usage error is reported in one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
@@ -71,7 +70,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if len(missing) == len(tasks):
         found = sorted(path.name for path in args.data_dir.iterdir())[:5]
         raise ValueError(
-            f"--data-dir {args.data_dir} has none of the {len(tasks)} tasks, such as {tasks[0].folder}. "
+            f"--data-dir {args.data_dir} has none of the {len(tasks)} expected folders, such as {tasks[0].folder}. "
             f"Found: {', '.join(found) or 'nothing'}."
         )
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
@@ -87,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
-    # A task may have a result even if its data has since been removed.
+    # A task whose data were removed may still have a result.
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
@@ -126,9 +125,9 @@ def evaluate_tasks(
 
 
 def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
-    """Split tasks among processes. In order of size, the largest first, each task goes to the process with the least work.
+    """Split tasks among processes: from the largest to the smallest, each task goes to the process with the least work.
 
-    Each process evaluates its smallest tasks first, to show errors early.
+    Each process then evaluates its smallest tasks first, to report errors early.
     """
     shares: list[list[Task]] = [[] for _ in range(processes)]
     for task in sorted(tasks, key=lambda task: task.size, reverse=True):

@@ -1,7 +1,7 @@
 """Download DataComp's evaluation sets from the Hugging Face hub, and check them: ``python -m eval.download --data-dir DIR``.
 
-``huggingface_hub`` downloads the files, continues interrupted downloads, and compares the files with the hub's checksums.
-Each folder has a ``checksums.json`` with the SHA-256 of all files, so ``--verify`` needs no network.
+``huggingface_hub`` downloads the files, continues interrupted downloads, and compares the files with the hub's checksums. Each
+complete folder has a ``checksums.json`` with the SHA-256 of all its files, so ``--verify`` needs no network.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from openclip_ext.evaluation.tasks import Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
-# Subfolder for the CSV table and the zip of a set, which is deleted after the conversion.
+# Subfolder for a set's CSV table and zip. It is deleted after the conversion.
 SOURCE_FOLDER = "source"
 # Folder in which huggingface_hub records complete files.
 HUB_FOLDER = ".cache"
 _ATTEMPTS = 3
 _DOCUMENTS = ["README*", "LICENSE*"]
-# Results of `check_set`. UNPROVEN means: complete and of the right size, but without checksums (from another tool).
+# Results of `check_set`. UNPROVEN: complete, but without checksums, because another tool downloaded the set.
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 
 
@@ -57,8 +57,8 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
 def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
     """Download one data set completely, convert it if needed, and write its checksums.
 
-    After an error, complete files stay for the next call. Raise ValueError if a checksum is wrong after three attempts,
-    or the set cannot be converted.
+    After an error, the next call reuses complete files. Raise ValueError if a checksum is still wrong after three attempts, or
+    if the set cannot be converted.
     """
     folder = data_dir / task.folder
     api, wanted = HfApi(endpoint=endpoint), _snapshot_arguments(task, folder)
@@ -95,7 +95,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read_records(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return ``size`` and ``sha256`` of a folder's files by name; None if the folder has no ``checksums.json``."""
+    """Return the recorded ``size`` and ``sha256`` of each file by name; None if the folder has no ``checksums.json``."""
     path = folder / CHECKSUMS_FILE
     return json.loads(path.read_text(encoding="utf-8"))["files"] if path.exists() else None
 
@@ -105,7 +105,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
-    """Check one data set without a network: compare the checksums, if there are any, and read every tar to its end.
+    """Check one data set without a network: compare checksums, if the folder has them, and read every tar to its end.
 
     Returns `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` or `BROKEN`, and a list of faults.
     """
@@ -151,10 +151,9 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext download",
-        description="Download DataComp's evaluation sets from the Hugging Face hub; everything else works offline. "
+        description="Download DataComp's evaluation sets from the Hugging Face hub, to evaluate models offline. "
         "Run the same command again to continue after an interruption.",
     )
     parser.add_argument(
@@ -162,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
-    sizes_help = "with --verify: accept other sizes than DataComp's"
+    sizes_help = "with --verify: accept data whose size differs from DataComp's"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     parser.add_argument("--dry-run", action="store_true", help="list the sets to download with their sizes, then stop")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
@@ -170,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Download or check the chosen sets, and exit. The exit status is 0 if every chosen set is complete, otherwise 1.
+    """Download or check the chosen sets, then exit with status 0 if all of them are complete, otherwise 1.
 
     Raise ValueError if a task is unknown, and ConnectionError if the hub does not answer.
     """
@@ -195,9 +194,9 @@ def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
         info = HfApi(endpoint=args.endpoint).dataset_info(wanted["repo_id"], files_metadata=True, timeout=30.0)
     except HfHubHTTPError:
         raise
-    except Exception as error:  # the type depends on huggingface_hub's HTTP client
+    except Exception as error:  # the exception's type depends on huggingface_hub's HTTP client
         raise ConnectionError(
-            f"The hub does not answer ({error}). Downloading needs a network; for a mirror set --endpoint or HF_ENDPOINT. "
+            f"The hub does not answer ({error}). Downloading needs a network. To use a mirror, set --endpoint or HF_ENDPOINT. "
             "--verify works without a network."
         ) from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -216,19 +215,19 @@ def _download(args: argparse.Namespace) -> int:
         try:
             sizes = _sizes(task, args)
             missing = sum(size for path, size in sizes.items() if not _has_size(path, size))
-            # While a set is converted, the disk holds both its zip and its tars.
+            # During the conversion of a set, both its zip and its tars are on the disk.
             needed += missing + (sum(sizes.values()) if _is_converted(task) else 0)
             print(f"to download {task.key:<52} {len(sizes):>5} files {missing / 1e9:>7.3f} GB", flush=True)
             if not args.dry_run:
                 fetch_set(task, args.data_dir, args.endpoint)
         except ConnectionError:
             raise
-        except Exception as error:  # whatever failed (hub, network, disk, data), the other sets may succeed
+        except Exception as error:  # after any failure (hub, network, disk, data), other sets may succeed
             failed[task.key] = f"{type(error).__name__}: {error}"
     if args.dry_run:
         existing = next(path for path in (args.data_dir, *args.data_dir.resolve().parents) if path.exists())
         free = shutil.disk_usage(existing).free / 1e9
-        print(f"Up to {needed / 1e9:.3f} GB of disk needed, {free:.3f} GB free in {args.data_dir}.")
+        print(f"Disk space: up to {needed / 1e9:.3f} GB needed, {free:.3f} GB free in {args.data_dir}.")
     else:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():

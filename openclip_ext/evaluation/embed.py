@@ -28,12 +28,12 @@ from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.transformers_model import PREFIX, load_transformers_model
 from openclip_ext.files.writing import output_path
 
-# Samples per block of a data set without shards.
+# Number of samples per block in a data set without shards.
 _BLOCK = 2**16
 
 
 class _Towers(nn.Module):
-    """A wrapper of any model's two towers that `outputs_of` can call."""
+    """A wrapper that gives any model the ``forward`` that `outputs_of` calls."""
 
     def __init__(self, model: ImageTextModel) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Towers(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Embed a data set, or continue an interrupted run of the same command; ValueError or OSError for a user's mistake."""
+    """Embed a data set, or continue an interrupted run of the same command; raise ValueError or OSError for a user's error."""
     args = _parse_arguments(argv)
     with shared.process_group():
         try:
@@ -97,7 +97,7 @@ def _embed(args: argparse.Namespace) -> None:
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
-                _refuse_bad(spec, source, before + bad, f"the last of them up to {source.group_of(unit.stop - 1)[0]}")
+                _refuse_bad(spec, source, before + bad, f"the latest at or before {source.group_of(unit.stop - 1)[0]}")
         bad = before + sum(distributed.all_gather_object(bad))
         if is_master:
             folder.finish(bad)
@@ -105,7 +105,7 @@ def _embed(args: argparse.Namespace) -> None:
 
 
 def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
-    """Write the embeddings of all batches to disk; return the number of rows."""
+    """Write the embeddings of all batches to disk; return the number of samples."""
     count = 0
     with folder.tables() as tables:
         for batch, embeddings in outputs:
@@ -120,9 +120,9 @@ def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
-    """Return the unfinished samples as ranges: consecutive shards, up to one per worker, or one block if there are no shards.
+    """Split the unfinished samples into ranges: up to ``workers`` consecutive shards, or one block if there are no shards.
 
-    A restart with the same shards, workers and ranks returns the same ranges.
+    A restart with the same shards, workers and ranks splits them in the same way.
     """
     shards, end, size = [], 0, 1
     while end < source.num_samples:
@@ -172,7 +172,7 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
         "data": source.index_digest,
         "logit_scale": inner.logit_scale.exp().item(),
     }
-    return json.loads(json.dumps(about))  # JSON types, to compare equal to a file's content
+    return json.loads(json.dumps(about))  # JSON types, so that the result compares equal to a file's content
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -184,7 +184,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
     hugging_face = f"; {PREFIX}NAME is a CLIP or SigLIP of Hugging Face's transformers, from a folder or the hub"
     parser.add_argument("--model", required=True, help=shared.MODEL_HELP + hugging_face)
-    # --checkpoint is an alias, because error messages that are shared with the evaluations use this name.
+    # --checkpoint is an alias, because error messages of functions that all evaluations use contain this name.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")
@@ -193,7 +193,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--precision",
         choices=("fp32", "amp"),
         default="amp" if torch.cuda.is_available() else "fp32",
-        help="amp: autocast (CUDA only, the default there); fp32: float32",
+        help="amp: autocast (CUDA only; default if there is a GPU); fp32: float32",
     )
     group = parser.add_argument_group("data", "as in training")
     group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")

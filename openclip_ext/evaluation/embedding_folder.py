@@ -1,6 +1,7 @@
-"""Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads. A killed process loses little work.
+"""Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads.
 
-Each rank has a progress file with a line for each range of samples that is on disk. ``embeddings.json`` is written last.
+Ranks record finished ranges of samples in progress files, so a killed process loses little work. Last, ``embeddings.json`` is
+written.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
 BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
-# Keys on which the embeddings depend, in the order in which they are checked. The path of the weights may change.
+# Keys of `about` on which the embeddings depend, in the order of the checks. The path of the weights may change.
 _IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples", "data", "image_key", "caption_key")
 
 
 class Done(NamedTuple):
-    """A finished range of samples, ``bad`` of which are unreadable."""
+    """A finished range of samples. ``bad`` is the number of unreadable samples in the range."""
 
     begin: int
     end: int
@@ -36,8 +37,8 @@ class Done(NamedTuple):
 class _Table:
     """A ``.npy`` file that is open for writing.
 
-    It is not memory-mapped: a full disk would kill the process, and two nodes would overwrite each other's rows in the same
-    memory page.
+    The file is not memory-mapped. Otherwise, a full disk would kill the process, and two nodes would overwrite each other's
+    rows in the same memory page.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,17 +68,17 @@ class EmbeddingFolder:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[list[Done] | None]:
-        """Create the files, or check those of an earlier launch, on rank 0. Lock the folder inside the ``with`` block.
+        """Create the files on rank 0, or check those of an earlier launch. The folder is locked inside the ``with`` block.
 
-        Yields the finished ranges; None means that all are finished. Raise UsageError if another program uses the folder, it
-        has other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
+        Yields the finished ranges of all ranks; None means that the folder is complete. Raise UsageError if another program
+        uses the folder, it has other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
 
     @contextlib.contextmanager
     def tables(self) -> Iterator[tuple[_Table, _Table]]:
-        """Open the tables of images and texts. After the ``with`` block, their content is on disk."""
+        """Open the tables of images and texts; flush them to disk at the end of the ``with`` block."""
         images, texts = (contextlib.closing(_Table(self.path / name)) for name in (IMAGES, TEXTS))
         with images as image_table, texts as text_table:
             yield image_table, text_table
@@ -85,13 +86,13 @@ class EmbeddingFolder:
     def note(self, done: Done) -> None:
         """Record in the progress file that a range is on disk."""
         with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
-            # The line break comes first, because a killed process may have left half a line.
+            # The text starts with a line break, because a killed process may have left half a line.
             file.write("\n" + json.dumps(done._asdict()) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self, bad: int) -> None:
-        """Write ``embeddings.json``, on rank 0."""
+        """Write ``embeddings.json`` and remove the progress files; only rank 0 calls it."""
         content = json.dumps(self.about | {"unreadable": bad}, indent=2) + "\n"
         write_atomically(self.path / ABOUT, lambda file: file.write(content.encode()))
         self._remove_progress()
@@ -120,7 +121,7 @@ class EmbeddingFolder:
         missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
         if missing > free:
             raise UsageError(
-                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, and "
+                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, but only "
                 f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
             )
         write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
@@ -140,7 +141,7 @@ class EmbeddingFolder:
             if found.get(key) != self.about[key]:
                 raise UsageError(
                     f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
-                    "Give the command that started it, or another --output"
+                    "Repeat the original command, or give another --output"
                 )
 
     def _progress(self) -> list[Path]:

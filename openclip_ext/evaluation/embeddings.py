@@ -18,7 +18,7 @@ class Embeddings:
 
     image: Tensor
     text: Tensor
-    index: Tensor  # ``(n,)`` positions in the data set, without bad and excluded samples
+    index: Tensor  # ``(n,)`` positions in the data set; bad and excluded samples are missing
     logit_scale: float  # the model's ``1/τ``
 
 
@@ -26,7 +26,7 @@ class Embeddings:
 def outputs_of(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
 ) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
-    """Yield batches of ``image`` and ``text``, each with the model's output. The model runs in evaluation mode."""
+    """Yield batches of ``image`` and ``text``, each with the model's output. The model must be in evaluation mode."""
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
     for batch in batches:
@@ -44,9 +44,9 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed up to ``rows`` samples from batches of ``image``, ``text`` and ``index``. The model runs in evaluation mode.
+    """Embed up to ``rows`` samples of ``image``, ``text`` and ``index``, in batches. The model must be in evaluation mode.
 
-    The embeddings are stored in memory-mapped files in ``folder``. None (default) means host memory.
+    The embeddings are stored in memory-mapped files in ``folder``, or in host memory if ``folder`` is None (default).
     """
     kept: tuple[Tensor, ...] = ()
     count = 0
@@ -63,7 +63,7 @@ def embed(
 
 
 def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Return empty tables for image embeddings, text embeddings and indices, in files of a folder or in memory."""
+    """Return empty tables for image embeddings, text embeddings and indices, in files in ``folder`` or in memory."""
 
     def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
         if folder is None:

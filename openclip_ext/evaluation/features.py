@@ -39,7 +39,7 @@ def resolve_precision(requested: str, device: str | torch.device) -> str:
 
 @dataclass
 class Encoder:
-    """Encoder of images and texts. It caches class embeddings, so the weights must not change.
+    """Encoder of images and texts. It caches class embeddings, so the model's weights must not change.
 
     Attributes:
         model, preprocess, tokenizer: As in `LoadedModel`. The model is in evaluation mode on ``device``.
@@ -62,7 +62,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
-        """Read samples in batches. Workers start to read immediately, while the caller may encode texts."""
+        """Read samples in batches. Workers start immediately, so the caller can encode texts in the meantime."""
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence is a data set
             self.batch_size,
@@ -70,7 +70,7 @@ class Encoder:
             collate_fn=partial(read_batch, transform=self._transform, spec=spec),
             worker_init_fn=begin_worker,
             pin_memory=self.device.type == "cuda",
-            # A DataLoader draws a seed for its workers. The global generator must not change, because training may use it.
+            # A DataLoader draws a seed for its workers. Training may use the global generator, so it must not change.
             generator=torch.Generator(),
         )
         return iter(loader)
@@ -78,10 +78,10 @@ class Encoder:
     def collect(
         self, batches: Iterator[Samples], compute: Callable[[Samples], dict[str, Tensor]], name: str, total: int | None
     ) -> Samples:
-        """Apply a function to all batches of images, and concatenate the values ``(B, ...)`` that it returns by name.
+        """Apply ``compute`` to all batches of images, and concatenate the tensors ``(B, ...)`` that it returns, by name.
 
-        The result also contains the batches' own values, such as labels, but not the images. Raise DataError if the data must
-        not be scored.
+        The result also contains the batches' own values, such as labels, but not the images. Raise DataError if a batch has an
+        error or no image decodes.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:
@@ -105,7 +105,7 @@ class Encoder:
     def embed_images(
         self, samples: Sequence[StoredSample], spec: SampleFormat, name: str, autocast: bool = False
     ) -> Samples:
-        """Read and encode images. The result's ``image`` is their unit embeddings ``(N, d)``."""
+        """Read and encode images; ``image`` in the result contains unit embeddings ``(N, d)``."""
 
         def compute(batch: Samples) -> dict[str, Tensor]:
             return {"image": self.encode_images(batch.values["image"], autocast)}
@@ -113,18 +113,18 @@ class Encoder:
         return self.collect(self.batches(samples, spec), compute, name, len(samples))
 
     def model_input(self, images: Tensor) -> Tensor:
-        """Return the model's input: images from ``preprocess``, or normalized uint8 images from `batches`."""
+        """Convert images from ``preprocess``, or uint8 images from `batches`, to the model's input."""
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
-        # The input gets the dtype of the tower's weights, which are in half precision after pure half-precision training.
+        # The input must have the dtype of the tower's weights: half precision after pure half-precision training.
         kinds = (nn.Conv2d, nn.Linear)
         dtypes = (module.weight.dtype for module in self.model.visual.modules() if isinstance(module, kinds))
         return images.to(next(dtypes, torch.float32))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Return unit embeddings ``(B, d)`` of images (see `model_input`). ``autocast`` applies to precision ``datacomp``."""
+        """Return unit embeddings ``(B, d)`` of images. ``autocast``: whether precision ``datacomp`` means autocast here."""
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
@@ -140,12 +140,12 @@ class Encoder:
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
         """Return the zero-shot classifier ``(C, d)``. Its rows are the normalized means of each class's prompt embeddings.
 
-        Rows are cached by class name and templates, so data sets with equal classes (such as ImageNet and its variants) encode
+        Rows are cached by class name and templates, so data sets that share classes (such as ImageNet and its variants) encode
         them once. Equal class names get equal rows. ``{c}`` in a template stands for the class name.
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]
-        # Classes are encoded in parts: with large models, the embeddings of all ImageNet prompts need gigabytes.
+        # Classes are encoded in parts, because the embeddings of all ImageNet prompts need gigabytes with large models.
         step = max(1, 16 * self.batch_size // len(templates))
         with self.progress(len(new) * len(templates), "classes", "prompt") as bar:
             for start in range(0, len(new), step):
@@ -169,7 +169,7 @@ class Encoder:
         return torch.cat(embeddings)[order.argsort()]
 
     def progress(self, total: int | None, description: str, unit: str) -> tqdm:
-        """Return a progress bar for one task. It is shown below the bar of all tasks."""
+        """Return a progress bar for one task, shown below the bar of all tasks."""
         place: dict[str, Any] = {"position": 1, "leave": False, "delay": 1, "disable": not self.show_progress}
         return progress_bar(total=total, desc=description, unit=unit, **place)
 

@@ -1,7 +1,7 @@
-"""Zero-shot classification of ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``).
+"""Score zero-shot classification on ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``).
 
-The classifier, the computation and the names of the metrics are the same as in OpenCLIP. OpenCLIP's own script is not used:
-it fails with numpy 2.4 and later (``TypeError: only 0-dimensional arrays``), and its reader of ImageNet-V2 is not on PyPI.
+The classifier, the computation and the metric names are the same as in OpenCLIP. OpenCLIP's own script is not used, because it
+fails with numpy 2.4 and later (``TypeError: only 0-dimensional arrays``), and its reader of ImageNet-V2 is not on PyPI.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,12 +21,12 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.processes import begin_worker
 
 TOP_K = (1, 5)
-# Names of the image folder in --imagenet-v2: the name that OpenCLIP's reader creates, and the archive's name.
+# Possible names of the image folder in --imagenet-v2: from OpenCLIP's reader, and from the archive.
 _V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
 
 
 class ClassFolders(ImageFolder):
-    """Images in one folder per class. Files and folders whose names start with a dot are skipped, at any depth."""
+    """Images in one folder per class. Files and folders whose names start with a dot are skipped at any depth."""
 
     def __init__(self, root: str | Path, transform: Callable | None = None) -> None:
         super().__init__(root, transform, is_valid_file=lambda path: self._is_image(Path(path)))
@@ -41,7 +41,7 @@ class ClassFolders(ImageFolder):
 
 
 class ImageNetFolders(ClassFolders):
-    """Images of ImageNet's 1000 classes. The folders' names are WordNet ids (``n01440764``) or numbers (``0`` to ``999``)."""
+    """Images of ImageNet's 1000 classes. Folder names are WordNet ids (``n01440764``) or numbers (``0`` to ``999``)."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         names, _ = super().find_classes(directory)
@@ -50,14 +50,14 @@ class ImageNetFolders(ClassFolders):
         if sorted(numbers.values()) != sorted(synsets.values()):
             others = [name for name, number in numbers.items() if number not in synsets.values()] or names
             found = f"{len(names)} class folders, {others[0]} among them"
-            raise ValueError(f"found {found}; expected ImageNet's 1000: n01440764, ... or 0 to 999")
+            raise ValueError(f"expected ImageNet's 1000 class folders (n01440764, ... or 0 to 999), found {found}")
         return names, numbers
 
 
 def imagenet_loader(
     flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return batches of images and class numbers. Error messages name ``flag``, the flag that gives the folder."""
+    """Return batches of images and class numbers. ``flag`` is the user's flag for the folder; errors contain it."""
     root = Path(folder)
     if flag == "--imagenet-v2":
         root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)
@@ -71,10 +71,10 @@ def imagenet_loader(
 
 @dataclass(frozen=True)
 class ImageNetZeroShot:
-    """Evaluator of the zero-shot accuracy on ImageNet and ImageNet-V2, with OpenCLIP's names of the metrics.
+    """Evaluator of the zero-shot accuracy on ImageNet and ImageNet-V2, with OpenCLIP's metric names.
 
     Attributes:
-        loaders: Loaders by the name in the metrics (``imagenet`` or ``imagenetv2``).
+        loaders: Loaders by prefix of the metric names (``imagenet`` or ``imagenetv2``).
     """
 
     loaders: Mapping[str, Iterable[tuple[Tensor, Tensor]]]
@@ -85,7 +85,7 @@ class ImageNetZeroShot:
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Return the accuracies of a model in evaluation mode."""
+        """Return the top-1 and top-5 accuracies by metric name. The model must be in evaluation mode."""
         autocast = compat.autocast_context(self.precision, self.device)
         input_dtype = open_clip.get_input_dtype(self.precision)
         with autocast():

@@ -1,6 +1,7 @@
 """Compute the metrics of DataComp's evaluation exactly as DataComp defines them.
 
-Of two equal scores, the one with the lower index ranks first. So a model with constant embeddings scores at chance, not 1.
+Of two items with equal scores, the item with the lower index ranks first. So a model with constant embeddings scores at
+chance, not 1.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,14 @@ Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the number of classes that rank before the right class, by logits ``(B, C)``. Ties rank by class number."""
+    """Return ``(B,)``: how many classes rank before the right class by logits ``(B, C)``. Ties rank by class number."""
     scores = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)
 
 
 def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
-    """Compute ``acc1``, ``acc5`` (None for fewer than five classes) and ``mean_per_class_recall`` (of occurring classes)."""
+    """Compute ``acc1``, ``acc5`` (None for fewer than 5 classes) and ``mean_per_class_recall`` (over classes that occur)."""
     recall = recall_score(labels, predictions, labels=np.unique(labels), average="macro")
     return {
         "acc1": float((ranks == 0).mean()),
@@ -31,17 +32,17 @@ def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: n
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Compute the mean F1 of the classes that occur in ``labels``. A mean over all classes changes iWildCam by up to 0.15."""
+    """Compute the mean F1 of classes that occur in ``labels``. On iWildCam, the mean over all differs by up to 0.15."""
     return float(f1_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
 def group_metrics(
     name: str, correct: np.ndarray, metadata: np.ndarray, columns: Sequence[str], groups: Sequence[str]
 ) -> Metrics:
-    """Return WILDS's metrics: ``{name}_avg``, the worst group ``{name}_wg``, and each ``{name}_{group}``, ``count_{group}``.
+    """Return WILDS's metrics: ``{name}_avg``, ``{name}_wg`` (worst group), ``{name}_{group}`` and ``count_{group}``.
 
-    There is a group for each combination of the columns' values, from 0 to the largest value. An empty group has count 0 and
-    no accuracy, and is never the worst group.
+    Each combination of column values, from 0 to the column's maximum, is a group. An empty group has count 0 and no accuracy,
+    and is never the worst group.
 
     Args:
         correct: ``(N,)`` bool; its mean is the accuracy.
@@ -49,7 +50,7 @@ def group_metrics(
         groups: Names of the columns that define the groups.
     """
     values = metadata[:, [columns.index(group) for group in groups]]
-    # As in WILDS, the first column varies fastest in a group's number.
+    # As in WILDS, the first column varies fastest in the order of groups.
     sizes = tuple(values.max(axis=0)[::-1] + 1)
     flat = np.ravel_multi_index(tuple(values.T[::-1]), sizes)
     counts = np.bincount(flat, minlength=np.prod(sizes)).tolist()

@@ -1,4 +1,4 @@
-"""Load the model to evaluate: any OpenCLIP model with any checkpoint, also with projection heads."""
+"""Load the model to evaluate: any OpenCLIP model with any checkpoint, with or without projection heads."""
 
 import ast
 import copy
@@ -26,11 +26,11 @@ MODEL_OPTIONS = (
 
 
 class ModelError(ValueError):
-    """A model or checkpoint cannot be loaded."""
+    """A model or checkpoint that cannot be loaded."""
 
 
-# A module like OpenCLIP's models. It has ``visual``, ``encode_image`` (from images ``(B, 3, H, W)`` to ``(B, d)``) and
-# ``encode_text`` (from tokens ``(B, context_length)`` int64 to ``(B, d)``).
+# A module with the interface of OpenCLIP's models: ``visual``, ``encode_image`` (from images ``(B, 3, H, W)`` to ``(B, d)``)
+# and ``encode_text`` (from tokens ``(B, context_length)`` int64 to ``(B, d)``).
 ImageTextModel = Any
 
 
@@ -68,8 +68,8 @@ def load_model(
         **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
             None replace those in the ``params.txt`` of the checkpoint's run.
 
-    Raise ModelError if the model or checkpoint is unknown, or the file is unreadable or belongs to another model. Raise
-    HeadsError if the kind of projection heads is unknown.
+    Raise ModelError if the model or checkpoint is unknown, or if the file is unreadable or belongs to another model. Raise
+    HeadsError if the checkpoint has projection heads of an unknown kind.
     """
     add_model_configs()
     if model_config is not None:
@@ -80,7 +80,7 @@ def load_model(
     is_file = source is not None and Path(source).is_file()
     run_options = _options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
-    # Two models of the same name may differ in architecture, so the result contains its configuration and options.
+    # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config: dict[str, Any] = {"options": options}
     if not _is_folder(name):
         config["model"] = open_clip.get_model_config(name.replace("/", "-"))
@@ -94,8 +94,8 @@ def load_model(
     if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)
-    # Two cases need the file to be loaded after OpenCLIP has created the model. With hf-hub: and local-dir: names, OpenCLIP
-    # ignores a file. And it resizes a timm tower after loading, but a run's checkpoint already has the run's sizes.
+    # In two cases, the file is loaded after OpenCLIP has created the model. For hf-hub: and local-dir: names, OpenCLIP ignores
+    # a file. OpenCLIP also resizes a timm tower after loading, but a run's checkpoint already has the run's sizes.
     is_late = is_file and (_is_folder(name) or bool(run_options))
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
@@ -105,7 +105,7 @@ def load_model(
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
-        hint = f"its run was trained with --model {trained}" if trained != name else "is it of another --model?"
+        hint = f"its run was trained with --model {trained}" if trained != name else "is it from another --model?"
         reason = " ".join(str(error).split())[:400]
         raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
@@ -139,12 +139,12 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a checkpoint's state dictionary and heads, without reading the tensors if the format allows it."""
+    """Return a checkpoint's memory-mapped state dictionary and its heads; ``({}, None)`` for other file formats."""
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             return content.get("state_dict", content), content.get(HEADS_KEY)
-        except Exception:  # OpenCLIP can load files of other formats (old, scripted), or reports the error
+        except Exception:  # OpenCLIP loads other formats (old, scripted), or reports the error
             pass
     return {}, None
 
@@ -159,13 +159,13 @@ def _run_parameters(source: str | None) -> dict[str, str]:
 
 
 def _options_of_run(source: str | None) -> dict[str, Any]:
-    """Return the `MODEL_OPTIONS` that the run of a checkpoint was trained with."""
+    """Return the `MODEL_OPTIONS` of the run that wrote a checkpoint."""
     found = {}
     for option, text in _run_parameters(source).items():
         if option in MODEL_OPTIONS and text not in ("None", "False"):
             try:
                 value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):  # a word without quotes
+            except (ValueError, SyntaxError):  # a string without quotes
                 value = text
             # OpenCLIP writes a single image size as 224 or [224].
             found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -173,7 +173,7 @@ def _options_of_run(source: str | None) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over the names, dtypes, shapes and bytes of all parameters and buffers."""
+    """Return the SHA-256 digest of the names, dtypes, shapes and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,9 +1,9 @@
-"""Ranks in retrieval, for the validation during training, the evaluation harness and the experiments."""
+"""Compute retrieval ranks for validation during training, the evaluation harness and experiments."""
 
 import torch
 from torch import Tensor
 
-# Elements of the similarity matrix that are computed at a time: 64 MiB in float32.
+# Maximum elements of the similarity matrix to compute at a time: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
 
 
@@ -12,7 +12,7 @@ def ranks_of_best_match(
 ) -> Tensor:
     """Return each query's rank: the number of items with other labels that rank before the best item with its own label.
 
-    A similarity that is not finite counts against the query: its match ranks last, and another item ranks first.
+    A NaN similarity counts against the query: a match with NaN ranks last, and another item with NaN ranks before the match.
 
     Args:
         queries, items: Embeddings ``(Q, d)`` and ``(N, d)``.

@@ -1,8 +1,8 @@
 """Store and average results.
 
-Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains one run only. So DataComp's
-``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in the same
-folder, earlier lines move to ``eval_results.RUN.jsonl``. They return when their run continues.
+Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains the results of one run only.
+So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in
+the same folder, lines of the earlier run move to ``eval_results.RUN.jsonl``. They move back when the earlier run continues.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
-if TYPE_CHECKING:  # reading results needs no OpenCLIP and no scikit-learn; their import takes seconds
+if TYPE_CHECKING:  # reading results does not need OpenCLIP and scikit-learn, which take seconds to import
     from openclip_ext.evaluation.classification import TaskResult
     from openclip_ext.evaluation.models import LoadedModel
 
 RESULTS_FILE, _LOCK_FILE = "eval_results.jsonl", ".eval_results.jsonl.lock"
-# Replaces the digest for lines that contain no run.
+# Id of result lines without a run, such as those of DataComp's harness.
 UNKNOWN_RUN = "unknown"
-# Change this name whenever a code change may give the same weights other scores on the same data.
+# Change this name whenever a code change may give the same weights different scores on the same data.
 PROTOCOL = "datacomp-2"
 
 
@@ -35,7 +35,7 @@ def config_digest(config: Any) -> str:
 
 
 def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) -> dict[str, str]:
-    """Return what a result depends on, without the data. ``any_size``: whether data sizes may differ from DataComp's."""
+    """Return the model, precision and protocol of results. ``any_size``: whether data sizes may differ from DataComp's."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,
@@ -46,7 +46,7 @@ def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) 
 
 
 class ResultFile:
-    """The results of one run (see `run_identity`) in a folder. Several processes can use it at the same time.
+    """The results of one run (see `run_identity`) in a folder. Several processes can use the folder at the same time.
 
     Every change writes a new file under a lock, then renames it, so a killed process leaves the old file intact.
     ``checkpoint`` is only stored for information.
@@ -81,7 +81,7 @@ class ResultFile:
             _write(self.path, list(own.values()))
             self._aside(self._run_id).unlink(missing_ok=True)
         for run_id in by_run:
-            owner = "without a model, as DataComp's" if run_id == UNKNOWN_RUN else "of another model or protocol"
+            owner = "without a model (DataComp's format)" if run_id == UNKNOWN_RUN else "of another model or protocol"
             logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
         return todo
 
@@ -105,7 +105,7 @@ class ResultFile:
             _write(path, [*(other for other in read_results(path) if other["key"] != task.key), line])
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return this run's results."""
+        """Return the result lines of this run."""
         lines = read_results(self._aside(self._run_id)) + read_results(self.path)
         return list({line["key"]: line for line in lines if _run_id(line) == self._run_id}.values())
 
@@ -125,7 +125,7 @@ def _run_id(line: dict[str, Any]) -> str:
 
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    # `json_lines` writes valid JSON: DataComp's own harness writes NaN, which JSON does not have.
+    # `json_lines` writes valid JSON. DataComp's harness writes NaN, which JSON does not have.
     content = "".join(json_lines.dumps(line) + "\n" for line in lines)
     write_atomically(path, lambda stream: stream.write(content.encode()))
 
@@ -142,7 +142,7 @@ def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def averages(scores: Mapping[str, float]) -> dict[str, tuple[float | None, tuple[str, ...]]]:
-    """Return, by group title, the average of the main metrics (None if some are missing) and the missing keys."""
+    """Return, by group title, the average main metric (None if a task is missing) and the keys of missing tasks."""
     found = {}
     for title, keys in GROUPS.items():
         missing = tuple(key for key in keys if key not in scores)
@@ -174,7 +174,7 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
 def summary_text(
     lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
 ) -> str:
-    """Return the final text: the main metric of each task, the averages, and the tasks without a result."""
+    """Return the summary as text: the main metric of each task, the averages, and the tasks without a result."""
     by_key = {line["key"]: line for line in lines}
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
     for task in (task for key, task in TASKS.items() if key in by_key):

@@ -1,7 +1,7 @@
 """Score image-text retrieval and WinoGAViL (choosing the images that belong to a cue).
 
-As in DataComp, images of these sets are not converted to RGB before OpenCLIP's transform: DataComp reads them with the
-`datasets` library. It reads classification sets with webdataset, which converts to RGB first.
+As in DataComp, images of these sets are not converted to RGB before OpenCLIP's transform. DataComp reads them with the
+`datasets` library, but classification sets with webdataset, which converts images to RGB first.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def evaluate_retrieval(task: Task, folder: Path, encoder: Encoder, any_size: boo
 def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
     """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
 
-    ``images`` ``(N, d)`` and ``texts`` ``(M, d)`` are unit embeddings. ``owners`` ``(M,)`` contains the number of each
-    caption's image. In text retrieval, any caption of the image is right.
+    ``images`` ``(N, d)`` and ``texts`` ``(M, d)`` are unit embeddings. ``owners`` ``(M,)`` contains the index of each
+    caption's image. In text retrieval, any caption of the image counts as right.
     """
     numbers = torch.arange(len(images), device=owners.device)
     ranks = {
@@ -47,9 +47,9 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
 
 
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Compute the Jaccard index between the k images nearest to the cue and the k associated images.
+    """Compute the mean Jaccard index between the k images nearest to a cue and the k images associated with it.
 
-    k is the number of associations. An instance is skipped if one of its images does not decode.
+    k is an instance's number of associations. An instance is skipped if one of its images does not decode.
     """
     instances = read_instances(folder)
     spec = SampleFormat(convert_first=False)
@@ -78,7 +78,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Average the Jaccard index over all instances, and by number of candidates. None means that there are no instances."""
+    """Average the Jaccard index over all instances, and by number of candidates. None means no instances."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

@@ -26,7 +26,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the path if it is a file, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
+    """Return a file's path unchanged, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []
@@ -34,7 +34,7 @@ def newest_checkpoint(path: Path) -> Path:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             found.append((content["epoch"], content.get("step", 0), file))
-        except Exception as error:  # torch.load raises many types for a corrupt file
+        except Exception as error:  # torch.load raises many exceptions for a corrupt file
             logging.warning(f"Checkpoint skipped: {file} cannot be read ({type(error).__name__})")
     if not found:
         raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")

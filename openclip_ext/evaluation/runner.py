@@ -10,7 +10,7 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.retrieval import evaluate_retrieval, evaluate_winogavil
 from openclip_ext.evaluation.tasks import Task
 
-# Accepted number of images that do not decode: the larger of this number and this fraction of the data set.
+# Maximum number of images that do not decode: the larger of this number and this fraction of the data set.
 MAX_SKIPPED = 10
 MAX_SKIPPED_SHARE = 0.01
 

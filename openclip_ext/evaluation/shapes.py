@@ -1,7 +1,7 @@
 """Score zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
 Classification uses the images with one item, and averages the embeddings of prompts with different backgrounds. Retrieval and
-the relation task use complete captions: most training captions omit so many words that they match several images.
+the relation task use complete captions, because most training captions omit so many words that they match several images.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
 
 def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[str, float]:
     def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
-        """Return whether each image's nearest class is correct, ``(N,)`` of 0 and 1. ``phrases`` describes the classes."""
+        """Return ``(N,)``: 1 if an image's nearest class is correct, otherwise 0. ``phrases`` describes the classes."""
         names = [f"{'an' if words[0] in 'aeiou' else 'a'} {words}" for words in phrases.values()]
         weights = encoder.class_embeddings(names, _TEMPLATES)
         wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
@@ -92,7 +92,7 @@ def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[s
 
 
 def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
-    """Return how often the caption with the true relation scores higher than the captions with the other three relations."""
+    """Return the fraction of images that match the caption with the true relation better than the other three captions."""
     texts = encoder.encode_texts(
         [shapes.describe(scene, relation) for scene in scenes for relation in shapes.RELATIONS]
     )

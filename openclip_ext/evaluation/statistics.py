@@ -1,4 +1,4 @@
-"""Compute paired differences between two losses. Their intervals cover the choice of seeds and of validation samples."""
+"""Compute paired differences between two losses, with intervals over both seeds and validation samples."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ class Difference:
 
 
 def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean difference, by Student's t. There is one difference per seed, at least two."""
+    """Return the 95 % interval of the mean difference, by Student's t. ``differences`` has one value per seed, at least 2."""
     mean = statistics.fmean(differences)
     half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean - half, mean + half
@@ -32,8 +32,8 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """Compute the difference between two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
 
-    The interval combines two independent sources of chance, both by Student's t: seeds, and groups of samples. Samples with
-    equal captions form a group, because they are right or wrong together. None for fewer than two seeds or groups.
+    The interval combines two independent sources of variation, each by Student's t: seeds, and groups of samples. Samples with
+    equal captions form a group, because they are right or wrong together. Returns None for fewer than two seeds or groups.
     """
     difference = (first - second).double()
     seeds = len(difference)
@@ -53,7 +53,7 @@ def group_numbers(names: Sequence[str]) -> list[int]:
 
 
 def half_width(values: Tensor, groups: Sequence[int]) -> float | None:
-    """Return half the width of the 95 % interval of the mean of grouped values ``(N,)``; None if there is only one group."""
+    """Return half the width of the 95 % interval for the mean of grouped values ``(N,)``; None if there is only one group."""
     place = torch.as_tensor(groups).unique(return_inverse=True)[1]
     count = int(place.max()) + 1
     if count < 2:

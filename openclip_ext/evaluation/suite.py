@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """Evaluator of the tasks whose data exist."""
+    """Evaluator of the tasks in a suite that have data."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -27,11 +27,11 @@ class DataCompSuite:
     make_encoder: Callable[[Any], Encoder]
 
     def run(self, model: nn.Module) -> dict[str, float]:
-        """Evaluate an OpenCLIP model. It is in evaluation mode and not wrapped in DDP. A failed task is logged and excluded.
+        """Score a model that is in evaluation mode and not wrapped in DDP. A failed task is logged and excluded.
 
-        Returns the main metrics as ``datacomp/KEY``, and averages of complete groups as ``datacomp/average/TITLE``.
+        Returns main metrics as ``datacomp/KEY``, and averages of groups without missing tasks as ``datacomp/average/TITLE``.
         """
-        # Each call needs a new encoder, because cached class embeddings belong to the earlier weights.
+        # Each call needs a new encoder, because cached class embeddings belong to earlier weights.
         encoder = self.make_encoder(model)
         scores = {}
         for task in self.tasks:
@@ -40,9 +40,7 @@ class DataCompSuite:
             except Exception as error:
                 logging.error(f"{task.name} failed and is excluded: {error}")
                 continue
-            if (
-                value is not None
-            ):  # None means undefined, for example if WinoGAViL has no instance with 10 or 12 candidates
+            if value is not None:  # None means undefined, as for WinoGAViL without instances of 10 or 12 candidates
                 scores[task.key] = value
         complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
         return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
@@ -55,7 +53,7 @@ def build_suite(
 
     Args:
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 tasks with a main metric), or another key of `SUITES`.
-            Missing tasks are logged.
+            Tasks without data are logged.
         data_dir: Folder with the ``wds_*_test`` folders.
         any_size: Whether to score data whose size differs from DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.

@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fairness (Dollar Street, GeoDE)": ("fairness/dollar_street", "fairness/geode"),
 }
 
-# Suites of tasks, whose names --tasks also accepts. "quick" is for evaluation during training (40,754 images).
+# Name of a suite, which --tasks accepts -> keys of its tasks. "quick" (40,754 images) is for evaluation during training.
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),
@@ -112,7 +112,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def select_tasks(names: Sequence[str] | None) -> list[Task]:
-    """Return the tasks with these names, without repeats, in the order of `TASKS`. None means all 40.
+    """Return the tasks with these names in the order of `TASKS`, each once. None means all 40 tasks.
 
     A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
     (``imagenet``, ``quick``, ...).

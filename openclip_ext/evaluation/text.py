@@ -16,7 +16,7 @@ from openclip_ext.evaluation.models import ImageTextModel
 
 logger = logging.getLogger(__name__)
 
-# Lengths are rounded up to multiples of this many tokens, to have few different tensor shapes.
+# Lengths are rounded up to multiples of this many tokens, to limit the number of tensor shapes.
 _STEP = 8
 _CHECKED_TEXTS = 8
 # Lowest cosine similarity, by dtype, at which embeddings with and without padding count as equal.
@@ -25,10 +25,10 @@ _AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
 class TextEncoder(nn.Module):
-    """``model.encode_text`` without the padding after the longest text of the batch.
+    """Encoder that calls ``model.encode_text`` without the padding after the longest text of the batch.
 
-    Padding is removed only if the tower is recognized as causal, with pooling at the end-of-text token. The first texts are
-    encoded with and without padding; if the embeddings differ, all texts are encoded with padding.
+    Padding is removed only if the tower is causal and pools at the end-of-text token. As a check, the first texts are encoded
+    with and without padding. If the embeddings differ, all texts are encoded with padding.
     """
 
     def __init__(self, model: ImageTextModel):
@@ -44,21 +44,23 @@ class TextEncoder(nn.Module):
         if length < tokens.shape[1] and not self._is_checked:
             self._is_checked = True
             if not self._agrees(tokens[:_CHECKED_TEXTS], length):
-                logger.warning("This text tower gives other embeddings without padding: texts are encoded in full.")
+                logger.warning(
+                    "The embeddings of this text tower depend on padding, so texts are encoded with padding."
+                )
                 self._tower = None
         if length == tokens.shape[1] or self._tower is None:
             return self(tokens)
         return self._cut(tokens, length)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Encode texts with padding. It is called ``forward`` because ``functional_call`` calls this method."""
+        """Encode texts with padding. The method's name is ``forward`` because ``functional_call`` calls it."""
         return self.model.encode_text(tokens)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Return the number of tokens in each text without padding: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
-        # As in the tower itself, the end-of-text token is found as the largest token number.
+        # As in the tower, the end-of-text token is the token with the largest number.
         return tokens.argmax(dim=-1) + 1
 
     def _cut(self, tokens: Tensor, length: int) -> Tensor:
@@ -80,7 +82,7 @@ class TextEncoder(nn.Module):
 def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Find a causal text tower that pools at the end-of-text token, so later positions have no effect.
 
-    Returns the prefix of the tower's parameter names in the model, and the tower. None if the model has no such tower.
+    Returns the prefix of the tower's parameter names in the model, and the tower; None if the model has no such tower.
     """
     for name, module in model.named_modules():
         pooling = getattr(module, "text_pool_type", getattr(module, "pool_type", None))
@@ -101,12 +103,13 @@ def _cut_positions(tower: Any, length: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def shrink(tower: Any, vocabulary: Tensor, length: int) -> None:
-    """Remove unused tokens, and positions after the longest text, from a causal tower, in place.
+    """Remove unused tokens, and the positions after the longest text, from a causal tower in place.
 
     The outputs and the gradients for these texts do not change. A training step takes a fifth to a quarter less time.
 
-    ``vocabulary`` ``(V,)`` contains the ascending tokens that occur, and ``length`` is the number of tokens of the longest
-    text. Later inputs must be positions in ``vocabulary``; the end-of-text token then still has the largest number.
+    ``vocabulary`` ``(V,)`` contains the tokens that occur, in ascending order. ``length`` is the number of tokens of the
+    longest text. Then inputs must be positions in ``vocabulary`` instead of tokens. The end-of-text token keeps the largest
+    number.
     """
     weight = tower.token_embedding.weight
     tower.token_embedding = nn.Embedding.from_pretrained(weight[vocabulary.to(weight.device)], freeze=False)

@@ -1,4 +1,4 @@
-"""Read the training log in a run folder, and draw charts of it."""
+"""Read the training log of a run folder, and build charts from it."""
 
 import math
 import statistics
@@ -12,10 +12,10 @@ from openclip_ext.files import json_lines
 from openclip_ext.pages.charts import Chart, Curve
 
 METRICS_FILE = "metrics.jsonl"
-# Prefix of the metrics that are DataComp's tasks and averages.
+# Prefix of the metric names of DataComp's tasks and averages.
 SUITE_PREFIX = "datacomp/"
 _POINTS = 40  # maximum number of points of a curve
-# Charts of logged steps: title, and the log keys of the curve, of its band's lower end and of its upper end.
+# Charts of logged steps: title, then the log keys of the curve and of its band's lower and upper ends.
 _INFONCE = "InfoNCE of the batch"
 _LOGGED = (
     (_INFONCE, "infonce", "infonce", "infonce"),
@@ -35,7 +35,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of a run folder. ``settings`` contains flags and options of the loss; it is empty without ``config.json``."""
+    """The log of a run folder. ``settings`` contains the flags and loss options; it is empty without ``config.json``."""
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ class TrainingLog:
 
 
 def read_log(folder: Path) -> TrainingLog:
-    """Read the log of a run folder. It has no steps if nothing has been logged yet."""
+    """Read the log of a run folder. If nothing was logged yet, ``steps`` is empty."""
     settings: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = read_config(folder)
@@ -82,7 +82,7 @@ def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence
 
 
 def _step_curve(name: str, color: int, log: TrainingLog, key: str, low: str, high: str) -> Curve:
-    """Return a curve of up to :data:`_POINTS` points. Each is the mean of neighboring steps, with a band of their range."""
+    """Return a curve of up to :data:`_POINTS` points. A point is the mean of neighboring steps; the band is their range."""
     steps = [step for step in log.steps if step.get(key) is not None]
     size = max(1, math.ceil(len(steps) / _POINTS))
     points, band = [], []

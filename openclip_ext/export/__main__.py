@@ -30,7 +30,7 @@ FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
 
 
 def export(checkpoint: Path, to: str, output: Path) -> None:
-    """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
+    """Write a folder with a model card, which ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads.
 
     Args:
         checkpoint: A file in a run's ``checkpoints/``, or the run folder.
@@ -42,9 +42,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         ValueError: Another process is writing to the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    if output.exists() and any(
-        file.name != ".lock" for file in output.iterdir()
-    ):  # a failed export leaves its lock file
+    # A failed export leaves its lock file.
+    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
@@ -75,7 +74,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
             plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
         card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
-        (output / ".lock").unlink()  # the folder may be published, and does not need the lock file
+        (output / ".lock").unlink()  # the user may publish the folder, which no longer needs a lock
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
@@ -92,7 +91,6 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line ``openclip-ext export``."""
     parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
     parser.add_argument("checkpoint", type=Path, help=file)
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=output_path, required=True, help="folder to create")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
-    print(f"To publish it: hf upload YOU/NAME {args.output}")
+    print(f"To publish the folder: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 
 

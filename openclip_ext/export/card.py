@@ -1,4 +1,4 @@
-"""Write the model card from the files of the run folder."""
+"""Write the model card of an exported checkpoint from the files in its run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def model_card(
 
     Args:
         config: Content of the run's ``config.json``.
-        logged: The last line of ``metrics.jsonl`` before the checkpoint. None if there is no figure of the run's curves.
+        logged: The last line of ``metrics.jsonl`` before the checkpoint; None means no line, so there is no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a ``CLIPModel``.
     """
@@ -60,7 +60,7 @@ def model_card(
     sections = [
         f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:{tags}\n---",
         f"# {facts['architecture']} trained with {loss['name']}",
-        "Trained with openclip_ext. The training data, intended use and license are for you to describe.",
+        "Trained with openclip_ext. Please describe the training data, the intended use and the license here.",
         "## Use\n\n```python\n" + _USAGE + (_TRANSFORMERS_USAGE if with_transformers else "") + "```",
         "## Training\n\n" + _table(facts.items()),
     ]
@@ -86,7 +86,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a value; if it is a path on this machine, only the last part, with the prefix ``local-dir:`` if it has one."""
+    """Return a value. A path on this machine is shortened to its last part, after the prefix ``local-dir:`` if it has one."""
     if not isinstance(value, str):
         return value
     path = value.removeprefix("local-dir:")

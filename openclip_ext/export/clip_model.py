@@ -72,7 +72,7 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return OpenCLIP's weights with the names of ``CLIPModel``; raise KeyError if ``CLIPModel`` does not have a weight."""
+    """Rename OpenCLIP's weights to the names of ``CLIPModel``; raise KeyError for a weight that ``CLIPModel`` lacks."""
     converted: dict[str, Tensor] = {}
     for full_name, value in state.items():
         name = full_name.removeprefix("text.")  # models with custom_text have this prefix in their text tower
@@ -102,7 +102,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return ``CLIPConfig``'s arguments: sizes from the weights; heads and activation from OpenCLIP's configuration."""
+    """Return ``CLIPConfig``'s arguments: sizes from the weights, and heads and activation from OpenCLIP's configuration."""
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """Return the token numbers by token, and the merges. Special tokens have the names that ``CLIPTokenizer`` uses."""
+    """Return the number of each token, and the merges. Special tokens have the names that ``CLIPTokenizer`` uses."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}

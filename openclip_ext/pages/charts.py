@@ -1,6 +1,7 @@
 """Draw bar charts and curves as inline SVG, with matplotlib.
 
-Text, axes and grid have the page's text color (``currentColor``). The colors of the series are readable on white and black.
+Text, axes and grid have the page's text color (``currentColor``). The series have colors that are readable on white and on
+black.
 """
 
 import io
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Colors after Okabe and Ito, which color-blind people can distinguish. Their contrast is at least 3:1 on both themes.
+# Colors based on Okabe and Ito's palette for color-blind people. Their contrast is at least 3:1 in both themes.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
 # Placeholder for the page's text color (``currentColor``), which matplotlib does not support. It is replaced in the SVG.
 _TEXT_COLOR = "#010203"
@@ -27,7 +28,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
-    "font.family": "DejaVu Sans",  # part of matplotlib; the page's style sheet sets another font
+    "font.family": "DejaVu Sans",  # included in matplotlib; the page's style sheet sets another font
     "font.size": 11,
     "grid.alpha": 0.2,
     "grid.color": _TEXT_COLOR,
@@ -44,7 +45,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: label, value, the text next to the bar, the text shown on hovering, and the standard error."""
+    """A bar: its label, its value, the text next to the bar, the tooltip (``hint``), and the standard error."""
 
     label: str
     value: float
@@ -55,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: name, points in ascending order of x, number of the color, and optionally a range around each point."""
+    """A curve: name, points in ascending order of x, number of the color, and an optional range ``(low, high)`` per point."""
 
     name: str
     points: Sequence[Point]
@@ -104,7 +105,7 @@ def bar_chart(bars: Sequence[Bar], x_title: str) -> Markup:
 
 
 def draw_curves(axes: Axes, chart: Chart) -> None:
-    """Draw a chart on the axes of any figure. Each point gets an id, by which :func:`_svg` adds the text on hovering."""
+    """Draw a chart on the axes of any figure. Each point gets an id, so that :func:`_svg` can add its tooltip."""
     number = itertools.count()
     for curve in chart.curves:
         axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8, label=curve.name)
@@ -129,7 +130,7 @@ def draw_curves(axes: Axes, chart: Chart) -> None:
 
 
 def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
-    """Draw a chart of ``size`` (width and height in pixels). It has no legend, because the page has a common one."""
+    """Draw a chart of ``size`` (width and height in pixels). It has no legend, because all charts of a page share one."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -155,10 +156,10 @@ def _hint_id(number: int) -> str:
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on an empty figure; return the ``<svg>`` element. ``hints`` are the texts on hovering, by the elements' ids."""
+    """Draw on an empty figure; return the ``<svg>`` element. ``hints[i]`` is the tooltip of the element ``hint-i``."""
     width, height = size
     stream = io.StringIO()
-    # With the label as salt, the ids of a chart never change, and differ from those of other charts on the page.
+    # With the label as salt, the ids of a chart never change, and differ from the ids of other charts on the page.
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
         figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
         draw(figure)

@@ -12,13 +12,13 @@ from PIL import Image
 
 
 def render_page(template: str, title: str, **values: Any) -> str:
-    """Return an HTML page with a title and the ``values`` that the template shows.
+    """Return an HTML page with a title, from a template and the ``values`` that the template uses.
 
-    All values are escaped, except those of type :class:`markupsafe.Markup`, such as charts. ``jinja2.UndefinedError`` if the
-    template shows a value that is not given.
+    All values are escaped, except those of type :class:`markupsafe.Markup`, such as charts. Raise ``jinja2.UndefinedError`` if
+    the template uses a value that is not given.
 
     Args:
-        template: File name in ``templates/``. (``base.html`` contains the style, ``macros.html`` the common macros.)
+        template: File name in ``templates/``, where ``base.html`` contains the style and ``macros.html`` the common macros.
     """
     return _environment().get_template(template).render(title=title, **values)
 
@@ -29,7 +29,7 @@ def render_lines(template: str, **values: Any) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table. The first row is the head."""
+    """Format a Markdown table. The first row is the header."""
     head, *body = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows)
     return "\n".join(f"| {row} |" for row in (head, " | ".join(["---"] * len(rows[0])), *body))
 

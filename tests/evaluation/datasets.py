@@ -22,8 +22,8 @@ DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "e
 TEMPLATES = ("a photo of the number {c}.", "a handwritten {c}", "the digit {c}, black and white")
 IMAGE_FORMATS = (("png", "PNG"), ("webp", "WEBP"), ("jpg", "JPEG"), ("jpeg", "JPEG"))
 
-# Class names of FairFace and UTKFace, with their prefixes. In `toxic`, DataComp counts the classes 14 to 17 as non-human and
-# all later classes as crime-related. The first 14 classes are therefore people.
+# Class names of FairFace and UTKFace, each after the question to which it belongs. In `toxic`, DataComp counts the classes 14
+# to 17 as non-human and all later classes as crime-related. The first 14 classes are therefore people.
 FACE_CLASSES = (
     *(f"race:{name}" for name in ("black", "white", "indian", "latino", "middle eastern", "southeast", "east asian")),
     *(f"gender:{name}" for name in ("male", "female")),
@@ -48,7 +48,7 @@ def digit_images(count: int, seed: int = 0) -> tuple[list[Image.Image], list[int
 
 
 def image_bytes(image: Image.Image, file_format: str = "PNG") -> bytes:
-    """Return an image as the bytes of an image file."""
+    """Encode an image, and return the bytes of the image file."""
     stream = io.BytesIO()
     image.save(stream, file_format)
     return stream.getvalue()
@@ -98,14 +98,14 @@ def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: in
 def make_classification(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
     """Write a classification task; if the task ``key`` has groups, its samples have metadata columns."""
     generator = np.random.default_rng(seed + 1)
-    # Group 1 has no samples, because an empty group must not count as the worst group.
+    # Group 1 has no samples, to test that an empty group does not count as the worst group.
     columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in TASKS[key].metadata]
     texts = {"classnames": DIGIT_NAMES, "zeroshot_classification_templates": TEMPLATES}
     return write_dataset(data_dir / TASKS[key].folder, labelled_samples(count, columns, seed), shards, **texts)
 
 
 def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write FairFace or UTKFace: four metadata columns instead of ``cls``, and class names and templates with prefixes."""
+    """Write FairFace or UTKFace: four metadata columns instead of ``cls``, and class names and templates per question."""
     generator = np.random.default_rng(seed + 1)
     race = generator.integers(0, 7, count)
     columns = (generator.integers(0, 4, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
@@ -142,7 +142,7 @@ def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: in
 
 
 def make_task(data_dir: Path, key: str, **options: Any) -> Path:
-    """Write a small data set for the task ``key``, which is one of the 40 tasks."""
+    """Write a small data set for any of the 40 tasks."""
     if TASKS[key].kind == "winogavil":
         return make_winogavil(data_dir, **options)
     make = {"faces": make_faces, "retrieval": make_retrieval}.get(TASKS[key].kind, make_classification)

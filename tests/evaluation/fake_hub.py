@@ -17,9 +17,9 @@ class FakeHub:
 
     Attributes:
         endpoint: address of the hub.
-        corrupt: maps a file path to the number of coming responses whose first byte is changed.
-        busy: maps a file path to the number of coming responses with status 503.
-        requests: (path, offset of the first requested byte) of every file request.
+        corrupt: file path -> number of next responses with a wrong first byte.
+        busy: file path -> number of next responses with status 503.
+        requests: path and offset of the first requested byte of every file request.
     """
 
     def __init__(self) -> None:

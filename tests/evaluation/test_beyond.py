@@ -25,7 +25,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
         (linear_probe, "accuracy"),
         (zeroshot_classification, "accuracy"),
     ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # the command replaces these; undo it after the test
+        monkeypatch.setattr(module, name, getattr(module, name))  # to restore the functions after the test
 
     def run(*names: str, root: str, **options: str) -> list[dict]:
         argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]
@@ -40,7 +40,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
 def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
-    """Class names come from clip-benchmark. Templates come from a file, if given (CLIP-Lite, Table 11), or clip-benchmark."""
+    """Class names come from clip-benchmark. Templates come from clip-benchmark or from a file (as in CLIP-Lite, Table 11)."""
     for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
         folder = tmp_path / "test" / str(label % 7)  # one folder of images per class
         folder.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
     before = set(torch.multiprocessing.active_children())
     with pytest.raises(DataError, match=rf"2\.tar is truncated or corrupt .*at byte {member.offset}"):
         evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
-    assert set(torch.multiprocessing.active_children()) == before  # no worker still runs
+    assert set(torch.multiprocessing.active_children()) == before  # all workers have exited
 
 
 def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:
@@ -97,7 +97,7 @@ def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> Non
 
 
 def spoil(places: Container[int], **values: bytes | None) -> Callable[[int, dict[str, bytes]], None]:
-    """Return a change for :func:`rewrite` that sets fields of samples; None removes a field, ``image`` is the first field."""
+    """Return a ``change`` for :func:`rewrite` that sets fields; None removes a field, and ``image`` means the first field."""
 
     def change(position, fields):
         for name, value in values.items() if position in places else ():
@@ -181,7 +181,7 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     lines = (folder / "instances.jsonl").read_text().splitlines()
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
-        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "no associations among the candidates"),
+        ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "an association that is not a candidate"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))

@@ -39,7 +39,7 @@ def main_metrics(folder: Path) -> dict[str, float | None]:
 
 
 def aggregate(path: Path) -> dict[str, float]:
-    """Compute the average scores like DataComp's ``aggregate_scores.py``, which requires 38 rows with a main metric."""
+    """Read the main metrics by data set like DataComp's ``aggregate_scores.py``, which requires 38 rows with a main metric."""
     table = pd.read_json(path, lines=True)
     table = pd.concat([table.drop(columns="metrics"), table["metrics"].apply(pd.Series)], axis=1)
     table = table.dropna(subset=["main_metric"])
@@ -83,7 +83,7 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     )
     evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
     first = main_metrics(tmp_path)
-    # Another program was killed while it wrote a line. The incomplete line is ignored and removed.
+    # As if a program had been killed while it wrote a line. The incomplete line is ignored and removed.
     with open(tmp_path / RESULTS_FILE, "a") as stream:
         stream.write('{"key": "stl10", "metr')
     evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
@@ -177,7 +177,7 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     ("arguments", "message"),
     [
         (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
-        (["--tasks", "mnist"], "has none of the 1 tasks, such as wds_mnist_test. Found: wds_cifar10_test"),
+        (["--tasks", "mnist"], "has none of the 1 expected folders, such as wds_mnist_test. Found: wds_cifar10_test"),
         (["--data-dir", "/nowhere"], "No such file or directory: '/nowhere'"),
         (["--device", "cpu", "--precision", "amp"], "--precision amp needs CUDA"),
     ],
@@ -211,7 +211,7 @@ def _evaluate(argv: list[str]) -> tuple[int, str]:
 
 
 def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
-    """Two processes with data workers evaluate every task once, print one summary, and get the numbers of one process."""
+    """Two processes with data workers evaluate every task once, print one summary, and get the same numbers as one process."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
     argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
     argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]

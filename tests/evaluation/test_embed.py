@@ -1,4 +1,4 @@
-"""The embed command writes one row per sample index. Rows are correct after a kill and with any number of ranks."""
+"""The embed command writes one row per sample index. Rows are also correct after a kill and with several ranks."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from tests.distributed.pool import FORKS, two_ranks
 from tests.evaluation.datasets import TINY_MODEL
 from tests.training.runs import contents
 
-# Members of bad samples. All samples of the fourth shard (18 to 21) are bad.
+# Tar members of bad samples, by sample number. All samples of the fourth shard (18 to 21) are bad.
 BAD = {number: undecodable(number) for number in (3, 18, 19, 20, 21)} | {9: sample_members(9, ["txt"])}
 
 
@@ -87,7 +87,7 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
 
 
 def killed(argv: list[str], after: int) -> None:
-    """Run the command, and kill this process with SIGKILL after ``after`` batches, during a write."""
+    """Run the command, and kill this process by SIGKILL while it writes batch ``after + 1``."""
     multiprocessing.set_start_method(None, force=True)  # data workers must not come from the fork server
     calls, write = iter(range(2 * after)), _Table.write
 

@@ -10,7 +10,7 @@ from openclip_ext.evaluation.retrieval import retrieval_metrics
 
 
 def random_case(seed: int, samples: int = 200, classes: int = 12) -> tuple[torch.Tensor, np.ndarray]:
-    """Return logits with an advantage for the correct class, and labels. As in iWildCam, some classes have no sample."""
+    """Return logits that favor the correct class, and the labels. As in iWildCam, some classes have no sample."""
     generator = np.random.default_rng(seed)
     labels = generator.choice(np.arange(0, classes, 2), samples)
     logits = generator.normal(size=(samples, classes)) + 1.5 * np.eye(classes)[labels]
@@ -45,7 +45,7 @@ def test_group_metrics_follow_wilds():
     correct = generator.random(len(metadata)) < 0.6
     found = group_metrics("acc", correct, metadata, columns, ["gender", "race"])
     expected = {"acc_avg": correct.mean()}
-    # In the order of WILDS, the first column varies fastest. The names of groups start with the last column.
+    # As in WILDS, the first column varies fastest in the order of groups, and names of groups start with the last column.
     for race in range(5):
         for gender in range(2):
             inside = (metadata[:, 1] == gender) & (metadata[:, 2] == race)

@@ -1,4 +1,4 @@
-"""Evaluations load every model that OpenCLIP loads. Other input is rejected with an error of one sentence."""
+"""Evaluations load every model that OpenCLIP loads. Other input is rejected with a one-sentence error."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
     for name in ("tiny-wide", "tiny-deep"):
-        with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it of another"):
+        with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
             load_model(name, tiny_folder / "epoch_1.pt")
     run = tmp_path / "run"
     checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")

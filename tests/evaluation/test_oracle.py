@@ -1,4 +1,4 @@
-"""Metrics of all kinds of tasks equal those of clip-benchmark and scikit-learn to 1e-6 in float32."""
+"""The metrics of every kind of task equal clip-benchmark's and scikit-learn's to 1e-6 in float32."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import FLICKR, TASKS
 from tests.evaluation import datasets
 
 SAMPLES = 60
-# Tasks with groups: the name of the metric, and the metadata column with the groups.
+# Task with groups -> prefix of its metrics, and the metadata column that defines the groups.
 GROUPED = {
     "wilds/camelyon17": ("acc", "slide"),
     "fairness/dollar_street": ("acc_top5", "income_ds"),
@@ -108,7 +108,7 @@ def test_classification_equals_clip_benchmark_and_scikit_learn(key, data_dir, ti
 
 
 def reference_groups(name: str, right: np.ndarray, metadata: np.ndarray, column: int) -> dict[str, float]:
-    """Return the average of ``right``, and the average of its worst group; groups are the values of a metadata column."""
+    """Return the average of ``right``, and its average in the worst group; the values of a metadata column are the groups."""
     groups = [right[metadata[:, column] == value].mean() for value in np.unique(metadata[:, column])]
     return {f"{name}_avg": right.mean(), f"{name}_wg": min(groups)}
 
@@ -165,7 +165,7 @@ def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
 
 
 def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
-    """The expected scores encode each instance's images and cue separately, like DataComp's harness."""
+    """For the expected scores, the images and cue of each instance are encoded separately, as in DataComp's harness."""
     task = TASKS["misc/winogavil"]
     folder = datasets.make_task(tmp_path, task.key, count=24, images=40, shards=3)
     files = {sample.key: sample.fields["jpg"] for shard in find_shards(folder) for sample in read_shard(shard)}
@@ -192,7 +192,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
 
 
 def test_equal_class_names_tie_exactly(tmp_path, make_encoder):
-    """iWildCam has duplicate class names. The prediction must be the first of equal classes, whatever the rounding is."""
+    """iWildCam has duplicate class names. Of equal classes, the first must be predicted, whatever the rounding."""
     folder = datasets.make_task(tmp_path, "wilds/iwildcam", count=SAMPLES)
     found = []
     for names in (datasets.DIGIT_NAMES, (*datasets.DIGIT_NAMES, *datasets.DIGIT_NAMES[::-1])):

@@ -1,4 +1,4 @@
-"""Images of all Pillow modes are converted to RGB like in clip-benchmark and OpenCLIP."""
+"""Images of all Pillow modes are converted to RGB as in clip-benchmark and OpenCLIP."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from tests.evaluation import datasets
 
 
 def stored_image(mode: str) -> bytes:
-    """Return a PNG of colored noise in a Pillow mode; it is larger than the model's input."""
+    """Return a PNG of colored noise in a Pillow mode, larger than the model's input."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 61, 4), dtype=np.uint8)
     image = Image.fromarray(pixels, "RGBA")
     image = image if mode in ("RGBA", "LA") else image.convert("RGB")
@@ -25,7 +25,7 @@ def stored_image(mode: str) -> bytes:
 
 @pytest.mark.parametrize("mode", ["P", "1", "L", "LA", "RGBA", "RGB"])
 def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make_encoder):
-    """For classification, webdataset converts before resizing. For retrieval and WinoGAViL, OpenCLIP converts after it."""
+    """In classification, webdataset converts before the resize. In retrieval and WinoGAViL, OpenCLIP converts after it."""
     content = stored_image(mode)
     folder = datasets.write_dataset(
         tmp_path,

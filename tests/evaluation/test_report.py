@@ -210,7 +210,7 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
         ("epoch_10", 10, 6400),
         ("epoch_10_step_105", 10, 6720),
     ]
-    # Epoch 2 has a full evaluation, which replaces the results of training. Epoch 4 has only results of training.
+    # Epoch 2 has a full evaluation, which replaces results from training. Epoch 4 only has results from training.
     assert found.checkpoints[0].score("mnist").mean == pytest.approx(all_scores(0.02)["mnist"])
     assert found.checkpoints[1].score(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].score(AVERAGE) is None
@@ -232,7 +232,7 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:
     _, text = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
     assert "not evaluated in the same way" in text and "ViT-B-32 fp32 datacomp-1" in text
     assert [row["other_sizes"] for row in csv_rows(tmp_path)] == ["", " ".join(sorted(AVERAGED))]
-    assert "not DataComp's number" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "not comparable with DataComp's numbers" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
 def test_wrong_input(tmp_path: Path) -> None:

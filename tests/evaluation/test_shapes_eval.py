@@ -70,7 +70,7 @@ def truth_of(caption, scene):
 
 
 class Oracle(torch.nn.Module):
-    """A perfect model. Image i is the unit vector of axis i; a text has 1 or 2 on the axes of images for which it is true."""
+    """A perfect model. Image i is the unit vector of axis i, where each text has the value of `truth_of` for this image."""
 
     def __init__(self, samples, tokenizer):
         super().__init__()

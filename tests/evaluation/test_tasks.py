@@ -1,4 +1,4 @@
-"""The list of tasks agrees with DataComp's published list."""
+"""The list of tasks equals DataComp's published list."""
 
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 

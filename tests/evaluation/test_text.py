@@ -19,7 +19,7 @@ TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusua
 
 
 def build(folder: Path, name: str, custom_text: bool = False, **text: bool) -> tuple[nn.Module, Tensor, Tensor]:
-    """Create a tiny model whose text tower has the options ``text``; return it, the tokens, and their padded embeddings."""
+    """Create a tiny model with options ``text`` of its text tower; return the model, tokens, and their padded embeddings."""
     path = tiny_model_config(folder, name)
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "text_cfg": {**config["text_cfg"], **text}}))
@@ -45,7 +45,7 @@ def encode(model: nn.Module, tokens: Tensor, monkeypatch) -> tuple[Tensor, list[
     [
         (False, {}, [8, 8, 16]),
         (True, {}, [8, 8, 16]),
-        (True, {"no_causal_mask": True}, [24, 24, 24]),  # this tower needs the padding
+        (True, {"no_causal_mask": True}, [24, 24, 24]),  # without the mask, padding affects the embeddings
     ],
 )
 def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected_lengths, tmp_path, monkeypatch):
@@ -59,14 +59,14 @@ def test_embeddings_are_those_of_the_padded_texts(custom_text, options, expected
 
 @torch.no_grad()
 def test_a_tower_that_only_looks_causal_is_found_out(tmp_path, monkeypatch, caplog):
-    """The embeddings of this tower depend on the padding. The first batch detects this, and all texts keep their padding."""
+    """This tower's embeddings depend on the padding. The check of the first batch fails, so all texts keep their padding."""
     model, tokens, _ = build(tmp_path, "tiny-odd")
     original = model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda tokens: original(tokens) * torch.linspace(-1, tokens.shape[1], 16))
     with caplog.at_level(logging.WARNING):
         found, lengths = encode(model, tokens, monkeypatch)
     assert set(lengths) == {24}
-    assert "other embeddings without padding" in caplog.text
+    assert "depend on padding" in caplog.text
     torch.testing.assert_close(found, model.encode_text(tokens), atol=1e-5, rtol=1e-5)
 
 

@@ -173,5 +173,5 @@ def test_class_folders_are_numbered_by_their_names(first, tmp_path):
     ids=["from 1", "1 to 1000", "twice", "a subset", "another synset", "no classes"],
 )
 def test_folders_that_are_not_imagenets_classes_are_refused(names, found, tmp_path):
-    with pytest.raises(ValueError, match=f"{found}.*expected ImageNet's 1000"):
+    with pytest.raises(ValueError, match=rf"expected ImageNet's 1000 .*, found .*{found}"):
         imagenet_folders(tmp_path, names)

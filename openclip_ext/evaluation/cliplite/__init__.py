@@ -1,1 +1,1 @@
-"""The evaluations of the CLIP-Lite paper: linear probes, concept editing, and grounding of phrases."""
+"""The evaluations of the CLIP-Lite paper: linear probes, concept editing, and phrase grounding."""

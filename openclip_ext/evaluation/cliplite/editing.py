@@ -1,10 +1,10 @@
-"""Find a concept's direction with words, and remove it from image embeddings: ``python -m eval.cliplite.editing``.
+"""Remove a concept, which pairs of words define, from image embeddings: ``python -m eval.cliplite.editing``.
 
-Source: CLIP-Lite, section 4.8. The two prompts of a pair differ only in the concept ("I am a boy.", "I am a girl."). The
-embeddings of each pair are shifted to mean zero (Bolukbasi et al., 2016); their principal components span the concept's
-subspace. An image is edited by subtracting its embedding's projection on the subspace. The alignment table (Table 6 of the
-paper) shows how well the best images of two groups match the prompts of each side, before and after the removal. If the
-groups' values are equal afterwards, the concept is removed.
+Source: CLIP-Lite, section 4.8. The two prompts of a pair differ only in the concept ("I am a boy.", "I am a girl."). The two
+embeddings of each pair are shifted to mean zero (Bolukbasi et al., 2016). The principal components of all shifted embeddings
+span the concept's subspace. To remove the concept from an image embedding, its projection on the subspace is subtracted. The
+alignment table (Table 6 of the paper) shows how well the best-matching images of two groups fit the prompts of each side,
+before and after the removal. If both groups then have equal values, the concept is removed.
 """
 
 import argparse
@@ -25,31 +25,31 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.rendering import markdown_table, render_page, thumbnail
 
-# The paper's concept is gender. The first two pairs and the first template are the paper's examples.
+# Pairs for the paper's concept, gender. The paper gives the first two pairs and the first template as examples.
 PAIRS = (
     ("man", "woman"), ("son", "daughter"), ("boy", "girl"), ("father", "mother"), ("brother", "sister"),
     ("husband", "wife"), ("gentleman", "lady"), ("nephew", "niece"), ("king", "queen"), ("waiter", "waitress"),
 )  # fmt: skip
 TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 
-# Number of nearest images on the HTML page, as in the paper's Figure 5, and their size in pixels.
+# Number of nearest images per query on the HTML page, as in the paper's Figure 5, and their maximum size in pixels.
 _NEAREST, _PIXELS = 5, 112
 
-# Side of the prompts -> group of images -> mean alignment: "original", "neutral" (concept removed), and their "delta".
+# Side of the prompts -> group of images -> mean alignments "original" and "neutral" (concept removed), and their "delta".
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
 def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the ``components`` directions in which paired prompts differ most. Each side has embeddings ``(n, d)``.
+    """Find the ``components`` directions in which the embeddings ``(n, d)`` of paired prompts differ most.
 
     Returns:
-        A basis ``(k, d)`` with orthonormal rows that point from the second side to the first, and the fraction ``(k,)`` of the
-        pairs' variance in each direction.
+        A basis ``(components, d)`` with orthonormal rows that point from ``second`` to ``first``, and the fraction
+        ``(components,)`` of the pairs' variance in each direction.
     """
     if not 1 <= components <= min(first.shape):
         raise ValueError(f"expected 1 to {min(first.shape)} --components, found {components}")
     # A pair (a, b) with mean m is shifted to a - m and b - m, which are +-(a - b) / 2. So the principal components of all
-    # shifted embeddings are those of the half differences, without centering.
+    # shifted embeddings are the right singular vectors of the half differences.
     differences = (first.double() - second.double()) / 2
     _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
     variance = values.square()
@@ -62,16 +62,16 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
 
 
 def remove(features: Tensor, basis: Tensor) -> Tensor:
-    """Return features ``(n, d)`` without the concept: ``h - sum_j <h, v_j> v_j``. They are not normalized again."""
+    """Return features ``(n, d)`` without the concept: ``h - sum_j <h, v_j> v_j``. The result is not normalized."""
     return features - features @ basis.T @ basis
 
 
 def alignment_table(
     queries: Mapping[str, Tensor], images: Mapping[str, Tensor], basis: Tensor, top: int = 10
 ) -> AlignmentTable:
-    """Compute Table 6 of CLIP-Lite: the mean alignment of a query with its ``top`` best images, averaged over queries.
+    """Compute Table 6 of CLIP-Lite: the mean alignment of each query with its ``top`` best images, averaged over queries.
 
-    Arguments are unit embeddings: ``queries`` ``(q, d)`` of each side's prompts, ``images`` ``(n, d)`` of each group's images.
+    Unit embeddings: ``queries`` maps each side to its prompts ``(q, d)``, and ``images`` each group to its images ``(n, d)``.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -90,9 +90,9 @@ def alignment_table(
 def nearest_images(
     query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[str]]], basis: Tensor
 ) -> dict[str, list[tuple[str, float]]]:
-    """Find each group's five images nearest to a query, before and after the removal, as in CLIP-Lite's Figure 5.
+    """Find the five images of each group nearest to a query, before and after the removal, as in CLIP-Lite's Figure 5.
 
-    ``groups`` maps a name to unit embeddings ``(n, d)`` and paths. The result has paths with alignments, the nearest first.
+    ``groups`` maps names to unit embeddings ``(n, d)`` and paths. The result lists paths and alignments, nearest first.
     """
     rows = {}
     for removed in (False, True):
@@ -119,7 +119,7 @@ def alignment_rows(table: AlignmentTable) -> list[list[str]]:
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Read pairs of words or phrases from a file. Each line is one pair, separated by a comma."""
+    """Read pairs of words or phrases from a file with one comma-separated pair per line."""
     pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
@@ -127,22 +127,21 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.editing",
-        description="Find the direction of a concept from pairs of words, remove it from image embeddings, and print "
-        "the alignment table (CLIP-Lite, section 4.8). Without --pairs, the concept is gender as in the paper.",
+        description="Remove a concept, which pairs of words define, from image embeddings, and print the alignment "
+        "table (CLIP-Lite, section 4.8). Without --pairs, the concept is gender, as in the paper.",
     )
     add_model_arguments(parser)
     sides = ("FIRST", "SECOND")
     parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
-    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two sides (default: the folders' names)")
+    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two groups (default: the folders' names)")
     parser.add_argument("--pairs", type=Path, help="file with one pair of words per line: FIRST, SECOND")
-    parser.add_argument("--templates", type=Path, help="file with one prompt per line, with {c} for the word")
+    parser.add_argument("--templates", type=Path, help="file with one prompt per line; {c} stands for the word")
     parser.add_argument(
         "--components", type=int, default=1, help="number of directions to remove (default: %(default)s)"
     )
-    parser.add_argument("--top", type=int, default=10, help="number of images per query (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=10, help="number of best images per query (default: %(default)s)")
     parser.add_argument("--output-dir", type=output_path, default=Path("editing"), help="default: %(default)s")
     return parser
 
@@ -152,7 +151,7 @@ def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:
-        raise ValueError(f"both sides have the name {names[0]}: name them with --names")
+        raise ValueError(f"both groups have the name {names[0]}: name them with --names")
     pairs = read_pairs(args.pairs) if args.pairs else PAIRS
     templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
     if not all("{c}" in template for template in templates):

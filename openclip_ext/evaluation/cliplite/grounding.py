@@ -1,9 +1,9 @@
-"""Draw Grad-CAM heat maps over an image for a phrase: ``python -m eval.cliplite.grounding``.
+"""Draw Grad-CAM heat maps of phrases over images: ``python -m eval.cliplite.grounding``.
 
-Source: CLIP-Lite, section 4.7, after Grad-CAM (Selvaraju et al., 2017). The alignment of image and phrase is differentiated
-with respect to the last spatial features of the visual tower. The gradient, averaged over positions, gives a weight for each
-channel. The heat map is the weighted sum of the channels, clipped at zero. In vision transformers, the last spatial features
-are the patch tokens before the attention of the last block, because later only the class token is used.
+Source: CLIP-Lite, section 4.7, which uses Grad-CAM (Selvaraju et al., 2017). The alignment of image and phrase is
+differentiated with respect to the last spatial features of the visual tower. The gradient, averaged over positions, gives a
+weight for each channel. The heat map is the weighted sum of the channels, clipped at zero. In vision transformers, the last
+spatial features are the patch tokens before the attention of the last block, because only the class token is used later.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from openclip_ext.files.writing import output_path
 
 @dataclass(frozen=True)
 class SpatialLayer:
-    """A module of a visual tower. ``to_map`` reshapes its output to ``(N, C, H, W)``, with positions in the image."""
+    """A module of a visual tower. ``to_map`` reshapes its output to feature maps ``(N, C, H, W)``."""
 
     name: str
     to_map: Callable[[Tensor], Tensor] = torch.positive  # the identity
 
 
 def find_spatial_layer(visual: Any) -> SpatialLayer:
-    """Find the last layer of a visual tower (OpenCLIP's, or a timm model) whose features have positions in the image."""
+    """Find the last layer of a visual tower (of OpenCLIP or timm) whose features still have positions in the image."""
 
     def tokens(blocks: str, count: int, norm: str, grid: Sequence[int]) -> SpatialLayer:
         def to_map(features: Tensor) -> Tensor:  # the patch tokens are the last tokens
@@ -60,8 +60,8 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
             return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1))
         return SpatialLayer(name)
     raise ModelError(
-        f"Grad-CAM of a {type(visual).__name__}: expected a ModifiedResNet, a timm convolutional network, or a vision "
-        "transformer with patch tokens."
+        f"Grad-CAM does not support a {type(visual).__name__}: expected a ModifiedResNet, a timm convolutional network, "
+        "or a vision transformer with patch tokens."
     )
 
 
@@ -69,15 +69,15 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     """Compute a Grad-CAM heat map of a preprocessed image ``(3, H, W)`` for each of ``P`` phrases.
 
     The model's weights and gradients do not change. The result is ``(P, H, W)``, float32 on the CPU. Each map is scaled to a
-    maximum of 1; it is all 0 if no position supports the phrase.
+    maximum of 1. A map is all zeros if no position supports its phrase.
     """
     visual = encoder.model.visual
     layer = layer or find_spatial_layer(visual)
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # As a new leaf, the features get a gradient even in a frozen tower, and earlier layers compute none. The clone
-        # protects them from in-place operations in later layers.
+        # Detached features get a gradient even in a frozen tower, and earlier layers compute no gradients. The clone protects
+        # the features from in-place operations in later layers.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -86,13 +86,13 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(f"--layer {layer.name} is not in the visual tower; its first level has {known}") from None
+        raise ModelError(f"--layer {layer.name} not found in the visual tower; top-level modules: {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
             alignment = texts @ F.normalize(encoder.model.encode_image(images).float(), dim=-1)[0]
             if len(caught) != 1:
-                raise ModelError(f"Grad-CAM: {layer.name} runs {len(caught)} times for an image, expected once.")
+                raise ModelError(f"Grad-CAM: expected {layer.name} to run once per image, found {len(caught)} times.")
             (features,) = caught
             gradients = [torch.autograd.grad(value, features, retain_graph=True)[0] for value in alignment]
     finally:
@@ -111,7 +111,7 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
 
 
 def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str]) -> Figure:
-    """Draw the model's input image ``(H, W, 3)``, and each phrase's heat map ``(H, W)`` over the image."""
+    """Draw the model's input image ``(H, W, 3)``, then the image under the heat map ``(H, W)`` of each phrase."""
     figure = Figure(figsize=(3 * (1 + len(maps)), 3.2), layout="constrained")
     panels = figure.subplots(1, 1 + len(maps))
     for panel, title in zip(panels, ["image", *phrases], strict=True):
@@ -119,16 +119,15 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
         panel.set_axis_off()
         panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
     for panel, heat in zip(panels[1:], maps, strict=True):
-        # Positions with value 0 keep some tint, so a map of zeros looks different from the plain image.
+        # Zeros keep some color, so that a map of zeros looks different from the plain image.
         panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
     return figure
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.grounding",
-        description="Draw Grad-CAM heat maps over images for phrases as PNG files (CLIP-Lite, section 4.7).",
+        description="Draw Grad-CAM heat maps of phrases over images, as PNG files (CLIP-Lite, section 4.7).",
     )
     add_model_arguments(parser)
     parser.add_argument("--images", nargs="+", type=Path, required=True, metavar="FILE")
@@ -139,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write a figure for each image, and print the figure's path."""
+    """Write a figure for each image, and print its path."""
     args = build_parser().parse_args(argv)
     _, encoder = load_encoder(args)
     layer = SpatialLayer(args.layer) if args.layer else None

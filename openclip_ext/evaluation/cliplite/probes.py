@@ -3,11 +3,11 @@
 Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 - ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
-  3-fold cross-validation selects the cost with the best average precision. As in VirTex, features have unit norm, and
-  positive samples have twice the weight. Images whose object is marked difficult are negatives in training, and are excluded
-  from the test.
-- ``top1`` fits one multinomial logistic regression over all classes to convergence. The cost is selected on a held-out part
-  of the training data. CLIP-Lite trains the same classifier with SGD for 100 epochs.
+  3-fold cross-validation selects the cost with the best average precision. As in VirTex, features have unit norm, and positive
+  samples have twice the weight. An image that VOC marks as difficult for a class is a negative of this class in training, and
+  is excluded from the class's test.
+- ``top1`` fits one multinomial logistic regression over all classes to convergence. The cost is selected on a held-out part of
+  the training data. (CLIP-Lite trains this classifier with SGD for 100 epochs.)
 """
 
 import argparse
@@ -45,8 +45,7 @@ PRESENT, DIFFICULT, ABSENT = 1, 0, -1
 class Split:
     """The features and labels of one split.
 
-    ``labels`` has shape ``(n,)`` with class numbers for top-1, or ``(n, classes)`` with `PRESENT`, `DIFFICULT` or `ABSENT` for
-    VOC07.
+    ``labels`` are class numbers ``(n,)`` for top-1. For VOC07, they are `PRESENT`, `DIFFICULT` or `ABSENT` ``(n, classes)``.
     """
 
     features: np.ndarray  # ``(n, d)`` float32
@@ -56,19 +55,19 @@ class Split:
 
 
 def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
-    """Return the features ``(B, d)`` of images ``(B, 3, H, W)`` that the probe uses.
+    """Return the probe's input: features ``(B, d)`` of images ``(B, 3, H, W)``.
 
-    With ``kind`` ``backbone``, these are the pooled features before the projection (in ModifiedResNet the global average of
-    the last feature map, as in the papers). With ``embedding``, they are the model's image embeddings.
+    The ``kind`` ``backbone`` means the pooled features before the projection. In ModifiedResNet, they are the global average
+    of the last feature map, as in the papers. The ``kind`` ``embedding`` means the model's image embeddings.
     """
-    visual: Any = model.visual  # the possible classes have no common interface
+    visual: Any = model.visual  # visual towers have no common interface
     if kind == "embedding":
         return model.encode_image(images)
     if hasattr(visual, "layer4"):
         found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
         return found["image_intermediates"][-1].mean(dim=(2, 3))
     if hasattr(visual, "trunk"):
-        features = visual.trunk(images)  # pooled, unless OpenCLIP added an attention pool
+        features = visual.trunk(images)  # already pooled, unless OpenCLIP added an attention pool
         return features.mean(dim=(2, 3)) if features.dim() == 4 else features
     if hasattr(visual, "proj"):
         projection, visual.proj = visual.proj, None
@@ -101,10 +100,10 @@ def _read_files(
 
 
 def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
-    """Compute the features, and read the labels, of a split of Pascal VOC 2007.
+    """Return the features and labels of a split of Pascal VOC 2007.
 
-    ``devkit`` is ``VOCdevkit/VOC2007`` or its parent. It contains ``JPEGImages`` and ``ImageSets/Main/CLASS_SPLIT.txt``. Each
-    line of the latter has an image's name and 1 (present), 0 (difficult) or -1 (absent).
+    ``devkit`` is ``VOCdevkit/VOC2007`` or its parent. The images are in ``JPEGImages``. Each line of
+    ``ImageSets/Main/CLASS_SPLIT.txt`` has an image's name and 1 (present), 0 (difficult) or -1 (absent).
     """
     devkit = devkit / "VOC2007" if (devkit / "VOC2007").is_dir() else devkit
     files = sorted((devkit / "ImageSets" / "Main").glob(f"*_{split}.txt"))
@@ -122,7 +121,7 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
 
 
 def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
-    """Compute the features, and read the labels, of a folder of class folders or a set in DataComp's format."""
+    """Return the features and labels of a folder with one folder per class, or of a data set in DataComp's format."""
     if not (path / CLASSNAMES_FILE).is_file():
         folder = ClassFolders(path)
         paths = [Path(name) for name, _ in folder.samples]
@@ -135,7 +134,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 
 
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> dict[str, Any]:
-    """Train a linear SVM for each class; return average precisions, their mean ``map`` (as in VirTex), and the costs."""
+    """Train a linear SVM for each class; return its average precision and cost, and the mean ``map`` (as in VirTex)."""
     train_features, test_features = normalize(train.features), normalize(test.features)
     per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
@@ -167,8 +166,8 @@ def probe_top1(
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # Costs are compared on a held-out tenth of the training data that contains every class. The classifier with the best cost
-    # is then fitted to all training data.
+    # Costs are compared on a held-out tenth of the training data, which contains every class. Then a classifier with the best
+    # cost is fitted to all training data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -180,19 +179,18 @@ def probe_top1(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.probes",
         description="Fit linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )
     probes = parser.add_subparsers(dest="probe", required=True)
-    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: an SVM for each class, mean average precision")
+    voc07 = probes.add_parser("voc07", help="Pascal VOC 2007: one SVM per class, mean average precision")
     voc07.add_argument("--devkit", type=Path, required=True, help="folder VOCdevkit/VOC2007")
-    top1 = probes.add_parser("top1", help="data sets such as ImageNet: logistic regression, top-1 accuracy")
+    top1 = probes.add_parser("top1", help="other data, such as ImageNet: logistic regression, top-1 accuracy")
     top1.add_argument("--train", type=Path, required=True, help="training data: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="test data: class folders, or DataComp's format")
     top1.add_argument("--samples-per-class", type=int, help="maximum number of training samples per class")
-    features_help = "features that the probe uses (default: backbone, before the projection)"
+    features_help = "features to fit (default: backbone, before the projection)"
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         probe.add_argument("--features", choices=("backbone", "embedding"), default="backbone", help=features_help)
@@ -202,7 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Compute the features, fit a probe to them, then print and write the results."""
+    """Compute features, fit a probe to them, and print the results; write them to ``--output`` if it is given."""
     args = build_parser().parse_args(argv)
     loaded, encoder = load_encoder(args)
     is_voc = args.probe == "voc07"

@@ -14,7 +14,6 @@ from openclip_ext.pages.rendering import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "
@@ -23,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
-        "repeats of one run, shown as mean and standard deviation. Differences have intervals if the seeds are the same"
+        "repeats of one run, shown as mean and standard deviation. Differences have intervals if the seeds are equal"
     )
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
     output_help = "folder of the report (default: %(default)s)"
@@ -33,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Write the tables and the page. Print the training logs' tables and the averages."""
+    """Write the tables and the page; print the tables of the training logs and the group averages."""
     args = build_parser().parse_args(argv)
     runs = read_runs(args.results)
     evaluated = [run for run in runs if run.checkpoints]

@@ -22,7 +22,7 @@ _MAIN_GROUPS = ("DataComp average (38)", "ImageNet & variants (7)", "Retrieval, 
 
 
 def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Sequence[Row], title: str) -> str:
-    """Build the page. ``training`` contains the tables of runs with logs, ``rows`` the results of runs with checkpoints."""
+    """Build the page from the tables of runs with logs (``training``) and results of runs with checkpoints (``rows``)."""
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
     metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
     charts = training_charts({run.name: run.logs for run in trained}, metrics)
@@ -55,7 +55,7 @@ def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
 
 
 def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences to the baseline: of the averages (AmorLIP's Figure 1), and of the tasks (its Figure 2).
+    """Return a run's differences from the baseline: group averages (as in AmorLIP's Figure 1) and tasks (as in its Figure 2).
 
     The tasks are sorted by difference. None means that the runs have no task in common.
     """

@@ -26,10 +26,10 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The results of one checkpoint, with its number of completed epochs and training samples (None means unknown)."""
+    """The results of one checkpoint, with its numbers of completed epochs and training samples (None means unknown)."""
 
     label: str  # ``epoch_3``, or the name of the folder or file of the results
-    repeats: tuple[Mapping[str, float], ...]  # per repeat of the run: main metrics by task key
+    repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
     protocols: frozenset[str] = frozenset()  # model, precision and protocol of the results
@@ -43,7 +43,7 @@ class Checkpoint:
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
-        """Return a task's main metric, or a group's average; None if a repeat lacks the task, or a task of the group."""
+        """Return a task's main metric, or a group's average; None if a repeat has no result for one of the tasks."""
         keys = GROUPS.get(key, (key,))
         if not all(key in scores for scores in self.repeats for key in keys):
             return None
@@ -51,7 +51,7 @@ class Checkpoint:
         return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
 
     def standard_error(self, key: str) -> float | None:
-        """Return a task's standard error, treating its metric as a fraction of right samples; None if unknown."""
+        """Return a task's standard error, as if its metric were the fraction of correct samples; None if unknown."""
         score = self.score(key)
         count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
         return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run of the report: its evaluated checkpoints, in the order of training, and the logs of all its repeats."""
+    """A run in the report: its evaluated checkpoints in the order of training, and the logs of all its repeats."""
 
     name: str
     checkpoints: tuple[Checkpoint, ...]
@@ -67,15 +67,15 @@ class EvaluatedRun:
 
     @property
     def final(self) -> Checkpoint:
-        """The checkpoint with the most evaluated tasks; the last one if several have equally many."""
+        """The checkpoint with the most evaluated tasks; of several such checkpoints, the last."""
         return max(reversed(self.checkpoints), key=lambda checkpoint: len(checkpoint.tasks))
 
 
 def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     """Read runs from arguments ``PATH`` or ``NAME=PATH``. Paths with the same NAME are repeats of one run.
 
-    A path is a result file, a folder with a result file, or a run folder. A run folder has results in
-    ``datacomp/CHECKPOINT/``, and results of the evaluation during training in ``metrics.jsonl``.
+    A path is a result file, a folder with a result file, or a run folder. In a run folder, results are in
+    ``datacomp/CHECKPOINT/``, and results of evaluations during training in ``metrics.jsonl``.
     """
     given = [_name_and_path(argument) for argument in arguments]
     places = [path.resolve() for _, path in given]
@@ -100,7 +100,7 @@ def _name_and_path(argument: str) -> tuple[str, Path]:
 def _read_run(path: Path) -> EvaluatedRun:
     file = path / RESULTS_FILE if (path / RESULTS_FILE).is_file() else path
     if file.is_file():
-        # The name of RUN/datacomp/epoch_3 is RUN/epoch_3.
+        # RUN/datacomp/epoch_3 gets the name RUN/epoch_3.
         parts = [part for part in file.parent.resolve().parts[-3:] if part != "datacomp"]
         return EvaluatedRun("/".join(parts[-2:]), (_from_file(file, path.stem if file == path else path.name),))
     if not path.is_dir():
@@ -115,7 +115,7 @@ def _read_run(path: Path) -> EvaluatedRun:
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
-        # A later evaluation with as many tasks replaces the evaluation during training.
+        # The file replaces the evaluation during training if it contains at least as many tasks.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
     if not found and not log.steps:
@@ -145,12 +145,12 @@ def _from_file(path: Path, label: str) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Add a checkpoint's epoch and training samples. Between two logged steps, the samples are interpolated."""
+    """Add the epoch and the number of training samples to a checkpoint. Between logged steps, the number is interpolated."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
     epoch, step = int(match[1]), match[2]
-    if step is None:  # the checkpoint is from the end of an epoch, and the last step of every epoch is logged
+    if step is None:  # at the end of an epoch, whose last step is always logged
         samples = max((logged["samples"] for logged in steps if logged["epoch"] < epoch), default=None)
     else:
         taken, seen = [0, *(logged["step"] + 1 for logged in steps)], [0, *(logged["samples"] for logged in steps)]
@@ -159,7 +159,7 @@ def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkp
 
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
-    """Merge repeats of a run. Keep the checkpoints that all repeats have, or the only checkpoint of each repeat."""
+    """Merge repeats of a run: checkpoints with a label that all repeats have, or the only checkpoint of each repeat."""
     logs = tuple(log for run in repeats for log in run.logs)
     if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
         return EvaluatedRun(name, repeats[0].checkpoints, logs)

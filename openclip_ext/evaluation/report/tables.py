@@ -16,12 +16,12 @@ _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: all runs' results in one task, or their averages over one group."""
+    """A row of the table: the results of all runs in one task, or their averages over one group."""
 
     key: str  # key of the task, or title of the group
     metric: str  # the task's main metric, or ``average`` for a group
-    cells: tuple[Value | str, ...]  # per run: its value, or a text if it has none (``partial 12/38``, ``-``)
-    other_sizes: tuple[bool, ...]  # per run: whether the size of the data differs from DataComp's
+    cells: tuple[Value | str, ...]  # each run's value, or a text if it has none (``partial 12/38``, ``-``)
+    other_sizes: tuple[bool, ...]  # for each run, whether the size of the data differs from DataComp's
 
     @property
     def title(self) -> str:
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def is_group(self) -> bool:
-        """Whether the row is of a group, not of a task."""
+        """Whether the row shows a group, not a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
 
 def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
-    """Build the rows from the runs' final checkpoints: group averages, then every task of any run."""
+    """Build the rows from the runs' final checkpoints: group averages, then all tasks that a run has."""
     finals = [run.final for run in runs]
     present = {key for final in finals for key in final.tasks}
     rows = []
@@ -65,9 +65,9 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
 
 
 def size_note(rows: Sequence[Row]) -> str:
-    """Return an explanation of the mark †, or an empty text if no value has this mark."""
+    """Return an explanation of the mark †, or an empty text if no value has the mark."""
     is_needed = any(any(row.other_sizes) for row in rows)
-    return "† scored on data whose size differs from DataComp's, so not DataComp's number." if is_needed else ""
+    return "† not comparable with DataComp's numbers, because the data has another size." if is_needed else ""
 
 
 def format_value(cell: Value | str) -> str:
@@ -84,7 +84,7 @@ def format_difference(difference: float | None) -> str:
 
 
 def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:
-    """Return the cells of a table, head first. The rows are either all groups or all tasks."""
+    """Return the cells of a table, starting with the header. ``rows`` are either all groups or all tasks."""
     is_group = all(row.is_group for row in rows)
     head = [Cell("group")] if is_group else [Cell("task"), Cell("metric", "metric")]
     names = [run.name for run in runs]
@@ -105,8 +105,8 @@ def _cells(row: Row) -> list[Cell]:
 
 
 def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
-    """Format a table of groups and a table of tasks. Values are in percent, differences to the first run in points."""
-    lines = ["Main metrics in percent, differences to the first run in percentage points.", ""]
+    """Format a table of groups and a table of tasks. Values are in percent, differences from the first run in points."""
+    lines = ["Main metrics in percent, differences from the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
     for is_group in (True, False):
         if part := [row for row in rows if row.is_group == is_group]:
@@ -129,9 +129,9 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
     """Format a CSV table with one row per run, in the layout of OpenCLIP's published results.
 
     Values are fractions at full precision. Incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
-    checkpoint), the average over 38 tasks and these tasks with OpenCLIP's titles, other tasks, and the other averages. If a
-    run has repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). ``other_sizes`` lists the keys of tasks
-    whose data differs in size from DataComp's, if there are any.
+    checkpoint), the average over 38 tasks, these tasks with OpenCLIP's titles, other tasks, and other averages. If a run has
+    repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). If the data of a task differs in size from
+    DataComp's, ``other_sizes`` lists the keys of such tasks.
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))
@@ -153,5 +153,5 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
 
 
 def name_of(key: str) -> str:
-    """Return a task's name, or a group's title unchanged."""
+    """Return the name of a task; the title of a group is returned unchanged."""
     return TASKS[key].name if key in TASKS else key

@@ -1,4 +1,4 @@
-"""Tables from the training logs of the runs: settings that differ, time, and the last validation."""
+"""Build tables from the runs' training logs: settings that differ, time, and the last validation."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ Table = list[list[str]]
 
 
 def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
-    """Return the non-empty tables of the runs with logs. The first row of a table is its head."""
+    """Return the non-empty tables of runs with logs. The first row of each table is its header."""
     names = [run.name for run in runs]
     found = (
         ("settings that differ", _differing_settings(runs)),
@@ -36,7 +36,7 @@ def validation_metrics(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def _differing_settings(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row with all runs' values for each setting that differs between runs."""
+    """Return one row per setting that differs between runs, with the values of all runs."""
     logs = [log for run in runs for log in run.logs]
     names = [name for name in (logs[0].settings if logs else ()) if all(name in log.settings for log in logs)]
     rows = []
@@ -82,7 +82,7 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 
 
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
-    """Return a row for each metric: mean ± standard deviation over repeats, and the difference to the first run.
+    """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
     If both runs have the same seeds, the difference has a 95 % interval over seeds.
     """

@@ -1,4 +1,4 @@
-"""Concept editing: the subspace is compared with scikit-learn's PCA; removal of a concept; and the command."""
+"""Concept editing: the subspace (compared with scikit-learn's PCA), the removal of a concept, and the command."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.evaluation import datasets
 
 
 def paired_embeddings(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return both sides of 30 pairs (30, 16) and a direction (16). Pairs differ along it, with noise and a common part."""
+    """Return both sides ``(30, 16)`` of noisy pairs with a common part, and the direction ``(16,)`` in which they differ."""
     generator = torch.Generator().manual_seed(seed)
     direction = F.normalize(torch.randn(16, generator=generator), dim=0)
     common = 3 * torch.randn(30, 16, generator=generator)

@@ -1,4 +1,4 @@
-"""Grad-CAM: the command, and a comparison of the gradients with finite differences for every kind of tower."""
+"""Grad-CAM: the command, and gradients compared with finite differences for every kind of tower."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import ModelError
 
 VIT = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-# Vision tower; the layer for Grad-CAM, its channel axis, and how many of its last positions are image patches (0: all).
+# Vision tower, the layer for Grad-CAM, the layer's channel axis, and how many of its last positions are patches (0: all).
 TOWERS = {
     "modified-resnet": (
         {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
@@ -43,7 +43,7 @@ def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
     open_clip.add_model_config(folder / f"{name}.json")
     torch.manual_seed(0)
     model, _, preprocess = open_clip.create_model_and_transforms(name)
-    with torch.no_grad():  # the last layer of ModifiedResNet's residual branches starts at zero
+    with torch.no_grad():  # otherwise, the residual branches of ModifiedResNet return zero
         for parameter in model.visual.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return Encoder(model.eval(), preprocess, open_clip.get_tokenizer(name), torch.device("cpu"))
@@ -52,9 +52,9 @@ def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
 def finite_differences(
     encoder: Encoder, name: str, axis: int, positions: int, image: Tensor, text: Tensor, channels: int
 ) -> tuple[list[int], Tensor, Tensor]:
-    """Return some channel indices, their Grad-CAM weights in float64 without autograd, and the layer's features.
+    """Return some channel indices, their Grad-CAM weights in float64 (computed without autograd), and the layer's features.
 
-    A weight is the derivative of the alignment if the channel is shifted at all positions: the sum of its gradients.
+    A weight is the derivative of the alignment by a shift of the channel at all positions, which is the sum of its gradients.
     """
     model = copy.deepcopy(encoder.model).double()
     module = model.visual.get_submodule(name)
@@ -108,7 +108,7 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
     channels, weights, features = finite_differences(encoder, *place, image, text, 10**6 if small else 6)
     gradients = seen[1].sum(dim=(0, 2, 3))[channels].double()
     torch.testing.assert_close(gradients, weights, rtol=0, atol=2e-3 * float(weights.abs().max()))
-    if small:  # the weights of all channels were computed, so the full map can be compared
+    if small:  # finite differences cover all channels, so the full map can be compared
         weighted = (weights.view(1, -1, 1, 1) * layer.to_map(features)).sum(dim=1, keepdim=True).clamp_min(0)
         expected = F.interpolate(weighted, size=(height, width), mode="bilinear")[0, 0]
         torch.testing.assert_close(maps[0].double(), expected / expected.max(), rtol=0, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Linear probes: features, the results compared with scikit-learn's, and the command with all data formats."""
+"""Linear probes: features, results (compared with scikit-learn's), and the command with all data formats."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
 
 
 def voc_splits(seed: int = 0, size: int = 90) -> tuple[Split, Split]:
-    """Return a training and a test split with 12 features. Samples have zero to three classes; a class adds a direction."""
+    """Return a training and a test split with 12 features. A sample has zero to three classes; each adds a direction."""
     generator = np.random.default_rng(seed)
     directions = generator.standard_normal((3, 12))
     splits = []
@@ -98,7 +98,7 @@ def test_voc_protocol_against_scikit_learn() -> None:
         assert result["per_class"][name] == pytest.approx(precisions[-1], abs=1e-12)
     assert result["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
     assert 0.4 < result["map"] < 1
-    assert len(set(result["costs"].values())) > 1  # the classes need different costs
+    assert len(set(result["costs"].values())) > 1  # expected classes with different best costs
 
 
 def test_difficult_images_are_negatives_in_training_and_left_out_of_the_test() -> None:
@@ -176,4 +176,4 @@ def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
     run(checkpoint, "top1", *arguments, str(datacomp), "--costs", "0.01", "--output", str(output))
     report = json.loads(output.read_text())
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
-    assert report["acc1"] > 0.3  # random features of digits are poor; chance is 0.1
+    assert report["acc1"] > 0.3  # features of an untrained model are poor; chance is 0.1
