@@ -105,7 +105,7 @@ def _check_pixels(config: ModelConfig) -> None:
         raise UsageError(f"--force-image-size {size}: expected one positive number, or the height and the width")
     for flag, values in (("--image-mean", config.image_mean), ("--image-std", deviations)):
         if values is not None and len(values) != 3:
-            raise UsageError(f"{flag} {values}: expected three numbers, of red, green and blue")
+            raise UsageError(f"{flag} {values}: expected three numbers, for red, green and blue")
     if deviations is not None and min(deviations) <= 0:
         raise UsageError(f"--image-std {deviations}: expected positive numbers")
 
@@ -117,7 +117,7 @@ def check_device(name: str | None) -> None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name} is not a device of PyTorch: expected cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {name} is not a PyTorch device: expected cpu, cuda or cuda:N") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
@@ -138,5 +138,5 @@ def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
-    # Names only: finding a shard that is given twice asks for every file, which rank 0 does for its manifest.
+    # Only expand the names: rejecting a shard that is given twice needs access to every file. Rank 0 does this later.
     return [local_path(url) for urls in expand_components(spec.source) for url in urls if is_local(url)]

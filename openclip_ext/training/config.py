@@ -1,7 +1,7 @@
 """The configuration of a training run: a tree of frozen dataclasses, filled from the flags. Nothing here imports torch.
 
-Each field is a flag with its default, help and range (see ``openclip_ext/cli/options.py``). Each part of the training program
-receives only its own part of the tree.
+Most fields declare a flag with its default, help and range (see ``openclip_ext/cli/options.py``). Each part of the training
+program receives only its own part of the tree.
 """
 
 import os
@@ -39,7 +39,7 @@ class LoraConfig:
     )
     alpha: float | None = flag(
         None,
-        "scale of the adapters times their rank (default: twice the rank; one --lr then works for every rank)",
+        "scale of the adapters, multiplied by their rank (default: twice the rank, so one --lr works for every rank)",
         dest="lora_alpha",
         needs="lora_rank",
         exclusive_minimum=0.0,
@@ -55,7 +55,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """OpenCLIP's flags for building the model. The fields have the names of ``open_clip``'s factory.
+    """OpenCLIP's flags for building the model. Most fields are named as in ``open_clip``'s factory.
 
     A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze its BatchNorm statistics or
     LayerNorm parameters.
@@ -78,7 +78,7 @@ class ModelConfig:
     image_resize_mode: str | None = flag(None)
     image_backend: str = flag(
         "pil",
-        "library that decodes training images; torchvision takes a third of the time, with pixel values rounded differently",
+        "library that decodes training images; torchvision takes a third of the time, but rounds pixel values differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
@@ -138,7 +138,7 @@ def _tower_lr(tower: str) -> Any:
 
 
 def _layer_decay(tower: str) -> Any:
-    text = f"learning rate of a layer of the {tower} tower divided by the next layer's; the head has the full rate"
+    text = f"learning rate of each {tower} layer, divided by the next layer's; the head has the full learning rate"
     return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
 
 
@@ -163,7 +163,7 @@ class OptimizerConfig:
         (), "more arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
     )
     decay_excluded: tuple[str, ...] = flag(
-        (), "patterns of parameter names without weight decay, such as '*positional_embedding'", dest="wd_exclude"
+        (), "name patterns of parameters without weight decay, such as '*positional_embedding'", dest="wd_exclude"
     )
     lr_image: float | None = _tower_lr("image")
     image_layer_decay: float = _layer_decay("image")
@@ -171,7 +171,7 @@ class OptimizerConfig:
     text_layer_decay: float = _layer_decay("text")
 
     def tower_rates(self) -> dict[str, tuple[float, float]]:
-        """Return, for each tower with its own rates: its learning rate divided by ``--lr``, and its layer decay."""
+        """For each tower with a separate configuration, return its learning rate divided by ``--lr``, and its layer decay."""
         towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
         return {
             tower: (1.0 if lr is None else lr / self.lr, decay)
@@ -210,7 +210,7 @@ class ParallelConfig:
     sync_batchnorm: bool = flag(False, dest="use_bn_sync")
     compile: bool = flag(False, dest="torchcompile")
     compile_loss: bool = flag(
-        False, "compile the loss into one graph: less host time per step, up to a minute at the start"
+        False, "compile the loss into one graph: less host time per step, but a startup delay of up to a minute"
     )
     grad_checkpointing: bool = flag(False)
 
@@ -258,7 +258,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations during training: the interval of each kind in epochs (0 means never). All also run after the last epoch."""
+    """Evaluations during training. Each kind has an interval in epochs (0 means never), and also runs after the last epoch."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -267,7 +267,7 @@ class EvaluationConfig:
     imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
     suite: str | None = flag(
         None,
-        "DataComp tasks evaluated in training",
+        "DataComp tasks to evaluate during training",
         dest="eval_suite",
         needs="eval_data_dir",
         choices=("quick", "full"),
@@ -296,7 +296,7 @@ class RunFolderConfig:
 
     logs: Path | None  # None means that no files are written
     name: str
-    resume_latest: bool = False  # whether the folder may contain an earlier run, which then continues
+    resume_latest: bool = False  # whether to continue the run that the folder contains, if any
     log_local_rank: int | None = None  # with --log-local: this process's rank on its node; rank 0 of each node logs
     rank: int = 0
     debug: bool = flag(False)
@@ -376,7 +376,7 @@ class TrainingConfig:
         return without_secrets({**self.flags, **paths, "name": config.name, "aug_cfg": dict(self.flags["aug_cfg"])})
 
 
-# The configurations that are filled from flags, by the heading of these flags in the help.
+# Dataclasses that are filled from flags, by the heading of these flags in ``--help``.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
@@ -386,7 +386,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 
 
 def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfig:
-    """Return the configuration for flags by their Python names. Flags that OpenCLIP sets later may be missing."""
+    """Return the configuration for a dictionary of flags by Python name. Flags that OpenCLIP sets later may be missing."""
     folder = from_flags(
         RunFolderConfig,
         flags,

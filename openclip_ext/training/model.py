@@ -33,7 +33,7 @@ MODEL_CONFIG = "model_config"
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
-    """Write a model configuration to the run folder from which stock OpenCLIP builds this model, including its flags."""
+    """Write a configuration to the run folder, with which stock OpenCLIP builds this model, including its flags."""
     content = compat.architecture(config.name, config.cache_dir)
     assert content is not None, "the model was built from this configuration"
     if config.force_quick_gelu:
@@ -115,7 +115,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
 
 @contextlib.contextmanager
 def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
-    """Raise UsageError if OpenCLIP cannot lock a tower as ``flag`` requires, or if all its parameters stay trainable."""
+    """Raise UsageError with ``flag`` in the message if OpenCLIP fails to lock a tower, or locks none of its parameters."""
 
     def trainable() -> int:
         return sum(parameter.requires_grad for parameter in model.parameters())
@@ -132,7 +132,7 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
 
 
 def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of its loss: given ones, else OpenCLIP's equal flags, else defaults."""
+    """Return the configuration with all options of its loss: given, or else from OpenCLIP's flags, or else defaults."""
     loss, flags = config.loss, config.flags
     try:
         registry.check_options(loss.name, **loss.given)

@@ -3,16 +3,16 @@
 import re
 from collections.abc import Collection, Sequence
 
-# Characters by which word processors and web pages replace ' " and -.
+# Characters that word processors and web pages insert instead of ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
 # Flags of related programs, by program, and what to use here instead.
 _OTHER_PROGRAMS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
-        "multiply-tau": "--loss fastclip, or fastclip-v0 without it",
+        "multiply-tau": "--loss fastclip (without --multiply-tau: fastclip-v0)",
         "lr-tau-scheduler": "nothing: the loss decides",
         "fastclip-eps": "--loss-eps",
-        "nu-update": "--loss scent, with --kappa for --gamma",
+        "nu-update": "--loss scent, with --kappa instead of --gamma",
         "data-size": "nothing: the manifest counts the samples",
         "optimizer": "--opt adamw or --opt timm/lamb",
     },

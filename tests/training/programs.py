@@ -1,7 +1,7 @@
 """Run short training runs as separate processes, forked or under torchrun, and compare their results.
 
 Importing torch and OpenCLIP takes longer than these runs, so a fork server imports them once. Everything else, from the
-command line to the exit status, is the real program.
+command line to the exit status, works as in the real program.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
 
 ROOT = Path(__file__).parents[2]
-# A program that runs longer counts as stuck.
+# A program that runs longer than this is considered stuck.
 PATIENCE_SECONDS = 600
-# After one trainer fails, the others get SIGTERM, and SIGKILL after this time; torchrun does this, too.
+# When one trainer fails, the others receive SIGTERM, and SIGKILL after this time, as under torchrun.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
 # The fork server reads the configurations and the tokenizer once; otherwise every fork would read them.
@@ -54,7 +54,7 @@ def stopped_program(argv: list[str], after: int = 8) -> None:
 
 
 class Program:
-    """A training that runs in its own processes.
+    """A training run in separate processes.
 
     Args:
         argv: command-line arguments of the training program.
@@ -200,7 +200,7 @@ class Runs:
 
     Args:
         shards: the shard pattern for ``--train-data``.
-        folder: folder for the runs.
+        folder: folder in which the runs are made.
     """
 
     def __init__(self, shards: str, folder: Path) -> None:
@@ -248,6 +248,6 @@ def lines_of(log: Path) -> list[str]:
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:
-    """Return what differs from the uninterrupted run ``whole``: names of final state (bitwise), and names of logs."""
+    """Return the names of the final state (compared bitwise) and of the logs that differ from the uninterrupted run."""
     logs = [log for log in LOGS if lines_of(run_folder / log) != lines_of(whole / log)]
     return differences(final_state(run_folder), final_state(whole)) + logs

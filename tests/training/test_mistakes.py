@@ -1,4 +1,4 @@
-"""A wrong command line exits with status 2, and prints one line with the mistake and its fix."""
+"""For a wrong command line, the program exits with status 2, and prints one line with the mistake and its fix."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ MISTAKES = [
     ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
     ("--aug-cfg foo=3", "--aug-cfg: got an unexpected keyword argument 'foo'"),
     ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
-    ("--device gpu", "--device gpu is not a device of PyTorch: expected cpu, cuda or cuda:N"),
+    ("--device gpu", "--device gpu is not a PyTorch device: expected cpu, cuda or cuda:N"),
     ("--device cuda:0", "PyTorch finds 0 GPUs on this machine. --device cpu needs none"),
     ("--loss neucilp", "Did you mean 'neuclip'?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss os:path", "expected a Method"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
-    ("--loss neuclip --loss-option prototyps=5", "no loss has 'prototyps'; did you mean prototypes?"),
+    ("--loss neuclip --loss-option prototyps=5", "no loss has option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
     ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
     ("--loss neuclip --temperature 14", "For a logit scale set --temperature 0.07143"),
