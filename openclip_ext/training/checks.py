@@ -41,7 +41,9 @@ def check(config: TrainingConfig) -> None:
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
-        if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
+        if files and not any(
+            map(os.path.isfile, files)
+        ):  # if only some files are missing, their samples count as bad samples
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
@@ -53,13 +55,13 @@ def check(config: TrainingConfig) -> None:
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
-    """Return a warning if a run's global batch differs from its recipe's, else None."""
+    """Return a warning if a run's global batch size differs from its recipe's, else None."""
     name = config.flags["recipe"]
     wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
     if wanted == global_batch:
         return None
     fix = f"give --batch-size {wanted / (world_size * config.loading.accum_freq):g}"
-    return f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {global_batch:,}: {fix}"
+    return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
 
 
 def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
@@ -67,7 +69,7 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
     assert config.data is not None
     name, has_head = config.loss.name, loss.model_head() is not None
     if config.data.resampled and loss.needs_index:
-        raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once an epoch. Remove the flag")
+        raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if config.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
@@ -111,7 +113,7 @@ def _check_pixels(config: ModelConfig) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raise UsageError if PyTorch does not support the device, or this machine lacks it. None means no --device."""
+    """Raise UsageError if PyTorch does not support the device, or if this machine does not have it. None is accepted."""
     if name is None:
         return
     try:

@@ -103,7 +103,7 @@ class ModelConfig:
 
     @property
     def is_folder(self) -> bool:
-        """Whether ``--model`` is a folder with configuration and weights (``local-dir:`` or ``hf-hub:``)."""
+        """Whether ``--model`` is a folder with a configuration and weights (``local-dir:`` or ``hf-hub:``)."""
         return ":" in self.name
 
     @property
@@ -144,7 +144,7 @@ def _layer_decay(tower: str) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
+    """The optimizer: ``adamw``, ``lamb`` (from timm), or ``timm/NAME``.
 
     ``weight_decay`` applies to parameters with more than one dimension. A value of None means the timm optimizer's default.
     """
@@ -182,7 +182,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate schedule. ``warmup`` is in optimizer steps; ``cooldown_`` fields belong to ``const-cooldown``."""
+    """The learning rate schedule. ``warmup`` is in optimizer steps. Only ``const-cooldown`` uses the ``cooldown_`` fields."""
 
     name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
     lr: float = flag(5e-4)
@@ -258,7 +258,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations during training. Each kind has an interval in epochs (0 means never), and also runs after the last epoch."""
+    """Evaluations at intervals of epochs, and after the last epoch. An interval of 0 means that an evaluation never runs."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -338,7 +338,7 @@ class TrainingConfig:
     """The configurations of all parts of a run."""
 
     model: ModelConfig
-    data: DataSpec | None  # None means: only evaluate
+    data: DataSpec | None  # None means that the run only evaluates
     loading: TrainLoaderConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -350,7 +350,7 @@ class TrainingConfig:
     evaluation: EvaluationConfig
     folder: RunFolderConfig
     reporting: ReportingConfig
-    flags: Mapping[str, Any]  # all parsed flags by their Python names
+    flags: Mapping[str, Any]  # all parsed flags, by Python name
     device: str | None = flag(None)  # None means OpenCLIP's default, cuda
     rank_patience: float | None = flag(
         600.0, "seconds without a rank's heartbeat after which the run ends ('none': never)", exclusive_minimum=0.0
@@ -366,7 +366,7 @@ class TrainingConfig:
 
     @cached_property
     def stored_flags(self) -> dict[str, Any]:
-        """All flags for the run folder's files: without secrets, and with the paths that OpenCLIP stores as flags."""
+        """The flags to write to the run folder: without secrets, and with the paths that OpenCLIP stores as flags."""
         folder, config = self.folder.folder, self.folder
         paths: dict[str, Any] = {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
         if folder is not None:
@@ -449,11 +449,11 @@ def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
         size, rest = divmod(total, accum_freq * world_size)
         if rest == 0 and size <= loading.batch_size:
             return {"batch_size": size, "accum_freq": accum_freq}
-    raise UsageError(f"--global-batch {total}: expected a number that is divisible by {world_size} processes")
+    raise UsageError(f"--global-batch {total}: expected a multiple of the number of processes, {world_size}")
 
 
 def model_config(flags: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's configuration from OpenCLIP's flags by their Python names."""
+    """Return the model's configuration from a dictionary of OpenCLIP's flags by Python name."""
     size = flags["force_image_size"]
     if isinstance(size, list | tuple):
         size = size[0] if len(size) == 1 else tuple(size)

@@ -1,4 +1,4 @@
-"""Parse a command line into a training configuration. Torch is imported only if necessary: mistakes are reported at once."""
+"""Parse a command line into a training configuration. Torch is imported only if necessary, which saves seconds."""
 
 import argparse
 import itertools
@@ -70,7 +70,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
-        # The recipe's flags come first, because argparse uses the last value of a flag: the user's.
+        # The recipe's flags come first, because argparse uses the last value of a flag, here the user's.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
     reconcile_siglip(args)
@@ -187,7 +187,7 @@ def _check_together(args: argparse.Namespace) -> None:
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
         "--trace is for evaluation only: remove it to train": args.trace and args.train_data,
         "--name is empty: remove it, or give the run a name": name == "",
-        f"--name {name} is a path: expected a name. --logs gives the folder": is_path,
+        f"--name {name} is a path: expected a name. --logs sets the folder": is_path,
         f"--resume {resume} does not exist; did you mean --resume latest?": is_misspelled,
         f"--lr {lr} is too high for AdamW: expected at most 1; 5e-4 is usual": lr and args.opt == "adamw" and lr > 1,
         f"--resume {resume} is a URL: copy the checkpoint and its .state folder here": "://" in (resume or ""),

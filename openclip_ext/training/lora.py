@@ -1,4 +1,4 @@
-"""Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) of the library peft.
+"""Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) from the library peft.
 
 A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume needs the unmerged base
 weights and adapters. The same file contains them under :data:`UNMERGED`. Tensors without an adapter are stored only once.
@@ -28,9 +28,9 @@ _ADAPTER = "default"  # peft's default name for an adapter
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
-    """Add adapters to a model in place, and freeze all other parameters except for the logit scale and bias.
+    """Add adapters to a model in place, and freeze all other parameters except the logit scale and bias.
 
-    ``adapter_config.json`` records ``weights`` (``--pretrained``). Raise UsageError if a tower has no layer for an adapter.
+    ``adapter_config.json`` will contain ``weights`` (``--pretrained``). Raise UsageError if a tower has no adaptable layer.
     """
     import peft
 
@@ -48,7 +48,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
         if ".lora_" in name:
             parameter.data = parameter.data.float()  # in 16 bits, small updates would be rounded to 0
             # peft 0.21 adds the adapter of an attention's output layer twice (github.com/huggingface/peft/pull/3774). So this
-            # adapter is not trained: its output stays 0, the initial value, which is correct in all versions of peft.
+            # adapter is not trained: its output stays 0, with which all versions of peft give the same result.
             parameter.requires_grad_(".base_layer.out_proj." not in name)
         elif name in SCALARS:
             parameter.requires_grad_(True)
@@ -92,7 +92,7 @@ def _attention_layer() -> type[nn.Module]:
         """An ``nn.MultiheadAttention`` with an adapter that never changes its frozen weights.
 
         peft's class adds the adapter to the weights in each forward pass, and subtracts it afterwards. Both operations round,
-        so the base weights drift from the pretrained model. peft's class also replaces the parameters each time.
+        so the base weights drift from the pretrained model. peft's class also replaces the parameter objects in each pass.
         """
 
         def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:

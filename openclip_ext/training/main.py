@@ -38,7 +38,7 @@ def cli() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
-    # The imported modules are never freed, but collecting their half a million objects would take a fifth of the startup.
+    # Modules are never freed. Garbage collection of their half a million objects would take a fifth of the startup time.
     gc.disable()
     from openclip_ext.training.run import program
 

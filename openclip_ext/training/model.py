@@ -1,4 +1,4 @@
-"""Build the model of a run in the same way as OpenCLIP, and the model's loss."""
+"""Build a run's model, in the same way as OpenCLIP, and the run's loss."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ MODEL_CONFIG = "model_config"
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
-    """Write a configuration to the run folder, with which stock OpenCLIP builds this model, including its flags."""
+    """Write the model's configuration, with the run's flags applied, to the run folder. Stock OpenCLIP can read it."""
     content = compat.architecture(config.name, config.cache_dir)
     assert content is not None, "the model was built from this configuration"
     if config.force_quick_gelu:
@@ -57,7 +57,7 @@ def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path
     arguments = {"pretrained": str(checkpoint), **compat.changed_preprocessing(model)}
     lines = [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})"]
     if sized := compat.is_timm(model) and config.force_image_size is not None:
-        # Load the weights in a separate call, because OpenCLIP would load them before it resizes the tower.
+        # Load the weights in a separate call, because OpenCLIP would otherwise load them before it resizes the tower.
         arguments |= {"pretrained": None, "pretrained_text": False, "force_image_size": config.force_image_size}
     given = "".join(f", {name}={value!r}" for name, value in arguments.items())
     lines.append(f"model, _, preprocess = open_clip.create_model_and_transforms({config.file_name!r}{given})")

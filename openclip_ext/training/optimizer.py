@@ -18,7 +18,7 @@ from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 
-# Key in a parameter group for its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
+# Key in a parameter group: its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
 SCALE = "rate_of_schedule"
 # Keys in a parameter group whose values come from flags. Other keys may be state of the optimizer.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
@@ -84,7 +84,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs`` as Python values; reject those that a flag or the program sets."""
+    """Return the arguments of ``--opt-kwargs`` as Python values; reject arguments that flags or the program set."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -156,8 +156,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return OpenCLIP's two groups: gains and biases (without weight decay), and all other parameters.
 
-    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains patterns of names in the unwrapped model.
-    Raise UsageError if a pattern matches no trained parameter.
+    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains name patterns for the unwrapped model's
+    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
@@ -191,7 +191,7 @@ def _plain_name(name: str) -> str:
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Split the groups, in order, by learning rate. :data:`SCALE` in a group contains its factor."""
+    """Split the groups, in order, by learning rate. Each group contains its factor under :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -203,9 +203,9 @@ def _split_by_rate(
 
 
 def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the factor of each trained parameter's learning rate, by the parameter's name in the (wrapped) model.
+    """Return each trained parameter's learning rate divided by the schedule's, by name in the (wrapped) model.
 
-    In a tower with ``L`` layers and layer decay ``δ``, the factor is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
+    In a tower with ``L`` layers and layer decay ``δ``, this factor is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
     layer ``l``, and 1 for the projection and its norm, each multiplied by the tower's factor. ``towers`` is the result of
     ``OptimizerConfig.tower_rates``.
     """
@@ -255,7 +255,7 @@ def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Return the schedule's current learning rate. A tower's learning rate may be a multiple of it."""
+    """Return the schedule's current learning rate. Towers may use multiples of this learning rate."""
     group = optimizer.param_groups[0]
     return group["lr"] / group.get(SCALE, 1.0)
 
@@ -268,7 +268,7 @@ def create_schedule(
 ) -> Callable[[int], None]:
     """Return a function that sets the learning rates for a given optimizer step of the run.
 
-    The encoders have OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
+    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
     docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs

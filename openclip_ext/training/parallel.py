@@ -190,7 +190,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, but also if only some of them are sharded."""
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, even if only some of the gradients are sharded."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]

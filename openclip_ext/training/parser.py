@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     for title, options in run_options().items():
         group = parser.add_argument_group(title)
         for option in options:
-            if option.flag not in parser.flags:  # OpenCLIP already has --cache-dir, for models
+            if option.flag not in parser.flags:  # OpenCLIP already has the flag --cache-dir, for models
                 add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
@@ -174,7 +174,7 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
 
 
 def print_help(argv: list[str]) -> bool:
-    """Print the help that a command line requests; return whether it requests help."""
+    """Print the help that a command line requests. Return False if it does not request help."""
     chosen = chosen_loss(argv)
     if "--help-all" in argv:
         parser = build_parser()

@@ -195,7 +195,7 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
-    """Write the run's settings, and remove files and log entries that are later than the run's position."""
+    """Write the run's settings. Remove files and log entries that were written after the run's position."""
     checkpoints = folder / "checkpoints"
     if trains or start.checkpoint is None:
         run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
@@ -227,7 +227,7 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
-    """Evaluate the model of ``--pretrained`` or ``--resume``, as OpenCLIP does without training data."""
+    """Evaluate the model of ``--pretrained`` or ``--resume``. This happens if there is no training data, as in OpenCLIP."""
     evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
     weights: str | Path | None = config.model.weights
@@ -246,7 +246,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
 
 
 def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write the error only to the run's log file, because the caller prints it."""
+    """Write an error to the run's log file, but not to the terminal, because the caller prints the error."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
     logging.root.filter(record)

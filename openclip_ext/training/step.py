@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of an optimizer step's computation."""
+    """Settings for the computation of an optimizer step."""
 
     device: torch.device
     input_dtype: torch.dtype | None = None  # dtype of the images; None means the dtype in which they are loaded

@@ -124,7 +124,7 @@ class Trainer:
         self.stopwatch.restart()
         with self.reporter.epoch(epoch, self.position.step_in_epoch), contextlib.ExitStack() as stack:
             stack.callback(gc.enable)
-            # The same iterator, accum_freq times: zip yields the micro-batches of one optimizer step.
+            # zip takes accum_freq micro-batches from the same iterator, for one optimizer step.
             for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
                 self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY_STEPS == 0:

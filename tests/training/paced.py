@@ -2,7 +2,7 @@
 
 Environment:
     NOTES: folder in which each rank records the signals it received and the sample indices of its steps.
-    HOLD_AT: number of steps after which every rank waits for a signal. Only the first launch (in job 1 of an array) waits.
+    HOLD_AT: number of steps after which every rank waits for a signal. Only the first launch (in an array, of job 1) waits.
     HOLD_WORLD: number of ranks. If this is set, every launch with this number of ranks waits, not only the first launch.
     PACE: seconds of sleep added to each step (default: 0).
 """

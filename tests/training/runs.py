@@ -89,7 +89,7 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
 
 
 def run_on_two_ranks(runs: list[dict]) -> None:
-    """Start training runs one after another on two gloo ranks: ``{"argv": [...], "stop_after": step, "status": expected}``."""
+    """Make runs one after another on two gloo ranks. A run is ``{"argv": [...], "stop_after": step, "status": expected}``."""
     for planned in runs:
         statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
         assert statuses == [planned.get("status", 0)] * 2, planned

@@ -1,4 +1,4 @@
-"""Checkpoints are plain files, and a killed or failed save does not corrupt the previous checkpoint."""
+"""Damaged and foreign checkpoints are rejected, and a killed or failed save keeps the previous checkpoint."""
 
 import contextlib
 import itertools

@@ -165,7 +165,7 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
-    """The folder is empty, for example, if checkpoints/ is on a disk that is not mounted."""
+    """For example, the disk of checkpoints/ may not be mounted."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -88,7 +88,7 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
 
 
 def reaches_a_step(running: Program, more: int) -> bool:
-    """Wait up to a minute for ``more`` further logged steps; return False if the program exits first."""
+    """Wait up to a minute until ``more`` further steps are logged; return False if the program exits first."""
     wanted, deadline = running.text().count(" | loss ") + more, time.monotonic() + 60
     while not running.has_ended():
         if running.text().count(" | loss ") >= wanted or time.monotonic() > deadline:

@@ -102,7 +102,7 @@ def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_
         adapted = peft.PeftModel.from_pretrained(start, str(path.with_suffix(".lora"))).eval()
         torch.testing.assert_close(adapted(images, texts)[:2], expected, atol=1e-5, rtol=0)
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(before, expected, strict=True))
-    # The evaluation in the run used the adapters.
+    # The run's own evaluations used the adapters.
     measured = runs.evaluation(
         tmp_path, "measured", "--model", SMALL_MODEL, "--pretrained", str(path), "--val-data", shards
     )

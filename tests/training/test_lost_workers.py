@@ -1,4 +1,4 @@
-"""If a data worker hangs or is killed mid-epoch, the run saves its steps and exits. A resume continues bitwise equal.
+"""If a data worker hangs or is killed mid-epoch, the run saves its steps and exits. The resumed run is exact.
 
 If SIGTERM arrives while the run waits for a missing batch, the run also saves and exits.
 """

@@ -96,7 +96,7 @@ def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_
 
 
 def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp_path, caplog):
-    """Weights and optimizer continue at the checkpoint's epoch. The loss state starts from scratch, which is logged."""
+    """Weights and optimizer continue at the checkpoint's epoch. The loss state starts from scratch, with a warning."""
     content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
     content.pop("step")
     torch.save(content, tmp_path / "stock.pt")

@@ -117,7 +117,7 @@ MISTAKES = [
     ("--name \u2018first\u2019", "it has typographic quotes"),
     ("--Batch_Size 8", "--Batch_Size: unknown flag; did you mean --batch-size?"),
     ("--fastclip", "--fastclip: a flag of fast_clip; here: --loss fastclip"),
-    ("--lr_tau_scheduler step_thresh", "--lr_tau_scheduler: a flag of fast_clip; here: nothing: the loss decides"),
+    ("--lr_tau_scheduler step_thresh", "--lr_tau_scheduler: a flag of fast_clip; here: not needed (the loss decides)"),
     ("--lambda-lr 1e-3", "--lambda-lr: a flag of AmorLIP; here: --normalizer-lr"),
     ("-help", "-help: --help lists the flags"),
     ("--train-data d/0.tar d/1.tar d/2.tar", "d/1.tar and 1 more words belong to no flag: the shell has expanded"),

@@ -98,7 +98,7 @@ def test_autocast_on_a_gpu(name, precision, error):
 
 @functools.cache
 def compiled_model(learns_logit_scale: bool, logit_bias: float | None, views: int) -> nn.Module:
-    """Return a compiled model with one layer; losses that train the same parameters share it."""
+    """Return a compiled model with one layer. Losses that train the same parameters share this model."""
     names = [name for name in LOSSES if needs_of_model(name) == (learns_logit_scale, logit_bias, views)]
     model = tiny_model(layers=1)
     prepare(model, tiny_loss(names[0]))

@@ -54,7 +54,7 @@ def whole(tmp_path_factory):
 
 
 def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *more: str) -> Path:
-    """Make a run, stop and resume it after each number of steps in ``stops``; return the folder of the complete run."""
+    """Make a run that is stopped and resumed after each number of steps in ``stops``; return the complete run's folder."""
     argv = small_command(shards, logs, "resumed", loss, *more, "--resume", "latest")
     for stop in stops:
         assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM

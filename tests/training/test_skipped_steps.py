@@ -19,7 +19,7 @@ WAYS = {
     "on-device": Way(on_device=True),
     "on-device-scaled": Way(tower="resnet", on_device=True, scale=2.0**4, clip=0.1, micro_batches=2),
 }
-# Suffix of counters on the host. With the decision on the device, these counters include skipped steps.
+# Suffix of counters on the host. If the device decides whether to skip, these counters also count skipped steps.
 HOST_COUNTERS = "_extra_state"
 # Every loss runs with the decision on the host ("accumulated") and on the device, as on a GPU. The other ways run with three
 # losses: without state, with a table, and with prototypes.
@@ -41,9 +41,9 @@ def changed(name: str, way: Way, spoil: Callable[[Batch], None] = nan_pixel) -> 
     """Take two good steps, a bad step and a good step, and compare the result with a run without the bad step.
 
     Returns:
-        A dictionary. ``by_bad_step`` lists the names of state entries that the bad step changed, ``moved`` those that the bad
-        and the last step changed, and ``later`` those that differ between both runs at the end. ``skipped`` lists the guard's
-        skipped steps as (step, samples, whether the samples are bad). ``samples`` lists the samples of the bad step.
+        Names of state entries: ``by_bad_step`` (changed by the bad step), ``moved`` (changed by the bad or the last step) and
+        ``later`` (different between the two runs at the end). ``skipped``: the guard's skipped steps as (step, samples,
+        whether the samples are bad). ``samples``: samples of the bad step.
     """
     run, without = TinyTraining(name, way), TinyTraining(name, way)
     for number in range(2):
@@ -148,7 +148,7 @@ def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
 
 
 def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, caplog):
-    """Six steps are skipped, at most two of them in a row. Only consecutive steps count for --max-skipped-steps."""
+    """Only consecutive skipped steps count for --max-skipped-steps. Here, six are skipped, but at most two in a row."""
     bad = [1, 2, 4, 5, 7, 8]
     spoiling(monkeypatch, bad, None)
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--max-skipped-steps", "3")) == 0

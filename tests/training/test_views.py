@@ -19,7 +19,7 @@ LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
 
 
 def noise(image):
-    """Return three random numbers (a sum of torch, random and NumPy), then the mean color, which identifies the image."""
+    """Return three sums of random numbers (torch, random, NumPy), then the mean color, which identifies the image."""
     random_numbers = torch.rand(3) + random.random() + np.random.random()
     return torch.cat([random_numbers, torch.tensor(np.asarray(image).mean(axis=(0, 1)) / 255)]).float()
 

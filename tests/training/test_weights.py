@@ -133,7 +133,7 @@ def test_the_schedule_keeps_the_scales():
         assert optimizer.param_groups[-1]["lr"] == 3e-4
     assert (
         len({group[SCALE] for group in encoders}) == 5
-    )  # one in the image tower, four in the text tower of two layers
+    )  # one factor in the image tower, four in the text tower of two layers
 
 
 def test_a_short_run_takes_a_larger_rate():

@@ -49,7 +49,7 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
 
 
 def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
-    """Return the loss with its options of ``LOSSES``; ``options`` add to them or override them."""
+    """Return the loss with its options in ``LOSSES``, updated with ``options``."""
     return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
 
 
@@ -96,7 +96,7 @@ class Way:
         sharded: whether several processes shard the parameters (FSDP2). False means that they replicate them (DDP).
         reshard: whether full parameters are freed between forward and backward, and gathered again.
         device: device of the model, the loss and the batches.
-        options: options of the loss, in addition to ``LOSSES`` or instead of its values.
+        options: options of the loss that are added to ``LOSSES`` or override its values.
     """
 
     tower: str = "vit"
@@ -164,7 +164,7 @@ class TinyTraining:
         return self.step(parts_of(own, self.way.micro_batches), number)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of model, optimizer and loss, without DDP's prefix; with sharded parameters only on rank 0."""
+        """Return the tensors of model, optimizer and loss, without DDP's prefix. Only rank 0 returns sharded tensors."""
         model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
         optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})

@@ -29,7 +29,7 @@ class Start(NamedTuple):
 
 
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
-    """Find, verify and read the checkpoint of ``--resume``. Collective: rank 0 finds and verifies it, all ranks read it."""
+    """Find, verify and read the checkpoint of ``--resume``. Collective: only rank 0 finds and verifies the checkpoint."""
     if resume is None:
         return Start()
     if resume == "latest" and config.folder is None:

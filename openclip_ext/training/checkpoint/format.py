@@ -50,7 +50,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Properties in which a checkpoint and the run that resumes from it must agree."""
+    """Properties that must be equal in a checkpoint and in the run that resumes from it."""
 
     model: str
     loss: str
@@ -58,7 +58,7 @@ class RunIdentity:
     num_samples: int  # size of the index space
     global_batch: int  # samples per optimizer step
     seed: int
-    data: str | None = None  # the data's openclip_ext.data.sources.source.Source.index_digest
+    data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
     settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
@@ -91,14 +91,14 @@ class Checkpoint:
 
 
 def checkpoint_name(position: Position) -> str:
-    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``. K is the number of completed epochs."""
+    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``, after K full epochs and S optimizer steps."""
     if position.step_in_epoch == 0:
         return f"epoch_{position.epoch}"
     return f"epoch_{position.epoch}_step_{position.step}"
 
 
 def table_file(rank_file: Path, table: str) -> Path:
-    """Return the path of a rank's shard of a table. ``rank_file`` is the rank's file of random generators."""
+    """Return the path of a rank's shard of a table, next to the rank's file ``rank_NNNN.pt``."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 

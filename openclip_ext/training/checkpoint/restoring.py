@@ -55,7 +55,7 @@ def restore(
 
 
 def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-    """Return a model file's content for training: if the model has LoRA adapters, with the adapters not merged."""
+    """Return a model file's content for training, with separate (unmerged) LoRA adapters if the model has adapters."""
     content = checkpoint.model_file
     if (UNMERGED in content) != is_adapted(model):
         raise UsageError(
@@ -171,7 +171,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights into a model; raise UsageError if they do not fit. Either may have DDP's prefix ``module.``."""
+    """Load weights, with or without DDP's prefix ``module.``, into a model; raise UsageError if they do not fit."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

@@ -42,7 +42,7 @@ def save(
     identity: RunIdentity,
     parts: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint, and return the model file's path. If this fails, old files stay. Collective: all ranks call it.
+    """Write a checkpoint; return the model file's path. A failed save keeps old files. Collective: all ranks call it.
 
     Args:
         folder, name: The run's ``checkpoints/``, and the file name without suffix.
@@ -126,7 +126,7 @@ class _HashingWriter:
 
 
 def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
-    """Write a file, and return its checksum. Without the sync to disk, a crash after the rename could leave it empty."""
+    """Write a file, and return its checksum. The file is synced to disk, so a crash after its rename leaves it complete."""
     try:
         with open(path, "wb") as file:
             writer = _HashingWriter(file)
@@ -232,7 +232,7 @@ def remove_leftovers(folder: Path) -> None:
         model_file = adapter.with_suffix(".pt")
         if not model_file.is_file():
             shutil.rmtree(adapter, ignore_errors=True)
-    # Remove temporary model files last: a state folder without one looks as if its model file had been lost.
+    # Remove temporary model files last: a state folder without any model file looks as if this file had been lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()

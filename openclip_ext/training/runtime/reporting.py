@@ -58,7 +58,7 @@ class Stopwatch:
 
 
 class Reporter:
-    """The writer of the run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
+    """Writer of a run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
     If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
     files are written.

@@ -34,7 +34,7 @@ LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folde
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Create the run folder, lock it for this run, and start logging. If this run fails to start, remove a new folder.
+    """Create the run folder, lock it for this run, and start logging. If the run fails to start, remove a new folder.
 
     Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
     not given, if another process uses the folder, or if the folder is not writable.
@@ -76,7 +76,7 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
 
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
-    """Create the folder, and lock it inside the ``with`` block. After an error, remove a new folder without any step."""
+    """Create the folder, and lock it inside the ``with`` block. After an error, remove a new folder if it contains no step."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
@@ -88,7 +88,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
         lock.acquire(timeout=LOCK_PATIENCE)
         for name in ("config.json", "params.txt", "metrics.jsonl", "out.log"):
             if (folder / name).exists():
-                (folder / name).open("ab").close()  # raises for a folder, or another user's file
+                (folder / name).open("ab").close()  # raises OSError for a folder, or another user's file
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout as error:
         holder = owner.read_text() if owner.is_file() else "another process"

@@ -52,8 +52,8 @@ class SignalRequests:
     """A context manager that stores signals until the end of the step, when all ranks act on them together.
 
     A signal may reach only one rank; the other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
-    immediately, but not under torchrun, which forwards the first Ctrl-C twice. ``exit_status`` is the shell's exit status for
-    the signal, or SIGTERM's exit status if only another rank received the signal.
+    immediately, but not under torchrun: there, the terminal and torchrun both send the first Ctrl-C. ``exit_status`` is the
+    shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class SignalRequests:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise ``Interrupted`` inside the ``with`` block, which waits for a batch, if a signal requests the run to stop.
+        """Inside the ``with`` block, in which the run waits for a batch, raise ``Interrupted`` if a signal requests a stop.
 
         The batch may never arrive, so the request is not delayed until the end of the step.
         """
