@@ -41,9 +41,7 @@ def check(config: TrainingConfig) -> None:
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
-        if files and not any(
-            map(os.path.isfile, files)
-        ):  # if only some files are missing, their samples count as bad samples
+        if files and not any(map(os.path.isfile, files)):  # if some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")

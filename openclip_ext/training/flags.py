@@ -48,9 +48,7 @@ def parse(argv: list[str]) -> TrainingConfig:
     _check_together(argparse.Namespace(**flags))
     config = training_config(flags, loss)
     if config.data is None and not config.evaluation.frequencies:
-        raise UsageError(
-            "nothing to do: give --train-data, or, to evaluate, --val-data, --imagenet-val or --eval-suite"
-        )
+        raise UsageError("nothing to do: give --train-data, or --val-data, --imagenet-val or --eval-suite to evaluate")
     return config
 
 

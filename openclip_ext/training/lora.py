@@ -72,9 +72,7 @@ def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
 
 def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
     if isinstance(layer, nn.MultiheadAttention):
-        return (
-            layer._qkv_same_embed_dim
-        )  # peft supports only attention with one projection for queries, keys and values
+        return layer._qkv_same_embed_dim  # peft needs a common projection of queries, keys and values
     # These parents read the layer's weight and never call the layer, so an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
         layer is getattr(parent, "qkv", None)

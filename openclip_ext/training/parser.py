@@ -135,9 +135,7 @@ class _SetOption(argparse.Action):
         name, _, value = values.partition("=")
         option = self.options.get(name.replace("-", "_"))
         if option is None or not value:
-            wrong = (
-                f"no loss has option {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
-            )
+            wrong = f"no option {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
             raise argparse.ArgumentError(self, f"{values}: {wrong}; openclip-ext losses LOSS lists the names")
         try:
             setattr(namespace, _dest(option), option.parse(value))

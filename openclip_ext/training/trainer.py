@@ -74,8 +74,7 @@ class Trainer:
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
         if self._schedule_step > 0:
-            # If a run was killed after an epoch's last step, the resumed run saves before its first step. The optimizer then
-            # needs the learning rates of the last step.
+            # A resumed run may save before it takes a step, so set the learning rates of the last step.
             self.schedule(self._schedule_step - 1)
 
     @property

@@ -127,7 +127,6 @@ class Program:
             time.sleep(0.005)
 
     def text(self) -> str:
-        """Return the program's output."""
         return self.output.read_text(errors="replace")
 
     def message(self) -> str | None:

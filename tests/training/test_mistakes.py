@@ -48,7 +48,7 @@ MISTAKES = [
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss os:path", "expected a Method"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
-    ("--loss neuclip --loss-option prototyps=5", "no loss has option 'prototyps'; did you mean prototypes?"),
+    ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
     ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
     ("--loss neuclip --temperature 14", "For a logit scale set --temperature 0.07143"),

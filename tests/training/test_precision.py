@@ -83,9 +83,7 @@ def test_a_step_agrees_with_the_plain_one(name, way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "error"), [("amp", IN_FLOAT16), ("amp_bf16", IN_BFLOAT16)])
-@pytest.mark.parametrize(
-    "name", [name for name in LOSSES if name != "tempnet"]
-)  # TempNet's dropout depends on the device
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # dropout depends on the device
 def test_autocast_on_a_gpu(name, precision, error):
     """Test CUDA's autocast, which uses float16 for ``amp``; a CPU's autocast uses bfloat16."""
     if not torch.cuda.is_available():

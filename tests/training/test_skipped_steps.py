@@ -33,7 +33,6 @@ def nan_pixel(batch: Batch) -> None:
 
 
 def all_nan(batch: Batch) -> None:
-    """Set all pixels of all samples to NaN."""
     batch["image"].fill_(float("nan"))
 
 

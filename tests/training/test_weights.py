@@ -131,9 +131,7 @@ def test_the_schedule_keeps_the_scales():
         plain = next(group["lr"] for group in encoders if group[SCALE] == 1)
         assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
         assert optimizer.param_groups[-1]["lr"] == 3e-4
-    assert (
-        len({group[SCALE] for group in encoders}) == 5
-    )  # one factor in the image tower, four in the text tower of two layers
+    assert len({group[SCALE] for group in encoders}) == 5  # one in the image tower, four in the two-layer text tower
 
 
 def test_a_short_run_takes_a_larger_rate():

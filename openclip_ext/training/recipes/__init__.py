@@ -62,9 +62,7 @@ class Recipe:
     def batch_size(self, gpus: int) -> int:
         """Return the batch size per GPU that gives the recipe's global batch on ``gpus`` GPUs."""
         if self.global_batch % gpus:
-            raise ValueError(
-                f"global batch {self.global_batch} is not divisible by {gpus} GPUs: use another number of GPUs"
-            )
+            raise ValueError(f"global batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
         return self.global_batch // gpus
 
     def argv(self) -> list[str]:

@@ -38,11 +38,9 @@ class Stopwatch:
         self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def data_arrived(self) -> None:
-        """Record that the step's batches have arrived."""
         self.data_seconds += time.perf_counter() - self._last
 
     def step_done(self) -> None:
-        """Record the end of the step."""
         seconds = time.perf_counter() - self._last
         self.steps, self.seconds = self.steps + 1, self.seconds + seconds
         self._all_steps, self._all_seconds = self._all_steps + 1, self._all_seconds + seconds

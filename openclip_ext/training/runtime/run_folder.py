@@ -196,7 +196,6 @@ def _git_commit() -> str | None:
 
 
 def copy_codebase(folder: Path) -> None:
-    """Copy this package's source code to the run folder."""
     target = folder / "code" / "openclip_ext"
     if target.exists():
         logging.info(f"The code is already in {target}.")
