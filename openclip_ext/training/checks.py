@@ -41,7 +41,7 @@ def check(config: TrainingConfig) -> None:
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
-        if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
+        if files and not any(map(os.path.isfile, files)):  # if some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
@@ -53,13 +53,13 @@ def check(config: TrainingConfig) -> None:
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
-    """Return a warning if a run's global batch differs from its recipe's, else None."""
+    """Return a warning if a run's global batch size differs from its recipe's, else None."""
     name = config.flags["recipe"]
     wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
     if wanted == global_batch:
         return None
     fix = f"give --batch-size {wanted / (world_size * config.loading.accum_freq):g}"
-    return f"--recipe {name} is for a global batch of {wanted:,}, and this run's is {global_batch:,}: {fix}"
+    return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
 
 
 def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
@@ -67,7 +67,7 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
     assert config.data is not None
     name, has_head = config.loss.name, loss.model_head() is not None
     if config.data.resampled and loss.needs_index:
-        raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once an epoch. Remove the flag")
+        raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if config.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
@@ -105,19 +105,19 @@ def _check_pixels(config: ModelConfig) -> None:
         raise UsageError(f"--force-image-size {size}: expected one positive number, or the height and the width")
     for flag, values in (("--image-mean", config.image_mean), ("--image-std", deviations)):
         if values is not None and len(values) != 3:
-            raise UsageError(f"{flag} {values}: expected three numbers, of red, green and blue")
+            raise UsageError(f"{flag} {values}: expected three numbers, for red, green and blue")
     if deviations is not None and min(deviations) <= 0:
         raise UsageError(f"--image-std {deviations}: expected positive numbers")
 
 
 def check_device(name: str | None) -> None:
-    """Raise UsageError if PyTorch does not support the device, or this machine lacks it. None means no --device."""
+    """Raise UsageError if PyTorch does not support the device, or if this machine does not have it. None is accepted."""
     if name is None:
         return
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name} is not a device of PyTorch: expected cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {name} is not a PyTorch device: expected cpu, cuda or cuda:N") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
@@ -138,5 +138,5 @@ def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
-    # Names only: finding a shard that is given twice asks for every file, which rank 0 does for its manifest.
+    # Only expand the names: rejecting a shard that is given twice needs access to every file. Rank 0 does this later.
     return [local_path(url) for urls in expand_components(spec.source) for url in urls if is_local(url)]

@@ -1,7 +1,7 @@
 """The configuration of a training run: a tree of frozen dataclasses, filled from the flags. Nothing here imports torch.
 
-Each field is a flag with its default, help and range (see ``openclip_ext/cli/options.py``). Each part of the training program
-receives only its own part of the tree.
+Most fields declare a flag with its default, help and range (see ``openclip_ext/cli/options.py``). Each part of the training
+program receives only its own part of the tree.
 """
 
 import os
@@ -39,7 +39,7 @@ class LoraConfig:
     )
     alpha: float | None = flag(
         None,
-        "scale of the adapters times their rank (default: twice the rank; one --lr then works for every rank)",
+        "scale of the adapters, multiplied by their rank (default: twice the rank, so one --lr works for every rank)",
         dest="lora_alpha",
         needs="lora_rank",
         exclusive_minimum=0.0,
@@ -55,7 +55,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """OpenCLIP's flags for building the model. The fields have the names of ``open_clip``'s factory.
+    """OpenCLIP's flags for building the model. Most fields are named as in ``open_clip``'s factory.
 
     A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze its BatchNorm statistics or
     LayerNorm parameters.
@@ -78,7 +78,7 @@ class ModelConfig:
     image_resize_mode: str | None = flag(None)
     image_backend: str = flag(
         "pil",
-        "library that decodes training images; torchvision takes a third of the time, with pixel values rounded differently",
+        "library that decodes training images; torchvision takes a third of the time, but rounds pixel values differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @property
     def is_folder(self) -> bool:
-        """Whether ``--model`` is a folder with configuration and weights (``local-dir:`` or ``hf-hub:``)."""
+        """Whether ``--model`` is a folder with a configuration and weights (``local-dir:`` or ``hf-hub:``)."""
         return ":" in self.name
 
     @property
@@ -138,13 +138,13 @@ def _tower_lr(tower: str) -> Any:
 
 
 def _layer_decay(tower: str) -> Any:
-    text = f"learning rate of a layer of the {tower} tower divided by the next layer's; the head has the full rate"
+    text = f"learning rate of each {tower} layer, divided by the next layer's; the head has the full learning rate"
     return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer: ``adamw``, ``lamb`` (timm's), or ``timm/NAME``.
+    """The optimizer: ``adamw``, ``lamb`` (from timm), or ``timm/NAME``.
 
     ``weight_decay`` applies to parameters with more than one dimension. A value of None means the timm optimizer's default.
     """
@@ -163,7 +163,7 @@ class OptimizerConfig:
         (), "more arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
     )
     decay_excluded: tuple[str, ...] = flag(
-        (), "patterns of parameter names without weight decay, such as '*positional_embedding'", dest="wd_exclude"
+        (), "name patterns of parameters without weight decay, such as '*positional_embedding'", dest="wd_exclude"
     )
     lr_image: float | None = _tower_lr("image")
     image_layer_decay: float = _layer_decay("image")
@@ -171,7 +171,7 @@ class OptimizerConfig:
     text_layer_decay: float = _layer_decay("text")
 
     def tower_rates(self) -> dict[str, tuple[float, float]]:
-        """Return, for each tower with its own rates: its learning rate divided by ``--lr``, and its layer decay."""
+        """For each tower with a separate configuration, return its learning rate divided by ``--lr``, and its layer decay."""
         towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
         return {
             tower: (1.0 if lr is None else lr / self.lr, decay)
@@ -182,7 +182,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate schedule. ``warmup`` is in optimizer steps; ``cooldown_`` fields belong to ``const-cooldown``."""
+    """The learning rate schedule. ``warmup`` is in optimizer steps. Only ``const-cooldown`` uses the ``cooldown_`` fields."""
 
     name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
     lr: float = flag(5e-4)
@@ -210,7 +210,7 @@ class ParallelConfig:
     sync_batchnorm: bool = flag(False, dest="use_bn_sync")
     compile: bool = flag(False, dest="torchcompile")
     compile_loss: bool = flag(
-        False, "compile the loss into one graph: less host time per step, up to a minute at the start"
+        False, "compile the loss into one graph: less host time per step, but a startup delay of up to a minute"
     )
     grad_checkpointing: bool = flag(False)
 
@@ -258,7 +258,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations during training: the interval of each kind in epochs (0 means never). All also run after the last epoch."""
+    """Evaluations at intervals of epochs, and after the last epoch. An interval of 0 means that an evaluation never runs."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -267,7 +267,7 @@ class EvaluationConfig:
     imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
     suite: str | None = flag(
         None,
-        "DataComp tasks evaluated in training",
+        "DataComp tasks to evaluate during training",
         dest="eval_suite",
         needs="eval_data_dir",
         choices=("quick", "full"),
@@ -296,7 +296,7 @@ class RunFolderConfig:
 
     logs: Path | None  # None means that no files are written
     name: str
-    resume_latest: bool = False  # whether the folder may contain an earlier run, which then continues
+    resume_latest: bool = False  # whether to continue the run that the folder contains, if any
     log_local_rank: int | None = None  # with --log-local: this process's rank on its node; rank 0 of each node logs
     rank: int = 0
     debug: bool = flag(False)
@@ -338,7 +338,7 @@ class TrainingConfig:
     """The configurations of all parts of a run."""
 
     model: ModelConfig
-    data: DataSpec | None  # None means: only evaluate
+    data: DataSpec | None  # None means that the run only evaluates
     loading: TrainLoaderConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -350,7 +350,7 @@ class TrainingConfig:
     evaluation: EvaluationConfig
     folder: RunFolderConfig
     reporting: ReportingConfig
-    flags: Mapping[str, Any]  # all parsed flags by their Python names
+    flags: Mapping[str, Any]  # all parsed flags, by Python name
     device: str | None = flag(None)  # None means OpenCLIP's default, cuda
     rank_patience: float | None = flag(
         600.0, "seconds without a rank's heartbeat after which the run ends ('none': never)", exclusive_minimum=0.0
@@ -366,7 +366,7 @@ class TrainingConfig:
 
     @cached_property
     def stored_flags(self) -> dict[str, Any]:
-        """All flags for the run folder's files: without secrets, and with the paths that OpenCLIP stores as flags."""
+        """The flags to write to the run folder: without secrets, and with the paths that OpenCLIP stores as flags."""
         folder, config = self.folder.folder, self.folder
         paths: dict[str, Any] = {"log_path": None, "checkpoint_path": None, "tensorboard_path": ""}
         if folder is not None:
@@ -376,7 +376,7 @@ class TrainingConfig:
         return without_secrets({**self.flags, **paths, "name": config.name, "aug_cfg": dict(self.flags["aug_cfg"])})
 
 
-# The configurations that are filled from flags, by the heading of these flags in the help.
+# Dataclasses that are filled from flags, by the heading of these flags in ``--help``.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
@@ -386,7 +386,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 
 
 def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfig:
-    """Return the configuration for flags by their Python names. Flags that OpenCLIP sets later may be missing."""
+    """Return the configuration for a dictionary of flags by Python name. Flags that OpenCLIP sets later may be missing."""
     folder = from_flags(
         RunFolderConfig,
         flags,
@@ -449,11 +449,11 @@ def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
         size, rest = divmod(total, accum_freq * world_size)
         if rest == 0 and size <= loading.batch_size:
             return {"batch_size": size, "accum_freq": accum_freq}
-    raise UsageError(f"--global-batch {total}: expected a number that is divisible by {world_size} processes")
+    raise UsageError(f"--global-batch {total}: expected a multiple of the number of processes, {world_size}")
 
 
 def model_config(flags: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's configuration from OpenCLIP's flags by their Python names."""
+    """Return the model's configuration from a dictionary of OpenCLIP's flags by Python name."""
     size = flags["force_image_size"]
     if isinstance(size, list | tuple):
         size = size[0] if len(size) == 1 else tuple(size)

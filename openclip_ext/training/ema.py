@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 
-# A checkpoint's key of the trained weights, if its ``state_dict`` contains their average.
+# Key of the trained weights in a checkpoint whose ``state_dict`` contains their average.
 TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
-# Elements that are updated at a time. Their temporary copy takes 128 MiB.
+# Elements updated at a time. Their temporary float32 copy takes 128 MiB.
 _GROUP = 1 << 25
 
 
 class ModelEma:
-    """``average ← d·average + (1−d)·weights`` after each optimizer step, ``d = min(decay, 1 − (1+t)^(−2/3))``.
+    """The average of the weights. Each optimizer step sets it to ``d·average + (1−d)·weights``.
 
-    ``t`` counts optimizer steps from 0. ``d`` starts at 0 and grows, so the initial weights do not enter the average.
-    BatchNorm's statistics are also averaged. Averages have float32 precision or more. All processes have equal replicas of the
-    model, so their averages are equal without communication.
+    ``d = min(decay, 1 − (1+t)^(−2/3))``, where ``t`` counts optimizer steps from 0. ``d`` starts at 0 and grows, so the
+    initial weights do not enter the average. BatchNorm's statistics are also averaged. Averages have float32 precision or
+    more. All processes have equal replicas of the model, so their averages are equal without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._model = compat.unwrap(model)
-        # These tensors share the model's memory, so they always have the current weights.
+        # These tensors share the model's memory, so they always contain the current weights.
         state = self._model.state_dict()
         self._weights = {name: value for name, value in state.items() if value.is_floating_point()}
         self._averages = {

@@ -1,4 +1,4 @@
-"""Parse a command line to a training configuration. Nothing here imports torch, so mistakes are reported immediately."""
+"""Parse a command line into a training configuration. Torch is imported only if necessary, which saves seconds."""
 
 import argparse
 import itertools
@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> TrainingConfig:
     ``--help``.
     """
     if argv[:1] == ["--"]:
-        # In ``torchrun ... -m openclip_ext.training.main -- --logs DIR``, torchrun would reject ``--logs`` without ``--``.
+        # torchrun rejects ``--logs`` unless ``--`` comes first: ``torchrun ... -m openclip_ext.training.main -- --logs DIR``.
         argv = argv[1:]
     if parsing.print_help(argv):
         raise SystemExit(0)
@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> TrainingConfig:
     _check_together(argparse.Namespace(**flags))
     config = training_config(flags, loss)
     if config.data is None and not config.evaluation.frequencies:
-        raise UsageError("nothing to do: give --train-data, or to evaluate --val-data, --imagenet-val or --eval-suite")
+        raise UsageError("nothing to do: give --train-data, or --val-data, --imagenet-val or --eval-suite to evaluate")
     return config
 
 
@@ -68,7 +68,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
-        # The recipe's flags come first, because argparse uses the last value of a flag.
+        # The recipe's flags come first, because argparse uses the last value of a flag, here the user's.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
     reconcile_siglip(args)
@@ -180,12 +180,12 @@ def _check_together(args: argparse.Namespace) -> None:
         "--horovod is not supported: start with torchrun": args.horovod,
         "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,
         "distillation (--distill-model) is not supported: use open_clip_train.main": distills,
-        f"--opt {args.opt} needs --lr: OpenCLIP has a default for its own AdamW only": lr is None,
+        f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
         "--trace is for evaluation only: remove it to train": args.trace and args.train_data,
         "--name is empty: remove it, or give the run a name": name == "",
-        f"--name {name} is a path: expected a name. --logs gives the folder": is_path,
+        f"--name {name} is a path: expected a name. --logs sets the folder": is_path,
         f"--resume {resume} does not exist; did you mean --resume latest?": is_misspelled,
         f"--lr {lr} is too high for AdamW: expected at most 1; 5e-4 is usual": lr and args.opt == "adamw" and lr > 1,
         f"--resume {resume} is a URL: copy the checkpoint and its .state folder here": "://" in (resume or ""),

@@ -1,8 +1,8 @@
 """Skip steps with non-finite gradients: parameters and state stay unchanged on every rank.
 
-One NaN pixel makes every gradient NaN: the loss masks its sample, but the backward pass still uses the encoder's NaN
-activations. On a CPU, the host decides before the update. On a GPU, this decision would synchronize in every step. So the
-device itself skips the update, and the host reads the result some steps later.
+One NaN pixel makes every gradient NaN: the loss masks the sample, but the backward pass still uses the encoder's NaN
+activations. On a CPU, the host decides before each update whether to skip it. On a GPU, this decision would need a sync in
+every step. So the GPU itself skips the update, and the host reads the result some steps later.
 """
 
 import copy
@@ -38,11 +38,11 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A skipped step. With a gradient scaler, ``has_loss`` means that the float16 gradients overflowed."""
+    """A skipped step. If a gradient scaler is used and ``has_loss`` is True, the float16 gradients overflowed."""
 
     number: int
-    samples: list[int]  # indices of this rank's non-finite samples; of its full batch if no sample is non-finite
-    are_bad: bool  # whether ``samples`` are non-finite samples
+    samples: list[int]  # indices of this rank's non-finite samples, or of its full batch if all samples are finite
+    are_bad: bool  # whether ``samples`` lists non-finite samples, not the full batch
     has_loss: bool  # whether at least one sample of the global batch was valid
 
 
@@ -50,7 +50,7 @@ class StepGuard:
     """The non-finite step guard: it saves the state before a step, and restores it if the step is skipped.
 
     The saved state is the loss's state (only the batch's rows of tables) and the model's BatchNorm statistics. ``on_host``:
-    whether the host decides about a step, which synchronizes with a GPU. None (default) means only on a CPU.
+    whether the host decides if a step is skipped, which synchronizes with a GPU. None (default) means only on a CPU.
     """
 
     def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
@@ -72,7 +72,7 @@ class StepGuard:
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Save the model's running statistics."""
+        """Save the model's BatchNorm statistics."""
         self._before = [_Copies(self._statistics)]
 
     @torch.no_grad()
@@ -89,8 +89,8 @@ class StepGuard:
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
         """Return the outcome of a step after its backward pass. Collective: all ranks call it.
 
-        ``images`` is empty if the images were integers, which are finite. The gradients of ``parameters`` are already averaged
-        over ranks.
+        ``images`` is empty if the pixels are integers, which are always finite. The gradients of ``parameters`` are already
+        averaged over ranks.
         """
         finite_rows = finite_samples(outputs["image_features"], outputs["text_features"])
         has_valid = finite_rows.any() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
@@ -118,7 +118,7 @@ class StepGuard:
             if outcome.good:
                 optimizer.step()
             return
-        # torch.amp.GradScaler also uses these attributes, with which a fused optimizer skips its update on the device.
+        # A fused optimizer reads these attributes, and skips the update on the device. GradScaler sets them, too.
         fused: Any = optimizer
         fused.grad_scale, fused.found_inf = None, (~outcome.good).to(torch.float32)
         optimizer.step()
@@ -128,7 +128,7 @@ class StepGuard:
     def finish(self, outcome: StepOutcome, number: int, index: Tensor | None) -> None:
         """Restore the saved state after a bad step, and record the outcome.
 
-        ``index`` ``(B_local,)`` on the CPU contains the indices of the samples for reports. None means their positions.
+        ``index``, ``(B_local,)`` on the CPU, contains the sample indices to report. None means positions in the batch.
         """
         if not self.decides_on_host(outcome):
             self._restore(skip_if=outcome.good)
@@ -202,7 +202,7 @@ class _Copies:
     """Copies of tensors, to restore them.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
-    kernel for the copy and two for the restoring.
+    kernel to copy it and two to restore it.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Low-rank adapters (``--lora-rank``, Hu et al. 2021) from the library peft: adding, merging and saving them.
+"""Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) from the library peft.
 
-A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume also needs the separate
-base weights and adapters: the same file has them under :data:`UNMERGED`. Tensors without an adapter are stored only once.
+A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume needs the unmerged base
+weights and adapters. The same file contains them under :data:`UNMERGED`. Tensors without an adapter are stored only once.
 
 peft is imported inside functions, because it is optional and its import takes seconds.
 """
@@ -22,15 +22,15 @@ from openclip_ext.training import parallel
 from openclip_ext.training.config import LoraConfig
 from openclip_ext.training.ema import TRAINED_KEY
 
-# Key in a model file for the model's states before the adapters were merged.
+# Key in a model file for the states with unmerged adapters.
 UNMERGED = "unmerged"
-_ADAPTER = "default"  # peft's name of an adapter
+_ADAPTER = "default"  # peft's default name for an adapter
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
-    """Add adapters to a model in place, and freeze all other parameters except for the logit scale and bias.
+    """Add adapters to a model in place, and freeze all other parameters except the logit scale and bias.
 
-    ``adapter_config.json`` records ``weights`` (``--pretrained``). Raise UsageError if a tower has no layer for an adapter.
+    ``adapter_config.json`` will contain ``weights`` (``--pretrained``). Raise UsageError if a tower has no adaptable layer.
     """
     import peft
 
@@ -48,7 +48,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
         if ".lora_" in name:
             parameter.data = parameter.data.float()  # in 16 bits, small updates would be rounded to 0
             # peft 0.21 adds the adapter of an attention's output layer twice (github.com/huggingface/peft/pull/3774). So this
-            # adapter is not trained: it stays at its initial value 0, which gives equal results in corrected versions.
+            # adapter is not trained: its output stays 0, with which all versions of peft give the same result.
             parameter.requires_grad_(".base_layer.out_proj." not in name)
         elif name in SCALARS:
             parameter.requires_grad_(True)
@@ -72,7 +72,7 @@ def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
 
 def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
     if isinstance(layer, nn.MultiheadAttention):
-        return layer._qkv_same_embed_dim  # peft supports only this kind
+        return layer._qkv_same_embed_dim  # peft needs a common projection of queries, keys and values
     # These parents read the layer's weight and never call the layer, so an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
         layer is getattr(parent, "qkv", None)
@@ -90,7 +90,7 @@ def _attention_layer() -> type[nn.Module]:
         """An ``nn.MultiheadAttention`` with an adapter that never changes its frozen weights.
 
         peft's class adds the adapter to the weights in each forward pass, and subtracts it afterwards. Both operations round,
-        so the base weights drift from the pretrained model. peft's class also replaces the parameters each time.
+        so the base weights drift from the pretrained model. peft's class also replaces the parameter objects in each pass.
         """
 
         def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
@@ -125,7 +125,7 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
         plain = name.replace(".base_layer", "")
         weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"
-        # The sum is stored on the host, because the device may have no memory for a second copy of the weights.
+        # The sum is stored on the host, because the device may lack memory for a second copy of the weights.
         result[weight] = (result[weight] + change.to(result[weight].dtype)).cpu()
     return result
 

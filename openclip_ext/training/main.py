@@ -1,7 +1,6 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-The command line is parsed before PyTorch and OpenCLIP are imported, because the import takes seconds: mistakes are reported
-immediately.
+The command line is parsed before PyTorch and OpenCLIP are imported, so mistakes are reported without waiting for this import.
 """
 
 import gc
@@ -26,7 +25,7 @@ def main(argv: list[str]) -> None:
 
 
 def cli() -> None:
-    """Run the process's own command line."""
+    """Run the command line in ``sys.argv``."""
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         with until_pipe_breaks():
@@ -39,7 +38,7 @@ def cli() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
-    # Modules stay, and collecting half a million of their objects several times takes a fifth of the start.
+    # Modules are never freed. Garbage collection of their half a million objects would take a fifth of the startup time.
     gc.disable()
     from openclip_ext.training.run import program
 

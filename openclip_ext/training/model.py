@@ -1,4 +1,4 @@
-"""Build the model of a run in the same way as OpenCLIP, and the model's loss."""
+"""Build a run's model, in the same way as OpenCLIP, and the run's loss."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ MODEL_CONFIG = "model_config"
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
-    """Write a model configuration to the run folder from which stock OpenCLIP builds this model, including its flags."""
+    """Write the model's configuration, with the run's flags applied, to the run folder. Stock OpenCLIP can read it."""
     content = compat.architecture(config.name, config.cache_dir)
     assert content is not None, "the model was built from this configuration"
     if config.force_quick_gelu:
@@ -57,7 +57,7 @@ def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path
     arguments = {"pretrained": str(checkpoint), **compat.changed_preprocessing(model)}
     lines = [f"open_clip.add_model_config({str(folder / MODEL_CONFIG)!r})"]
     if sized := compat.is_timm(model) and config.force_image_size is not None:
-        # Load the weights in a separate call, because OpenCLIP would load them before it resizes the tower.
+        # Load the weights in a separate call, because OpenCLIP would otherwise load them before it resizes the tower.
         arguments |= {"pretrained": None, "pretrained_text": False, "force_image_size": config.force_image_size}
     given = "".join(f", {name}={value!r}" for name, value in arguments.items())
     lines.append(f"model, _, preprocess = open_clip.create_model_and_transforms({config.file_name!r}{given})")
@@ -115,7 +115,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
 
 @contextlib.contextmanager
 def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
-    """Raise UsageError if OpenCLIP cannot lock a tower as ``flag`` requires, or if all its parameters stay trainable."""
+    """Raise UsageError with ``flag`` in the message if OpenCLIP fails to lock a tower, or locks none of its parameters."""
 
     def trainable() -> int:
         return sum(parameter.requires_grad for parameter in model.parameters())
@@ -132,7 +132,7 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
 
 
 def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of its loss: given ones, else OpenCLIP's equal flags, else defaults."""
+    """Return the configuration with all options of its loss: given, or else from OpenCLIP's flags, or else defaults."""
     loss, flags = config.loss, config.flags
     try:
         registry.check_options(loss.name, **loss.given)

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rates: as in OpenCLIP, plus separate rates for the temperature, towers and layers."""
+"""The optimizer, as in OpenCLIP, with optional separate learning rates for the temperature, towers and layers."""
 
 import ast
 import fnmatch
@@ -18,13 +18,13 @@ from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 
-# Key in a parameter group for its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
+# Key in a parameter group: its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
 SCALE = "rate_of_schedule"
 # Keys in a parameter group whose values come from flags. Other keys may be state of the optimizer.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
 _LOOKAHEAD = "lookahead_"
 LOOKAHEAD = f"timm/{_LOOKAHEAD}"
-# Arguments of optimizers that --opt-kwargs does not accept, and the flags that set them.
+# Optimizer arguments that --opt-kwargs does not accept, and the flags that set them.
 _SET_BY_FLAGS = {
     "lr": "--lr",
     "weight_decay": "--wd",
@@ -46,7 +46,7 @@ def create_optimizer(
 
     ``logit_scale_lr`` is the constant learning rate of ``log(1/τ)``, which is then in a separate last group. None means that
     ``log(1/τ)`` is in OpenCLIP's group without weight decay. ``head`` contains the loss's projection heads, whose parameters
-    are in the model's groups.
+    are added to the model's groups.
     """
     modules = [model] if head is None else [model, head]
     groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded)
@@ -64,7 +64,7 @@ def create_optimizer(
         return _adamw(groups, config)
     from timm.optim import create_optimizer_v2
 
-    # Without own groups, timm receives the model and builds the groups, as in OpenCLIP.
+    # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     betas = None if config.beta1 is None else (config.beta1, config.beta2)
     options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
@@ -84,7 +84,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs`` as Python values; raise UsageError if a flag or the program sets one."""
+    """Return the arguments of ``--opt-kwargs`` as Python values; reject arguments that flags or the program set."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -140,9 +140,9 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     parameters = [parameter for group in groups for parameter in group["params"]]
     # On a GPU, only a fused optimizer can skip a step without a sync (see ``guard.py``).
     on_gpu = all(parameter.is_cuda for parameter in parameters)
-    # On a CPU, the fused optimizer is faster: 6 ms instead of 49 ms per step for the demo model. It is used only if it
-    # rounds like the default optimizer. It is not used with 16-bit parameters, or with several processes, because DDP and
-    # ``--fsdp`` would then give different results.
+    # On a CPU, the fused optimizer is faster: 6 ms instead of 49 ms per step for the demo model. With 16-bit parameters it
+    # is not used, because it rounds differently from the default optimizer. With several processes it is not used either,
+    # because DDP and ``--fsdp`` would then give different results.
     full_precision = (torch.float32, torch.float64)
     on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
     fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
@@ -156,8 +156,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return OpenCLIP's two groups: gains and biases (without weight decay), and all other parameters.
 
-    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains patterns of names in the unwrapped model.
-    Raise UsageError if a pattern matches no trained parameter.
+    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains name patterns for the unwrapped model's
+    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
@@ -191,7 +191,7 @@ def _plain_name(name: str) -> str:
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Split the groups, in order, so that each has one learning rate, stored under :data:`SCALE`."""
+    """Split the groups, in order, by learning rate. Each group contains its factor under :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -203,7 +203,7 @@ def _split_by_rate(
 
 
 def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return, by name in the (wrapped) model, each trained parameter's learning rate divided by the schedule's.
+    """Return each trained parameter's learning rate divided by the schedule's, by name in the (wrapped) model.
 
     In a tower with ``L`` layers and layer decay ``δ``, this factor is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
     layer ``l``, and 1 for the projection and its norm, each multiplied by the tower's factor. ``towers`` is the result of
@@ -236,15 +236,15 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
 
 
-# Distance that log τ covers in a run: from OpenCLIP's initial value 0.07 to the value 0.03 at the end of the papers' runs.
+# Change of log τ in a run: τ falls from OpenCLIP's initial value 0.07 to 0.03, its value at the end of the papers' runs.
 _LOG_TAU_RANGE = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
-# Runs with fewer optimizer steps keep the loss's learning rate, because they are too short to train the temperature.
+# A run with fewer optimizer steps is too short to train the temperature, and keeps the loss's default learning rate.
 _FEWEST_STEPS = 100
 
 
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Return the default learning rate of ``log(1/τ)``: the loss's, or a larger one in a short run to let τ converge.
+    """Return the default learning rate of ``log(1/τ)``: the loss's, increased in a short run to let τ converge.
 
     Adam moves a parameter by about its learning rate per step, and the papers' learning rates are for about 10⁵ steps. None
     means the learning rate of the encoders.
@@ -255,7 +255,7 @@ def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Return the schedule's current learning rate. A tower's learning rate may be a multiple of it."""
+    """Return the schedule's current learning rate. Towers may use multiples of this learning rate."""
     group = optimizer.param_groups[0]
     return group["lr"] / group.get(SCALE, 1.0)
 
@@ -268,7 +268,7 @@ def create_schedule(
 ) -> Callable[[int], None]:
     """Return a function that sets the learning rates for a given optimizer step of the run.
 
-    The encoders have OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
+    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
     docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs

@@ -41,7 +41,7 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
     if not config.compile or isinstance(model, ShardedDataParallel):
         return model
     if config.grad_checkpointing and distributed.world_size() > 1:
-        # Dynamo's DDP optimizer does not support gradient checkpointing. OpenCLIP also turns it off.
+        # Dynamo's DDP optimizer does not support gradient checkpointing. OpenCLIP also turns this optimizer off.
         torch._dynamo.config.optimize_ddp = False
     return cast(nn.Module, torch.compile(model))
 
@@ -50,14 +50,14 @@ class ShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over the processes (FSDP2).
 
     As with DistributedDataParallel, gradients are averaged over the processes. ``state_dict`` and ``load_state_dict`` use the
-    full model's tensors and names. Both are collective: all ranks call them.
+    full model's tensors and names. Both methods are collective: all ranks call them.
 
-    For every ``--precision``, results are the same as with DDP. Gradients of 16-bit parameters are averaged in float32. FSDP2
-    cannot shard 0-d parameters (``logit_scale``), so these become vectors of one element. Gradients are averaged after each
-    micro-batch, because otherwise every process would keep full gradients.
+    For every supported ``--precision``, results are equal to DDP's results. Gradients of 16-bit parameters are averaged in
+    float32. FSDP2 cannot shard 0-d parameters (``logit_scale``), so these become vectors of one element. Gradients are
+    averaged after each micro-batch, because otherwise every process would keep full gradients.
 
-    The model is sharded in place. With ``keep_whole``, rank 0 keeps a copy on the host for :func:`whole_model`. UsageError if
-    the parameters have several dtypes, as with ``--precision bf16`` and ``fp16``.
+    The model is sharded in place. With ``keep_whole``, rank 0 keeps a copy on the host for :func:`whole_model`. Raise
+    UsageError if the parameters have several dtypes, as with ``--precision bf16`` and ``fp16``.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, config: ParallelConfig, keep_whole: bool) -> None:
@@ -68,7 +68,7 @@ class ShardedDataParallel(nn.Module):
             raise UsageError(f"--fsdp needs one dtype, found {found}: use --precision amp_bf16 or pure_bf16")
         is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
-        # The copy is in a list, because PyTorch would register an attribute as a submodule.
+        # The copy is in a list, because PyTorch would register it as a submodule otherwise.
         self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
         self.scalars = _give_scalars_a_dimension(model)
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
@@ -91,7 +91,7 @@ class ShardedDataParallel(nn.Module):
         return {name: value.reshape(()) if name in self.scalars else value for name, value in outputs.items()}
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the full model's state, in host memory, on rank 0. Other ranks return only the names."""
+        """Return the full model's state, in host memory, on rank 0. On other ranks, sharded tensors are None."""
         state = self.module.state_dict(*args, **options)
         return {name: _gathered(value, name in self.scalars) for name, value in state.items()}
 
@@ -154,9 +154,9 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 @contextlib.contextmanager
 def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
-    """Yield the full, unwrapped model on rank 0 (of a sharded model, a copy), and None on other ranks.
+    """Yield the full, unwrapped model on rank 0 (a copy, if the model is sharded), and None on other ranks.
 
-    If rank 0 does not need the model (``needed`` is False), rank 0 also yields None. Collective: all ranks enter it.
+    If ``needed`` is False on rank 0, all ranks yield None. Collective: all ranks call it.
     """
     if not isinstance(model, ShardedDataParallel):
         yield compat.unwrap(model) if needed and distributed.is_master() else None
@@ -190,7 +190,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, but also if only some of them are sharded."""
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, even if only some of the gradients are sharded."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]

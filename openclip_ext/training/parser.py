@@ -1,4 +1,4 @@
-"""The parser of the training command line, with OpenCLIP's flags and ours, and its help. Nothing here imports torch.
+"""Parse the training command line, with OpenCLIP's flags and ours, and print its help. Only a loss's help imports torch.
 
 Our flags come from the fields of the configurations (``openclip_ext/cli/options.py``) and from the options of the losses.
 ``--help`` is short, ``--loss NAME --help`` describes the flags of one loss, and ``--help-all`` describes all flags.
@@ -28,12 +28,12 @@ _EVERYDAY = {
     "--batch-size N": "samples per GPU in a micro-batch (default: 64)",
     "--epochs N": "number of epochs (default: 32)",
     "--lr RATE": "learning rate after the warm-up (default: 5e-4)",
-    "--warmup STEPS": "steps in which the learning rate rises (default: 10000)",
+    "--warmup STEPS": "number of first steps, in which the learning rate rises (default: 10000)",
     "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
     "--name NAME": "name of the run, which writes to LOGS/NAME (--logs LOGS, default: ./logs)",
     "--resume latest": "continue from the newest checkpoint of the run with this name",
 }
-_MORE = "openclip-ext losses NAME describes a loss. --loss NAME --help describes its flags, --help-all all flags."
+_MORE = "openclip-ext losses NAME describes a loss. --loss NAME --help lists its flags, --help-all lists all flags."
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     for title, options in run_options().items():
         group = parser.add_argument_group(title)
         for option in options:
-            if option.flag not in parser.flags:  # OpenCLIP already has --cache-dir, for models
+            if option.flag not in parser.flags:  # OpenCLIP already has the flag --cache-dir, for models
                 add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
@@ -91,7 +91,7 @@ def _loss_flags() -> list[str]:
 def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ()) -> None:
     """Add ``--loss`` and the options of all losses. ``hidden`` options are parsed, but are not in the help.
 
-    The parsed arguments have no attribute for an option that was not given, because None can be a value.
+    The parsed arguments have no attribute for an option that was not given, because None is a valid value.
     """
     options = {option.name: option for option in OPTIONS.values() if not option.openclip_flag}
     names = f"one of: {', '.join(SUMMARIES)}, or my.module:METHOD (default: openclip)"
@@ -120,7 +120,7 @@ def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dest(option: Option) -> str:
-    """Return an option's attribute name in the parsed arguments. It is the flag's name, because ``eps`` is Adam's."""
+    """Return an option's attribute name in the parsed arguments: its flag's name, because the name ``eps`` is Adam's."""
     return option.flag.removeprefix("--").replace("-", "_")
 
 
@@ -135,7 +135,7 @@ class _SetOption(argparse.Action):
         name, _, value = values.partition("=")
         option = self.options.get(name.replace("-", "_"))
         if option is None or not value:
-            wrong = f"no loss has {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
+            wrong = f"no option {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
             raise argparse.ArgumentError(self, f"{values}: {wrong}; openclip-ext losses LOSS lists the names")
         try:
             setattr(namespace, _dest(option), option.parse(value))
@@ -172,7 +172,7 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
 
 
 def print_help(argv: list[str]) -> bool:
-    """Print the help that a command line requests; return whether it requests help."""
+    """Print the help that a command line requests. Return False if it does not request help."""
     chosen = chosen_loss(argv)
     if "--help-all" in argv:
         parser = build_parser()
@@ -204,7 +204,7 @@ def _short() -> str:
         _EXAMPLE,
         f"Common flags:\n{_in_columns(_EVERYDAY)}",
         f"Losses:\n{_in_columns(losses)}",
-        f"More flags of ours, for the loss:\n{_wrapped(of_losses)}",
+        f"More flags, for the loss:\n{_wrapped(of_losses)}",
         *(f"For {title}:\n{_wrapped(flags)}" for title, flags in of_run.items()),
         f"Flags of OpenCLIP, with the same meaning:\n{_wrapped(build_parser().flags)}",
         _MORE,
@@ -218,7 +218,7 @@ def _in_columns(rows: Mapping[str, str]) -> str:
 
 
 def _described(loss: str) -> str:
-    """Return a help text of the loss's options that are not OpenCLIP's flags, with defaults written as on a command line."""
+    """Return a help text for the loss's options, except OpenCLIP's flags. Defaults are written as on a command line."""
     from openclip_ext.losses import registry  # a late import, because it imports torch
 
     defaults = registry.training_defaults(registry.find_method(loss).name, {})
@@ -234,7 +234,7 @@ def _described(loss: str) -> str:
 
 
 def _wrapped(words: Iterable[str]) -> str:
-    """Return flags wrapped to lines. A line break never separates a flag from its value."""
+    """Wrap flags into lines. A line break never separates a flag from its value."""
     text = " ".join(word.replace(" ", "\0") for word in words)
     lines = textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ") or "  none"

@@ -69,7 +69,7 @@ def run(config: TrainingConfig) -> None:
             else:
                 _train(config, built, folder, start)
     except SystemExit:
-        distributed.barrier()  # launchers kill all processes once one exits; rank 0 may still be copying files
+        distributed.barrier()  # when one process exits, launchers kill all, but rank 0 may still be copying files
         raise
     except Exception as error:
         _log_failure(error, keep=handlers)
@@ -89,7 +89,7 @@ def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
         if differing:
-            raise UsageError(f"rank {rank} needs the flags of rank 0 (in brackets): {', '.join(differing)}")
+            raise UsageError(f"rank {rank} must have the flags of rank 0 (in parentheses): {', '.join(differing)}")
 
 
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
@@ -164,7 +164,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
             logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
         if steps_left <= 0:
             logging.info(
-                f"Nothing is left to train: the checkpoint has epoch {position.epoch}. To continue, raise --epochs."
+                f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         if warning := other_batch(config, identity.global_batch, distributed.world_size()):
             logging.warning(warning)
@@ -195,7 +195,7 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
-    """Write the run's settings, and remove files and log entries after the run's position from the folder."""
+    """Write the run's settings. Remove files and log entries that were written after the run's position."""
     checkpoints = folder / "checkpoints"
     if trains or start.checkpoint is None:
         run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
@@ -207,7 +207,7 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
         saving.set_aside(unreadable)
     saving.remove_leftovers(checkpoints)
     if start.checkpoint is not None:
-        # The run may have been killed after a save and before it removed older checkpoints.
+        # The run may have been killed between a save and the removal of older checkpoints.
         saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
     if config.copy_codebase:
         run_folder.copy_codebase(folder)
@@ -221,13 +221,13 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
     candidates = loss.views * (batch - 1) + 1
     logging.debug(f"Model:\n{model}")
     logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
-    logging.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} an epoch, {epochs} epochs")
-    logging.info(f"Loss {identity.loss}: state {state:.1f} MiB a rank, similarities {similarities:.1f} MiB a step")
+    logging.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
+    logging.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
     logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
-    """Evaluate the model of ``--pretrained`` or ``--resume``. As in OpenCLIP, this happens without training data."""
+    """Evaluate the model of ``--pretrained`` or ``--resume``. This happens if there is no training data, as in OpenCLIP."""
     evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
     weights: str | Path | None = config.model.weights
@@ -246,7 +246,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
 
 
 def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write the error only to the run's log file, because the caller prints it."""
+    """Write an error to the run's log file, but not to the terminal, because the caller prints the error."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
     logging.root.filter(record)
@@ -256,7 +256,7 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
 
 
 def program(config: TrainingConfig) -> None:
-    """Run, and print a message instead of a traceback for errors that a user can fix.
+    """Run a configuration. For errors that the user can fix, print a message instead of a traceback.
 
     The exit status is 2 for a wrong command line, and 1 for other errors.
     """

@@ -3,17 +3,17 @@
 import re
 from collections.abc import Collection, Sequence
 
-# Characters by which word processors and web pages replace ' " and -.
+# Characters that word processors and web pages insert instead of ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
 # Flags of related programs, by program, and what to use here instead.
 _OTHER_PROGRAMS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
-        "multiply-tau": "--loss fastclip, or fastclip-v0 without it",
-        "lr-tau-scheduler": "nothing: the loss decides",
+        "multiply-tau": "--loss fastclip (without --multiply-tau: fastclip-v0)",
+        "lr-tau-scheduler": "not needed (the loss decides)",
         "fastclip-eps": "--loss-eps",
-        "nu-update": "--loss scent, with --kappa for --gamma",
-        "data-size": "nothing: the manifest counts the samples",
+        "nu-update": "--loss scent, with --kappa instead of --gamma",
+        "data-size": "not needed (the manifest counts the samples)",
         "optimizer": "--opt adamw or --opt timm/lamb",
     },
     "AmorLIP": {
@@ -24,10 +24,10 @@ _OTHER_PROGRAMS = {
         "model-ema-beta": "--loss-option ema_decay=VALUE",
         "z-beta-max": "--loss-option previous_weight=VALUE",
         "div-reg-coef": "--loss-option l2_log_weight=VALUE",
-        "pos-coef": "nothing: the positive pair is part of the mean, as in the paper",
-        "lambda-tolerance": "nothing",
-        "adaptive-tau": "nothing: --temperature-scheme chooses",
-        "kl-div-sym": "nothing",
+        "pos-coef": "not needed (the positive pair is part of the mean, as in the paper)",
+        "lambda-tolerance": "not needed",
+        "adaptive-tau": "--temperature-scheme",
+        "kl-div-sym": "not needed",
     },
     "OpenCLIP 2": {
         "norm-gradient-clip": "--grad-clip-norm",
@@ -35,7 +35,7 @@ _OTHER_PROGRAMS = {
         "multigpu": "torchrun --nproc-per-node N",
         "dp": "torchrun --nproc-per-node N",
         "gpu": "--device cuda:N",
-        "skip-aggregate": "nothing: the losses gather as the papers do",
+        "skip-aggregate": "not needed (the losses gather as in the papers)",
     },
 }
 _OURS = {flag: (program, ours) for program, flags in _OTHER_PROGRAMS.items() for flag, ours in flags.items()}

@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward, update. With gradient accumulation, the result equals one large batch's."""
+"""One optimizer step: forward, loss, backward, update. Gradient accumulation gives the same result as one large batch."""
 
 import contextlib
 import functools
@@ -25,10 +25,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of an optimizer step's computation."""
+    """Settings for the computation of an optimizer step."""
 
     device: torch.device
-    input_dtype: torch.dtype | None = None  # dtype of the images; None means the loaded dtype
+    input_dtype: torch.dtype | None = None  # dtype of the images; None means the dtype in which they are loaded
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
     normalize: Callable[[Tensor], Tensor] | None = None  # converts uint8 images to float32; None if images are floats
@@ -49,7 +49,7 @@ def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScale
 
 @dataclass(eq=False)
 class TrainStep:
-    """Function object that takes the optimizer steps of a training run.
+    """Callable that takes the optimizer steps of a training run.
 
     The model returns a dictionary. It may be wrapped (see ``training/parallel.py``) or compiled. The loss is on the device.
     The optimizer updates the parameters of the model and of the loss's projection heads.
@@ -72,9 +72,9 @@ class TrainStep:
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
         """Take one optimizer step on one or more micro-batches; return the detached terms of the loss.
 
-        A micro-batch has ``image`` ``(b, 3, H, W)``, or ``(b, 2, 3, H, W)`` with two views per image, ``text`` ``(b, L)`` and
-        ``index`` ``(b,)``. If the loss needs them, it also has ``caption_hash`` ``(b,)`` and the reference model's embeddings
-        ``reference_image`` and ``reference_text`` ``(b, d)``. If the guard skips the step, it reports its ``number``.
+        A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
+        and ``index`` ``(b,)``; if the loss needs them, also ``caption_hash`` ``(b,)`` and the reference model's embeddings
+        ``reference_image`` and ``reference_text`` ``(b, d)``. The guard reports the ``number`` of a skipped step.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -195,7 +195,7 @@ class TrainStep:
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text; return the model's outputs.
 
-    ``image_features`` contains the embeddings of the first views, and ``text_features`` those of the second views.
+    ``image_features`` contains the embeddings of the first views, ``text_features`` the embeddings of the second views.
     """
     outputs = model(images.flatten(0, 1), None)
     features = outputs["image_features"].unflatten(0, images.shape[:2])

@@ -33,7 +33,7 @@ from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
-# Keys of a checkpoint that belong to the model, not to the state of the training.
+# Keys of a checkpoint that belong to the model, not to the training state.
 _MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # Maximum number of samples that the log lists for a skipped step.
 _NAMED_SAMPLES = 32
@@ -41,7 +41,7 @@ _GARBAGE_EVERY_STEPS = 50
 
 
 class TrainingDiverged(RuntimeError):
-    """The parameters are not finite, or the gradients of too many steps."""
+    """The parameters, or the gradients of too many steps, are not finite."""
 
 
 class SaveFailed(RuntimeError):
@@ -74,22 +74,22 @@ class Trainer:
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
         if self._schedule_step > 0:
-            # A run that was killed at its end saves without another step, so set the learning rates of the last step.
+            # A resumed run may save before it takes a step, so set the learning rates of the last step.
             self.schedule(self._schedule_step - 1)
 
     @property
     def _schedule_step(self) -> int:
-        """The step of the learning rate schedule. It counts epochs in their current length, which a resume may change."""
+        """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change."""
         return self.position.epoch * self.steps_per_epoch + self.position.step_in_epoch
 
     def fit(self, evaluate_first: bool = False) -> None:
         """Train to the last epoch. With ``evaluate_first``, start with the evaluations due at the run's position.
 
         Raises:
-            SystemExit: Status 143 after SIGTERM, 130 after SIGINT. A checkpoint is saved before.
+            SystemExit: Status 143 after SIGTERM, 130 after SIGINT. A checkpoint is saved first.
             SaveFailed: The last checkpoint could not be written.
-            TrainingDiverged: Parameters are not finite at a save, or too many consecutive steps or all steps were skipped.
-            BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks raise it, after a save.
+            TrainingDiverged: Parameters are not finite at a save, or too many consecutive steps (or all) were skipped.
+            BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks raise this after a save.
         """
         folder = None if self.policy.folder is None else self.policy.folder.parent
         with (
@@ -123,12 +123,12 @@ class Trainer:
         self.stopwatch.restart()
         with self.reporter.epoch(epoch, self.position.step_in_epoch), contextlib.ExitStack() as stack:
             stack.callback(gc.enable)
-            # The same iterator, accum_freq times: zip yields the micro-batches of one optimizer step.
+            # zip takes accum_freq micro-batches from the same iterator, for one optimizer step.
             for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
                 self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY_STEPS == 0:
                     gc.collect(generation=1)
-                # At the end of an epoch, requests are read at once, because the following evaluation may take hours.
+                # At the end of an epoch, requests are read immediately, because the following evaluation may take hours.
                 self._act_on(signals.poll_ranks(now=self.position.step_in_epoch >= self.steps_per_epoch), signals)
 
     def _one_step(self, batches: list[Batch]) -> None:
@@ -268,7 +268,7 @@ class Trainer:
             saving.remove(previous)
 
     def _save(self, name: str, must_succeed: bool) -> Path | None:
-        """Write a checkpoint. A failure is logged as a warning; if the save ``must_succeed``, it raises SaveFailed."""
+        """Write a checkpoint. If this fails, raise SaveFailed if ``must_succeed``, else log a warning and return None."""
         folder, position = self.policy.folder, self.position
         if folder is None or self._last_saved == (name, position.step):
             return None
@@ -297,7 +297,7 @@ class Trainer:
         return path
 
     def _model_file(self) -> dict[str, Any]:
-        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. A resume finds the ``.state`` folder by its step."""
+        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. Its ``step`` is part of the ``.state`` path."""
         model = compat.uncompiled(self.model)
         content = {
             "epoch": self.position.epoch,

@@ -23,12 +23,12 @@ from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
 RECALL_AT = (1, 5, 10)
-# If a metric's name contains one of these words, its smallest value is the best.
+# If a metric's name contains one of these words, smaller values are better.
 _LESS_IS_BETTER = ("loss", "rank")
 
 
 class Evaluator(Protocol):
-    """An evaluation of a model, as the trainer uses it."""
+    """Interface of the evaluations that the trainer runs."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ ScheduledEvaluator = tuple[Evaluator, int]
 
 
 def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build the evaluators for the flags, in OpenCLIP's order. Ranks other than 0 get none."""
+    """Build the evaluators for the flags, in OpenCLIP's order. On ranks other than 0, return an empty list."""
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
@@ -112,7 +112,7 @@ class Validation:
             if "logits" in output and "labels" in output:  # CoCa's captions
                 caption_losses += float(F.cross_entropy(output["logits"].permute(0, 2, 1), output["labels"])) * size
             count += size
-            # Features are stored on the host, because the device may have no memory for a large validation set.
+            # Features are stored on the host, because the device may lack memory for a large validation set.
             images.append(image.cpu())
             texts.append(text.cpu())
         if count == 0:
@@ -123,9 +123,9 @@ class Validation:
 
 
 def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
-    """Compute the mean and median rank (from 1) and the recall of paired items, for images to texts and texts to images.
+    """Compute the mean and median rank (from 1) and the recall of paired items, from images to texts and from texts to images.
 
-    Row ``i`` of the texts belongs to image ``i``. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). For ties, see
+    Row ``i`` of both tensors is a pair. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). For ties, see
     :func:`ranks_of_best_match`.
     """
     metrics = {}

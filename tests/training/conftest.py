@@ -1,4 +1,4 @@
-"""Fixtures: one torch thread, for bitwise comparisons; and reference runs that several test files share."""
+"""Fixtures: a single torch thread, for bitwise comparisons, and reference runs that several test files share."""
 
 from collections.abc import Iterator
 

@@ -2,8 +2,8 @@
 
 Environment:
     NOTES: folder in which each rank records the signals it received and the sample indices of its steps.
-    HOLD_AT: number of steps after which every rank waits for a signal. Only the first launch (in job 1 of an array) waits.
-    HOLD_WORLD: number of ranks. If it is set, every launch with this number of ranks waits, not only the first launch.
+    HOLD_AT: number of steps after which every rank waits for a signal. Only the first launch (in an array, of job 1) waits.
+    HOLD_WORLD: number of ranks. If this is set, every launch with this number of ranks waits, not only the first launch.
     PACE: seconds of sleep added to each step (default: 0).
 """
 
@@ -77,7 +77,7 @@ def is_held(steps: int) -> bool:
 
 if __name__ == "__main__":
     STARTED = time.time()
-    # OpenCLIP imports transformers if it is installed, which takes over a second. The README does not install transformers.
+    # OpenCLIP would import an installed transformers package. This takes over a second, and the README does not install it.
     sys.modules["transformers"] = None
     module, *arguments = (word for word in sys.argv[1:] if word not in ("-u", "-m"))
     if module == "openclip_ext.training.main":

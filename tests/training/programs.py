@@ -1,7 +1,7 @@
 """Run short training runs as separate processes, forked or under torchrun, and compare their results.
 
 Importing torch and OpenCLIP takes longer than these runs, so a fork server imports them once. Everything else, from the
-command line to the exit status, is the real program.
+command line to the exit status, works as in the real program.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
 
 ROOT = Path(__file__).parents[2]
-# A program that runs longer counts as stuck.
+# Time after which a program is considered stuck.
 PATIENCE_SECONDS = 600
-# After one trainer fails, the others get SIGTERM, and SIGKILL after this time; torchrun does this, too.
+# When one trainer fails, the others receive SIGTERM, and after this time SIGKILL. torchrun also does this.
 GRACE_SECONDS = 30
 LOGS = ("metrics.jsonl", "checkpoints/results.jsonl")
 # The fork server reads the configurations and the tokenizer once; otherwise every fork would read them.
@@ -43,18 +43,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def program(argv: list[str]) -> None:
-    """Run the training program; raise SystemExit if its status is not 0."""
+    """Run the training program; raise SystemExit if the exit status is not 0."""
     sys.argv = ["openclip_ext.training.main", *argv]
     cli()
 
 
 def stopped_program(argv: list[str], after: int = 8) -> None:
-    """Run the training program and send SIGTERM to it in step number ``after``."""
+    """Run the training program, and send it SIGTERM in step ``after``."""
     assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
 
 
 class Program:
-    """A training that runs in its own processes.
+    """A training run in separate processes.
 
     Args:
         argv: command-line arguments of the training program.
@@ -102,7 +102,7 @@ class Program:
         return None not in statuses
 
     def wait(self) -> list[int | None]:
-        """Wait until all processes exit, and return their statuses. After the timeout, kill them and fail."""
+        """Wait until all processes exit, and return their statuses. After the timeout, kill the processes and fail."""
         try:
             wait_until(self.has_ended)
         except AssertionError:
@@ -127,7 +127,6 @@ class Program:
             time.sleep(0.005)
 
     def text(self) -> str:
-        """Return the program's output."""
         return self.output.read_text(errors="replace")
 
     def message(self) -> str | None:
@@ -200,7 +199,7 @@ class Runs:
 
     Args:
         shards: the shard pattern for ``--train-data``.
-        folder: folder for the runs.
+        folder: folder in which the runs are made.
     """
 
     def __init__(self, shards: str, folder: Path) -> None:
@@ -248,6 +247,6 @@ def lines_of(log: Path) -> list[str]:
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:
-    """Return what differs from the uninterrupted run ``whole``: names of final state (bitwise), and names of logs."""
+    """Return the names of state tensors (compared bitwise) and logs that differ from the uninterrupted run ``whole``."""
     logs = [log for log in LOGS if lines_of(run_folder / log) != lines_of(whole / log)]
     return differences(final_state(run_folder), final_state(whole)) + logs

@@ -40,7 +40,7 @@ _FLAGS = {
 # Every registered loss is included, so a new loss is tested without changes to the tests.
 LOSS_FLAGS = {loss: _FLAGS.get(loss, []) for loss in list_losses()}
 
-# demo-vit with a narrower text tower: most of a demo-vit checkpoint is the embedding table of 49,408 tokens.
+# demo-vit with a narrower text tower, because most of a demo-vit checkpoint is the embedding table of 49,408 tokens.
 SMALL_MODEL = "small-vit"
 open_clip.add_model_config(Path(__file__).with_name(f"{SMALL_MODEL}.json"))
 _MODEL = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", "16", "--workers", "0"]
@@ -61,7 +61,7 @@ def command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[s
 
 
 def small_command(shards: str, logs: Path, name: str, loss: str, *more: str) -> list[str]:
-    """Return the arguments of a run with ``small-vit``. Only processes that import this module or run paced.py have it."""
+    """Return the arguments of a run with ``small-vit``. Only this module and paced.py add this model to OpenCLIP."""
     return command(shards, logs, name, loss, "--model", SMALL_MODEL, *more)
 
 
@@ -89,7 +89,7 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
 
 
 def run_on_two_ranks(runs: list[dict]) -> None:
-    """Start training runs one after another on two gloo ranks: ``{"argv": [...], "stop_after": step, "status": expected}``."""
+    """Make runs one after another on two gloo ranks. A run is ``{"argv": [...], "stop_after": step, "status": expected}``."""
     for planned in runs:
         statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
         assert statuses == [planned.get("status", 0)] * 2, planned
@@ -148,7 +148,7 @@ def final_state(folder: Path) -> dict:
 
 def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
     """Load a run's checkpoint in stock OpenCLIP; assert that the weights equal the file bit for bit, and return the model."""
-    # OpenCLIP uses the configuration that was added last. Another test may have added one with this name.
+    # OpenCLIP uses the last added configuration with this name, and another test may have added a different configuration.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     model = open_clip.create_model(name, pretrained=str(checkpoint))
     saved = torch.load(checkpoint, weights_only=True)["state_dict"]

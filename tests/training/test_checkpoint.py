@@ -1,4 +1,4 @@
-"""Checkpoints are plain files, and a killed or failed save does not corrupt the previous checkpoint."""
+"""Damaged and foreign checkpoints are rejected, and a killed or failed save keeps the previous checkpoint."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_
 
 
 class Killed(BaseException):
-    """Simulates a kill of the process: a BaseException, which ``except Exception`` does not catch."""
+    """A simulated kill of the process. As a BaseException, it is not caught by ``except Exception``."""
 
 
 class SmallLoss(ContrastiveLoss):

@@ -21,7 +21,7 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
 def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
     config = config_of("--recipe", "cc3m", "--loss", "neuclip", *batch_size)
     message = other_batch(config, config.loading.batch_size, 1) or ""
-    assert ("for a global batch of 1,024, and this run's is 128: give --batch-size 1024" in message) == told
+    assert ("for a global batch of 1,024, but this run has 128: give --batch-size 1024" in message) == told
 
 
 RESNET = "--model demo-resnet --force-patch-dropout 0"

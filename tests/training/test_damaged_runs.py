@@ -1,7 +1,7 @@
 """Resume runs with damaged checkpoints and logs: every loss of data must be reported.
 
-A case copies a run that was stopped mid-epoch with three checkpoints (``epoch_1``, ``epoch_latest``, ``epoch_1_step_8``). It
-applies one to three kinds of damage and resumes the copy. Then one of two results is correct:
+Each case copies a run that was stopped mid-epoch and has three checkpoints (``epoch_1``, ``epoch_latest``,
+``epoch_1_step_8``). It damages the copy in one to three ways and resumes it. Two results are correct:
 
 - The finished run equals the uninterrupted run bit for bit. Skipped checkpoints are reported and kept. A damaged log may lack
   lines, but only if the program reports this.
@@ -42,7 +42,7 @@ def parts(run_folder: Path, name: str) -> list[Path]:
 
 
 def one_file(run_folder: Path, rng: random.Random) -> Path:
-    """Return a random file of a random checkpoint; two thirds of the time, of the newest checkpoint."""
+    """Return a random file of a random checkpoint, with probability 2/3 of the newest checkpoint."""
     files = parts(run_folder, rng.choice((*CHECKPOINTS, NEWEST, NEWEST, NEWEST)))
     return rng.choice(files) if files else run_folder / "metrics.jsonl"
 
@@ -98,7 +98,7 @@ def foreign_file(run_folder: Path, rng: random.Random) -> None:
 
 
 def tear_log(run_folder: Path, rng: random.Random) -> None:
-    """Truncate the last line of a log, or append half a line or bytes that are not text."""
+    """Truncate the last line of a log, or append half a line, bytes that are not text, or an invalid record."""
     path = run_folder / rng.choice(LOGS)
     content = path.read_bytes()
     last = content.rstrip(b"\n").rpartition(b"\n")[2]
@@ -156,7 +156,7 @@ def damage_settings(run_folder: Path, rng: random.Random) -> None:
     (run_folder / name).write_bytes(rng.randbytes(100))
 
 
-# A case draws from this list; the repetitions set the frequencies.
+# Each case draws its kinds of damage from this list. The repetitions make some kinds more frequent.
 DAMAGES: tuple[Damage, ...] = (
     *7 * (rewrite,),
     *2 * (delete,),
@@ -194,7 +194,7 @@ def check_end(run_folder: Path, whole: Path, text: str, before: dict[str, bytes]
 
 
 def is_said(log: str, text: str, run_folder: Path, whole: Path) -> bool:
-    """Return whether the lines that a log still has are correct, and a warning names the log."""
+    """Return whether the remaining lines of a log are correct, and a warning contains the log's name."""
     remaining = iter(lines_of(whole / log))
     others_are_right = all(line in remaining for line in lines_of(run_folder / log))
     return others_are_right and any("WARNING" in line and Path(log).name in line for line in text.splitlines())

@@ -27,7 +27,7 @@ class Node:
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK}"]
         self.process = subprocess.Popen(
             [*launcher, "--nnodes=1:2", *rendezvous, "--", paced.__file__, "-m", "openclip_ext.training.main", *argv],
-            # If the store is shared, a returning node waits for an address that only the first round publishes (torch 2.15).
+            # With a shared store, a returning node waits for an address that only the first round publishes (torch 2.15).
             env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **variables},
             stderr=subprocess.STDOUT,
             stdout=subprocess.PIPE,
@@ -50,7 +50,7 @@ def start(tmp_path):
 
     def start_node(argv, **variables):
         nodes.append(Node(argv, port, NOTES=str(tmp_path / "notes"), **variables))
-        while nodes[-1].process.poll() is None:  # the first node hosts the rendezvous
+        while nodes[-1].process.poll() is None:  # wait until the first node's rendezvous accepts connections
             with contextlib.suppress(ConnectionError), socket.create_connection(("localhost", port)):
                 break
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Validation metrics equal OpenCLIP's, also in chunks; ImageNet accuracies equal scikit-learn's; a failure stays local."""
+"""Validation metrics equal OpenCLIP's, ImageNet accuracies equal scikit-learn's, and wrong class folders are rejected."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_retrieval_metrics_equal_openclips():
     assert set(theirs) == set(ours)
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(float(value)), name
-    assert 0.1 < ours["image_to_text_R@1"] < 0.9  # neither 0 nor 1, so that the comparison above means something
+    assert 0.1 < ours["image_to_text_R@1"] < 0.9  # between 0 and 1, so the comparison above is meaningful
 
 
 class ToyModel(nn.Module):
@@ -85,7 +85,7 @@ def two_templates(monkeypatch):
 
 @torch.no_grad()
 def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], ending: str = "png") -> torch.Tensor:
-    """Return the similarity of every image to each of the 1000 classes, computed without the package."""
+    """Return the similarity of every image to each of the 1000 classes, computed without openclip_ext."""
     tokenizer = open_clip.get_tokenizer("demo-vit")
     columns = []
     for name in open_clip.IMAGENET_CLASSNAMES:
@@ -111,7 +111,7 @@ def pretrained(tmp_path_factory):
 )
 def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained, two_templates, tmp_path):
     model, preprocess, weights = pretrained
-    # The true classes rank 1st, 3rd, 5th, ... for the first image, so that some predictions are correct and some are wrong.
+    # The true class of each group's first image has one of these ranks, so some predictions are right and some are wrong.
     ranks = [0, 2, 4, 6, 300]
     placeholders = [f"rank{rank}" for rank in ranks]
     pictures = write_pictures(tmp_path / "pictures", placeholders, ending)

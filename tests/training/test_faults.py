@@ -1,4 +1,4 @@
-"""Faults outside the program: every loss is reported, and unreadable files are not overwritten."""
+"""Faults outside the program: every loss of data is reported, and unreadable files are not overwritten."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ from tests.training.runs import (
 
 @pytest.fixture
 def two_trainers(shards, tmp_path):
-    """Start a run of two ranks, and yield it after three steps."""
+    """Yield a run on two ranks that has taken three steps."""
     argv = [*small_command(shards, tmp_path, "run", "openclip", "--epochs", "200"), "--batch-size", "8"]
     program = Program([*argv, "--rank-patience", "10"], 2, tmp_path / "output")
     try:
@@ -51,7 +51,7 @@ def whole(shards, tmp_path_factory):
 
 
 def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):
-    """Corrupt and foreign checkpoint files are renamed with their content; truncated log lines are removed."""
+    """Corrupt and foreign checkpoints are renamed, and keep their content. Truncated log lines are removed."""
     shutil.copytree(whole, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     damaged = flip_a_bit(checkpoints / "epoch_2.pt")
@@ -71,7 +71,7 @@ def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tm
 
 @pytest.mark.parametrize("log", LOGS)
 def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path, log):
-    """An evaluation writes one line to each log. A kill between the two writes, or a truncated line, leaves only one."""
+    """An evaluation writes one line to each log. After a kill, the line may be missing or truncated in one log."""
     shutil.copytree(whole, tmp_path / "run")
     lines = (tmp_path / "run" / log).read_text()
     (tmp_path / "run" / log).write_text(lines[:-9])
@@ -124,7 +124,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole,
             raise PermissionError(13, "Permission denied")
         return listdir(folder)
 
-    # Root may list every folder, so the tests imitate a user without the permission.
+    # Root can list every folder, so the test simulates a user without this permission.
     listdir, glob = os.listdir, Path.glob
     monkeypatch.setattr(os, "listdir", denied)
     monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
@@ -143,7 +143,7 @@ def test_two_ranks_end_together_where_the_checkpoints_are_out_of_reach(shards, t
 
 
 def run_that_loses_its_checkpoints(argv: list[str]) -> str:
-    """Train, and deny rank 0 the access to checkpoints/ from the third step on. Return the error message of the run."""
+    """Train, and deny rank 0 access to checkpoints/ from the third step on. Return the run's error message."""
 
     def denied(original):
         def call(path, *args, **options):
@@ -165,7 +165,7 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
-    """The folder is empty, for example, if checkpoints/ is on a disk that is not mounted."""
+    """For example, the disk of checkpoints/ may not be mounted."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -229,7 +229,7 @@ def test_trainers_end_with_torchrun(shards, tmp_path):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_ctrl_c_saves_like_sigterm(shards, tmp_path, sent, status):
     if sent == signal.SIGHUP and signal.getsignal(sent) == signal.SIG_IGN:
-        pytest.skip("nohup lets the tests, and what they start, ignore SIGHUP")
+        pytest.skip("under nohup, the tests and their child processes ignore SIGHUP")
     argv = small_command(shards, tmp_path, "run", "fastclip", "--workers", "2", "--epochs", "200", "--resume", "latest")
     program = Program(argv, 1, tmp_path / "output")
     program.wait_for_step(tmp_path / "run", 2)
@@ -252,7 +252,7 @@ def test_a_second_ctrl_c_ends_at_once_unless_torchrun_may_have_handed_it_on(by_t
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypatch):
-    """The ranks may wait for each other in this collective. A signal that arrives then must not be lost."""
+    """The ranks may wait for each other in this collective. A signal that arrives during the wait must not be lost."""
 
     def signalled(flag):
         signal.raise_signal(signal.SIGTERM)

@@ -28,7 +28,7 @@ from tests.training.tiny import tiny_model
 
 
 def test_workers_that_a_fork_server_made_end_with_the_training_process(tmp_path: Path):
-    """Their parent process is the fork server, not the trainer. Python 3.14 starts all workers this way by default."""
+    """The parent of such a worker is the fork server, not the trainer. Python 3.14 starts workers this way by default."""
     data, (receiver, sender) = write_shards(tmp_path, [40])[0], multiprocessing.Pipe()
     # A spawned process gets its own fork server; a fork would share the server that another test started.
     trainer = multiprocessing.get_context("spawn").Process(target=train_with_a_fork_server, args=(data, sender))
@@ -69,7 +69,7 @@ def lose_the_end(data: str) -> list[list[int]]:
 
 
 def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path):
-    """Before every step, each rank receives whether another rank has no samples left, so both stop at the same step."""
+    """Before each step, the ranks exchange whether one of them has no samples left, so all stop at the same step."""
     (good,) = write_shards(tmp_path / "good", [160])
     lost = set(two_ranks().run(lose_the_end, good)[0][1][36:])
     (bad,) = write_shards(tmp_path / "bad", [160], {number: undecodable(number) for number in lost})
@@ -89,7 +89,7 @@ def test_ranks_with_other_flags_are_named(tmp_path: Path):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     said = two_ranks().run(train_with_other_flags, argv, group=False)
     assert said[0] == said[1]
-    assert "rank 1 needs the flags of rank 0 (in brackets): batch_size 4" in said[0]
+    assert "rank 1 must have the flags of rank 0 (in parentheses): batch_size 4" in said[0]
 
 
 def read_checkpoint(folder: Path, **change: object) -> None:

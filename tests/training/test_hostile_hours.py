@@ -1,7 +1,7 @@
-"""A training with a fault every few steps ends bitwise equal to an uninterrupted run (``pytest FILE --soak 100``: hours).
+"""A run with a fault every few steps ends bitwise equal to an uninterrupted run. ``pytest FILE --soak 100`` takes hours.
 
-Two ranks with two data workers each read shards from a local file server, and some steps are non-finite. The random faults:
-all processes, one rank or one data worker is killed, or all ranks get SIGTERM; the file server is unavailable, interrupts
+Two ranks with two data workers each read shards from a local file server, and some steps are non-finite. Random faults are:
+all processes, one rank or one data worker is killed; all ranks receive SIGTERM; the file server is unavailable, interrupts
 transfers or stalls; the disk (a tmpfs that only root can mount) is full for some seconds; the clock jumps. When the program
 exits, the test starts the same command again.
 """
@@ -46,7 +46,7 @@ def hostile_program(clock: Path, argv: list[str]) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder on a disk of 300 MiB, or an ordinary folder if this user may not mount one."""
+    """Yield a folder on a disk of 300 MiB, or an ordinary folder if this user may not mount disks."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(folder)]
@@ -88,7 +88,7 @@ def afflict(fault: str, running: Program, server: Server, disk: Path, rng: rando
 
 
 def reaches_a_step(running: Program, more: int) -> bool:
-    """Wait up to a minute for ``more`` further logged steps; return False if the program exits first."""
+    """Wait up to a minute until ``more`` further steps are logged; return False if the program exits first."""
     wanted, deadline = running.text().count(" | loss ") + more, time.monotonic() + 60
     while not running.has_ended():
         if running.text().count(" | loss ") >= wanted or time.monotonic() > deadline:

@@ -1,9 +1,9 @@
 """Runs that are killed at random times and restarted end bitwise equal to uninterrupted runs.
 
-Model, optimizer, loss state and tables are bitwise equal; the log lines and the checkpoint file names are equal. SIGKILL ends
-a run up to three times: all processes, one rank, or only torchrun. About half of the kills come during a save. If a restarted
-program exits with an error, it is started again. The seed fixes targets and times, but what the program does at such a time
-also depends on the machine.
+The model, the optimizer, and the loss's state and tables are bitwise equal. Log lines and checkpoint names are also equal. Up
+to three times, SIGKILL ends all processes of a run, one rank, or only torchrun. About half of the kills happen during a save.
+If a restarted program exits with an error, it is started again. The seed fixes the targets and the times of the kills, but the
+program's activity at these times also depends on the machine.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Kill:
     """The time and the target of one kill.
 
     Attributes:
-        after: event to wait for: the ``start`` of the program, logged ``step``, or the start of a ``save``.
+        after: event to wait for: the ``start`` of the program, a logged ``step``, or the start of a ``save``.
         count: number of such events to wait for.
         delay: seconds between the last of these events and the kill.
         target: ``all`` processes, one ``rank``, or only ``torchrun``.
@@ -139,7 +139,7 @@ def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill], 
     assert contents(logs / "run" / "checkpoints").keys() == contents(whole / "checkpoints").keys(), kills
 
 
-@pytest.mark.parametrize("steps", [1, 7])  # the first save comes after the second step
+@pytest.mark.parametrize("steps", [1, 7])  # the first save happens after the second step
 def test_a_run_killed_after_a_step_goes_on_at_its_last_save(steps: int, runs: Runs, tmp_path: Path) -> None:
     check(runs, tmp_path, "fastclip", 1, [Kill("step", steps, 0.0, "all", 0)])
 

@@ -1,4 +1,4 @@
-"""LoRA: which parameters train, a checkpoint for stock OpenCLIP, a folder for peft, bitwise resumes, and two ranks."""
+"""LoRA: trained parameters, checkpoints for stock OpenCLIP, folders for peft, bitwise resumes, and two ranks."""
 
 import json
 import re
@@ -26,7 +26,7 @@ VIT, EVA = ({**TIMM, "timm_model_name": name} for name in ("vit_tiny_patch16_224
 BERT = {"hf_model_name": "BERT", "hf_tokenizer_name": "BERT", "hf_proj_type": "mlp", "hf_pooler_type": "mean_pooler"}
 OPENCLIPS = "attn mlp.c_fc mlp.c_proj"
 BERTS = "query key value attention.output.dense intermediate.dense output.dense"
-# Image tower, text tower, and the layers that get adapters: those of the image tower, then those of the text tower.
+# Configurations of the image and text towers, then the layers that get adapters in the image tower and in the text tower.
 TOWERS = {
     "openclip": (VISION, TEXT, OPENCLIPS, OPENCLIPS),
     "timm": (VIT, TEXT, "attn.qkv attn.proj mlp.fc1 mlp.fc2", OPENCLIPS),
@@ -102,14 +102,14 @@ def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_
         adapted = peft.PeftModel.from_pretrained(start, str(path.with_suffix(".lora"))).eval()
         torch.testing.assert_close(adapted(images, texts)[:2], expected, atol=1e-5, rtol=0)
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(before, expected, strict=True))
-    # The evaluation in the run used the adapters.
+    # The run's own evaluations used the adapters.
     measured = runs.evaluation(
         tmp_path, "measured", "--model", SMALL_MODEL, "--pretrained", str(path), "--val-data", shards
     )
     assert run(measured) == 0
     alone, in_run = runs.results_of(tmp_path / "measured")[-1], runs.results_of(whole)[-1]
     assert alone["clip_val_loss"] == pytest.approx(in_run["clip_val_loss"], abs=1e-4)
-    # Training did not change the base weights, bit for bit.
+    # Training left the base weights bitwise unchanged.
     unmerged = torch.load(path, weights_only=True)[lora.UNMERGED]["state_dict"]
     kept = {name.replace(".base_layer", ""): value for name, value in unmerged.items() if ".lora_" not in name}
     first = torch.load(base[1], weights_only=True)["state_dict"]

@@ -1,4 +1,4 @@
-"""If a data worker hangs or is killed mid-epoch, the run saves its steps and exits. A resume continues bitwise equal.
+"""If a data worker hangs or is killed mid-epoch, the run saves its steps and exits. The resumed run is exact.
 
 If SIGTERM arrives while the run waits for a missing batch, the run also saves and exits.
 """
@@ -17,7 +17,7 @@ from openclip_ext.training.step import TrainStep
 from tests.training.programs import Program, Runs, differing, program
 from tests.training.runs import EXIT_AFTER_SIGTERM
 
-# What happens to the last rank's only data worker after the first step, and the flags of the run.
+# Faults of the last rank's only data worker after the first step, with the flags of the run.
 FAULTS = {
     "hangs": ("--rank-patience", "3"),
     "is killed": ("--rank-patience", "30"),
@@ -43,7 +43,7 @@ def disturbed(fault: str, argv: list[str]) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_steps_before_are_saved_and_the_run_resumes_bitwise(fault: str, ranks: int, runs: Runs, tmp_path: Path):
     argv = runs.argv(tmp_path, "queueclip", ranks, "--workers", "1")
-    # Saves by step count come too late, so that only the fault causes a mid-epoch save.
+    # The run has fewer than 100 steps, so only the fault causes a mid-epoch save.
     fails = [*argv, "--save-every-steps", "100", *FAULTS[fault]]
     failed = Program(fails, ranks, tmp_path / "failed", target=functools.partial(disturbed, fault))
     statuses = failed.wait()

@@ -96,7 +96,7 @@ def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_
 
 
 def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp_path, caplog):
-    """Weights and optimizer continue at the checkpoint's epoch. The loss state starts from scratch, which is logged."""
+    """Weights and optimizer continue at the checkpoint's epoch. The loss state starts from scratch, with a warning."""
     content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
     content.pop("step")
     torch.save(content, tmp_path / "stock.pt")
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp
 def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest", "--lr", "1")) == 0
-    for name in ("metrics.jsonl", "config.json"):  # a complete run trains no step with --lr 1
+    for name in ("metrics.jsonl", "config.json"):  # a finished run takes no more steps, so --lr 1 has no effect
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""A wrong command line exits with status 2, and prints one line with the mistake and its fix."""
+"""For a wrong command line, the program exits with status 2, and prints one line with the mistake and its fix."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ MISTAKES = [
     ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
     ("--aug-cfg foo=3", "--aug-cfg: got an unexpected keyword argument 'foo'"),
     ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
-    ("--device gpu", "--device gpu is not a device of PyTorch: expected cpu, cuda or cuda:N"),
+    ("--device gpu", "--device gpu is not a PyTorch device: expected cpu, cuda or cuda:N"),
     ("--device cuda:0", "PyTorch finds 0 GPUs on this machine. --device cpu needs none"),
     ("--loss neucilp", "Did you mean 'neuclip'?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss os:path", "expected a Method"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
-    ("--loss neuclip --loss-option prototyps=5", "no loss has 'prototyps'; did you mean prototypes?"),
+    ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
     ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
     ("--loss neuclip --temperature 14", "For a logit scale set --temperature 0.07143"),
@@ -117,7 +117,7 @@ MISTAKES = [
     ("--name \u2018first\u2019", "it has typographic quotes"),
     ("--Batch_Size 8", "--Batch_Size: unknown flag; did you mean --batch-size?"),
     ("--fastclip", "--fastclip: a flag of fast_clip; here: --loss fastclip"),
-    ("--lr_tau_scheduler step_thresh", "--lr_tau_scheduler: a flag of fast_clip; here: nothing: the loss decides"),
+    ("--lr_tau_scheduler step_thresh", "--lr_tau_scheduler: a flag of fast_clip; here: not needed (the loss decides)"),
     ("--lambda-lr 1e-3", "--lambda-lr: a flag of AmorLIP; here: --normalizer-lr"),
     ("-help", "-help: --help lists the flags"),
     ("--train-data d/0.tar d/1.tar d/2.tar", "d/1.tar and 1 more words belong to no flag: the shell has expanded"),

@@ -1,4 +1,4 @@
-"""Models with parameters that a contrastive loss does not train; and loading a trained model in stock OpenCLIP."""
+"""Models with parameters that a contrastive loss does not train, and trained models in stock OpenCLIP."""
 
 import json
 import math
@@ -141,7 +141,7 @@ def test_a_flag_without_effect_on_the_tower_is_told(caplog):
 
 
 def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
-    """OpenCLIP 3.3 leaves the output projection of CoCa's decoder uninitialized; the package must initialize it."""
+    """OpenCLIP 3.3 leaves the output projection of CoCa's decoder uninitialized; openclip_ext must initialize it."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(1000))
     options = {"pretrained": None, "precision": "fp32", "siglip_start": False}

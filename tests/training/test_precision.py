@@ -24,8 +24,8 @@ from tests.training.tiny import (
     tiny_model,
 )
 
-# Maximum relative errors. One rounding to bfloat16 (8 significant bits) has an error of 0.2 % on average, one to float16
-# (11 bits) 0.02 %, and a gradient takes dozens of roundings. In EXACT cases, only the order of additions differs.
+# Maximum relative errors. Rounding to bfloat16 (8 significant bits) has an average error of 0.2 %, and rounding to float16
+# (11 bits) 0.02 %. A gradient takes dozens of roundings. In EXACT cases, only the order of additions differs.
 EXACT, IN_FLOAT32, IN_FLOAT16, IN_BFLOAT16 = 1e-12, 1e-5, 0.02, 0.1
 DOUBLE, MIXED = Way(dtype=torch.float64), Way(autocast=BFLOAT16)
 # How a step is computed, and the maximum relative error of loss and gradient compared with the plain float64 step.
@@ -45,7 +45,7 @@ Result = tuple[dict[str, Tensor], ContrastiveLoss]
 
 
 def one_step(name: str, way: Way, compiled: nn.Module | None = None) -> Result:
-    """Take the first step of a training run; return its numbers and the loss module."""
+    """Take the first step of a training run; return the loss's value, its gradients and the loss module."""
     training = TinyTraining(name, way, compiled=compiled)
     terms = training.take(0)
     head = training.loss.model_head()
@@ -83,7 +83,7 @@ def test_a_step_agrees_with_the_plain_one(name, way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "error"), [("amp", IN_FLOAT16), ("amp_bf16", IN_BFLOAT16)])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # its dropout depends on the device
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # dropout depends on the device
 def test_autocast_on_a_gpu(name, precision, error):
     """Test CUDA's autocast, which uses float16 for ``amp``; a CPU's autocast uses bfloat16."""
     if not torch.cuda.is_available():
@@ -96,7 +96,7 @@ def test_autocast_on_a_gpu(name, precision, error):
 
 @functools.cache
 def compiled_model(learns_logit_scale: bool, logit_bias: float | None, views: int) -> nn.Module:
-    """Return a compiled model with one layer; losses that train the same parameters share it."""
+    """Return a compiled model with one layer. Losses that train the same parameters share this model."""
     names = [name for name in LOSSES if needs_of_model(name) == (learns_logit_scale, logit_bias, views)]
     model = tiny_model(layers=1)
     prepare(model, tiny_loss(names[0]))
@@ -174,7 +174,7 @@ def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypat
     assert len(compiled) == len(compiles)
     lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(5))
-    assert lines[-1]["infonce"] == pytest.approx(lines[-1]["chance"], abs=0.5)  # five steps do not diverge
+    assert lines[-1]["infonce"] == pytest.approx(lines[-1]["chance"], abs=0.5)  # the run did not diverge in five steps
     saved = torch.load(tmp_path / "run" / "checkpoints" / "epoch_1.pt", weights_only=True)
     assert ("scaler" in saved) == (precision == "amp")
     assert not any(name.startswith("_orig_mod") for name in saved["state_dict"])

@@ -1,4 +1,4 @@
-"""The command line accepts every recipe and lists all recipes."""
+"""Recipes have sources and the papers' budgets, and the command line accepts all of them."""
 
 import re
 import shlex

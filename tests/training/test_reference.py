@@ -1,4 +1,4 @@
-"""Trainings with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
+"""Training runs with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
 
 
 def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):
-    """Two ranks get different batches from one rank, so this test only counts their steps; loss tests compare the numbers."""
+    """One rank and two ranks have different batches, so only the steps are counted. Tests of the losses compare values."""
     given = ("--reference", reference, *DISTILLED, "--force-patch-dropout", "0")
     half = ("--batch-size", "8")
     assert run(small_command(shards, tmp_path, "one", "queueclip", *given)) == 0

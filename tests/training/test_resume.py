@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted run bit for bit: every loss, no or two workers; on two ranks every kind of state."""
+"""A resumed run equals the uninterrupted run bit for bit: with every loss, with workers, and on two ranks."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tests.training.runs import (
 EARLY, LATE = 3, 8
 TWO_WORKERS = ("--workers", "2")
 FEW_BAD = ("--max-bad-fraction", "0.1")
-# Skipped on two ranks: these losses have no state, or the kind of state that a tested loss has.
+# Skipped on two ranks: these losses have no state, or the same kind of state as a loss that is tested.
 ON_ONE_RANK = (
     "openclip",
     "siglip",
@@ -54,7 +54,7 @@ def whole(tmp_path_factory):
 
 
 def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *more: str) -> Path:
-    """Make a run, stop and resume it after each number of steps in ``stops``; return the folder of the complete run."""
+    """Make a run that is stopped and resumed after each number of steps in ``stops``; return the complete run's folder."""
     argv = small_command(shards, logs, "resumed", loss, *more, "--resume", "latest")
     for stop in stops:
         assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
@@ -64,13 +64,13 @@ def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *mor
 
 @pytest.mark.parametrize("loss", LOSS_FLAGS)
 def test_one_rank(whole, shards, tmp_path, loss):
-    """The run stops in the first epoch; the tests with two ranks stop in the second epoch."""
+    """The run stops in the first epoch. In the tests with two ranks, it stops in the second epoch."""
     assert_same_run(interrupted(shards, tmp_path, (EARLY,), loss), whole(shards, loss))
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "simclr", "cliplite"])
 def test_workers(whole, shards, tmp_path, loss):
-    """The run stops twice. The losses load different samples: indices (fastclip), two views (simclr), flips (cliplite)."""
+    """The run stops twice. The losses need different data: indices (fastclip), two views (simclr) and flips (cliplite)."""
     resumed = interrupted(shards, tmp_path, (EARLY, LATE - EARLY), loss, *TWO_WORKERS)
     assert_same_run(resumed, whole(shards, loss, *TWO_WORKERS))
 
@@ -97,8 +97,8 @@ def damaged_shards(tmp_path_factory):
 def assert_bad_samples_are_counted(folder):
     """Check the steps and the counts: 79 good samples are too few for 5 steps of 16, and epoch 2 skips known bad samples.
 
-    With workers, a resume distributes the remaining samples of the first epoch again. They may include a bad sample again,
-    and then this epoch is one step shorter.
+    With workers, a resume distributes the remaining samples of the first epoch again. If these include one of the bad
+    samples for a second time, this epoch is one step shorter.
     """
     lines = metrics_of(folder)
     steps = [[line["step"] for line in lines if "loss" in line and line["epoch"] == epoch] for epoch in (0, 1)]

@@ -1,4 +1,4 @@
-"""A non-finite step is skipped: parameters, optimizer, loss state and running statistics do not change in any bit."""
+"""A non-finite step is skipped: parameters, optimizer, loss state and running statistics stay bitwise unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ WAYS = {
     "on-device": Way(on_device=True),
     "on-device-scaled": Way(tower="resnet", on_device=True, scale=2.0**4, clip=0.1, micro_batches=2),
 }
-# The suffix of counters that the host updates before it receives the device's result, so they include skipped steps.
+# Suffix of counters on the host. If the device decides whether to skip, these counters also count skipped steps.
 HOST_COUNTERS = "_extra_state"
 # Every loss runs with the decision on the host ("accumulated") and on the device, as on a GPU. The other ways run with three
 # losses: without state, with a table, and with prototypes.
@@ -33,7 +33,6 @@ def nan_pixel(batch: Batch) -> None:
 
 
 def all_nan(batch: Batch) -> None:
-    """Set all pixels of all samples to NaN."""
     batch["image"].fill_(float("nan"))
 
 
@@ -41,9 +40,9 @@ def changed(name: str, way: Way, spoil: Callable[[Batch], None] = nan_pixel) -> 
     """Take two good steps, a bad step and a good step, and compare the result with a run without the bad step.
 
     Returns:
-        A dictionary. ``by_bad_step``, ``later`` and ``moved`` are names of state entries: changed by the bad step, different
-        from the other run after the last step, and changed by the last step. ``skipped`` lists the guard's skipped steps as
-        (step, samples, whether the samples are bad). ``samples`` contains the samples of the bad step.
+        Names of state entries: ``by_bad_step`` (changed by the bad step), ``moved`` (changed by the bad or the last step) and
+        ``later`` (different between the two runs at the end). ``skipped``: the guard's skipped steps as (step, samples,
+        whether the samples are bad). ``samples``: samples of the bad step.
     """
     run, without = TinyTraining(name, way), TinyTraining(name, way)
     for number in range(2):
@@ -85,7 +84,7 @@ def test_a_batch_without_a_valid_sample_changes_nothing(name, way):
 
 
 def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
-    """The loss scale, not a sample, is the cause. The guard reports the full batch, and the scaler halves the scale."""
+    """The loss scale causes the overflow, not a sample. The guard reports the full batch, and the scaler halves the scale."""
     run = TinyTraining("neuclip", Way(scale=2.0**40, autocast=FLOAT16))
     before = run.state()
     run.take(0)
@@ -136,7 +135,7 @@ def test_a_bad_sample_on_one_rank_changes_nothing_on_any(name, way):
 
 
 def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
-    """Set the last ``count`` samples (all if None) of the steps ``numbers`` to NaN."""
+    """Set the first ``count`` samples (all if None) of each micro-batch in the steps ``numbers`` to NaN."""
 
     def step(self, batches, number=0, take=TrainStep.__call__):
         for batch in batches if number in numbers else ():
@@ -148,7 +147,7 @@ def spoiling(monkeypatch, numbers, count: int | None = 1) -> None:
 
 
 def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, caplog):
-    """Six steps are skipped, but only consecutive skipped steps count for --max-skipped-steps."""
+    """Only consecutive skipped steps count for --max-skipped-steps. Here, six are skipped, but at most two in a row."""
     bad = [1, 2, 4, 5, 7, 8]
     spoiling(monkeypatch, bad, None)
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--max-skipped-steps", "3")) == 0
@@ -183,7 +182,7 @@ def test_a_run_that_trained_nothing_fails(shards, tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_counting(shards, tmp_path, monkeypatch):
-    """Skipped steps and samples continue from the checkpoint. A smaller batch after epoch 1 adds fewer samples per step."""
+    """The counts of skipped steps and samples continue from the checkpoint. After epoch 1, the batch size is 8, not 16."""
     spoiling(monkeypatch, {1, 3})
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=4) == EXIT_AFTER_SIGTERM

@@ -1,4 +1,4 @@
-"""Image-only runs (SimCLR): two views per image, only the image tower trains, and the checkpoint is an ordinary one."""
+"""Image-only runs (SimCLR): two views per image, a trained image tower, and an ordinary CLIP checkpoint."""
 
 import random
 
@@ -19,7 +19,7 @@ LOSSES = {"simclr": [], "sogclr": ["--views", "2"]}
 
 
 def noise(image):
-    """Augment an image: random numbers of torch, random and NumPy, then the mean color, which identifies the image."""
+    """Return three sums of random numbers (torch, random, NumPy), then the mean color, which identifies the image."""
     random_numbers = torch.rand(3) + random.random() + np.random.random()
     return torch.cat([random_numbers, torch.tensor(np.asarray(image).mean(axis=(0, 1)) / 255)]).float()
 

@@ -102,7 +102,7 @@ def test_depth_of_each_parameter(names, expected, layers):
 
 
 def _demo() -> nn.Module:
-    # OpenCLIP uses the configuration that was added last. Another test may have added one with this name.
+    # OpenCLIP uses the last added configuration with this name, and another test may have added a different configuration.
     open_clip.add_model_config(Path(model_configs.__file__).parent)
     return open_clip.create_model("demo-vit")
 
@@ -131,7 +131,7 @@ def test_the_schedule_keeps_the_scales():
         plain = next(group["lr"] for group in encoders if group[SCALE] == 1)
         assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
         assert optimizer.param_groups[-1]["lr"] == 3e-4
-    assert len({group[SCALE] for group in encoders}) == 5  # image tower: 1; two-layer text tower: 4
+    assert len({group[SCALE] for group in encoders}) == 5  # one in the image tower, four in the two-layer text tower
 
 
 def test_a_short_run_takes_a_larger_rate():
@@ -188,7 +188,7 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert not is_best({"top1": math.nan}, "top1", tmp_path, 3)
     assert is_best({"val_loss": 1.9}, "val_loss", tmp_path, 3)
     assert not is_best({"val_loss": 2.1}, "val_loss", tmp_path, 3)
-    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # epoch 1 is this model itself
+    assert is_best({"top1": 0.3}, "top1", tmp_path, 1)  # the logged result of epoch 1 belongs to this model
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
     assert "no such metric in this evaluation, found: top5" in caplog.text

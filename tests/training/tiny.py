@@ -1,4 +1,4 @@
-"""A tiny CLIP model that trains fast with every loss, in all ways in which training can compute a step."""
+"""A tiny CLIP model that trains fast, with every loss and in every way in which training can compute a step."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "neuclip": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
     "queueclip": {"prototypes": 12},
 }
-# Every registered loss is included, so a new loss is tested in one process, in two, and sharded without changes to the tests.
+# Every registered loss is included, so the tests with one process, two processes and shards also cover new losses.
 LOSSES = {name: _OPTIONS.get(name, {}) for name in registry.list_losses()}
 
 
@@ -49,7 +49,7 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
 
 
 def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
-    """Return the loss with its options of ``LOSSES``; ``options`` add to them or override them."""
+    """Return the loss with its options in ``LOSSES``, updated with ``options``."""
     return registry.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **(LOSSES[name] | options))
 
 
@@ -61,7 +61,7 @@ def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:
-    """Return the batch of all ranks in a step. Captions end with the end-of-text token, which has the largest number."""
+    """Return the batch of all ranks in step ``number``. Captions end with the largest token, which marks the end of text."""
     generator = torch.Generator().manual_seed(100 + number)
     shape = (3, size, size) if views == 1 else (views, 3, size, size)
     text = torch.randint(1, VOCABULARY - 1, (BATCH, CONTEXT), generator=generator)
@@ -96,7 +96,7 @@ class Way:
         sharded: whether several processes shard the parameters (FSDP2). False means that they replicate them (DDP).
         reshard: whether full parameters are freed between forward and backward, and gathered again.
         device: device of the model, the loss and the batches.
-        options: options of the loss that add to or override those of ``LOSSES``.
+        options: options of the loss that are added to ``LOSSES`` or override its values.
     """
 
     tower: str = "vit"
@@ -152,7 +152,7 @@ class TinyTraining:
         self.model.train()
 
     def batch(self, number: int) -> Batch:
-        """Return the batch of all ranks in a step."""
+        """Return the batch of all ranks in step ``number``."""
         return tiny_batch(number, self.loss.views, size=32 if self.way.tower == "resnet" else IMAGE)
 
     def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class TinyTraining:
         return self.step(parts_of(own, self.way.micro_batches), number)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of model, optimizer and loss, without DDP's prefix; with sharded parameters only on rank 0."""
+        """Return the tensors of model, optimizer and loss, without DDP's prefix. Only rank 0 returns sharded tensors."""
         model = {name.removeprefix("module."): value for name, value in self.model.state_dict().items()}
         optimizer = parallel.optimizer_state_dict(self.model, self.optimizer)
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})

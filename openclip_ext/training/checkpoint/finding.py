@@ -15,21 +15,21 @@ from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
 
 
 class Scan(NamedTuple):
-    """The newest verified checkpoint of a run (None if there is none), and newer checkpoints that cannot be read."""
+    """The newest verified checkpoint of a run (None if there is none), and the checkpoints that cannot be read."""
 
     newest: Path | None
     unreadable: frozenset[Path]
 
 
 class Start(NamedTuple):
-    """The checkpoint from which a run starts, if any, and the ``unreadable`` checkpoints in its folder."""
+    """The checkpoint from which a run starts, if any, and the ``unreadable`` checkpoints in the run's folder."""
 
     checkpoint: Checkpoint | None = None
     unreadable: frozenset[Path] = frozenset()
 
 
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
-    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it, and read what rank 0 has found."""
+    """Find, verify and read the checkpoint of ``--resume``. Collective: only rank 0 finds and verifies the checkpoint."""
     if resume is None:
         return Start()
     if resume == "latest" and config.folder is None:
@@ -54,7 +54,7 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
     if found.newest is not None:
         logging.info(f"Resuming from {found.newest}.")
         return found
-    # A run that was killed before its first save starts from scratch. If a run has saved, its log must not be overwritten.
+    # A run that was killed before its first save starts from scratch. After a save, the run's log must not be overwritten.
     log = config.folder / "metrics.jsonl"
     steps = sum("loss" in line for line in json_lines.read(log))
     if steps and (config.folder / SAVED).exists():
@@ -67,9 +67,9 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
 
 
 def scan(folder: Path) -> Scan:
-    """Find a run's newest readable checkpoint. Log a warning for each newer checkpoint that cannot be read.
+    """Find a run's newest readable checkpoint. Log a warning for each checkpoint that cannot be read.
 
-    Raise UsageError if no checkpoint can be read although there are some, or if the folder cannot be read.
+    Raise UsageError if the folder, or each checkpoint in it, cannot be read.
     """
     try:
         if folder.exists():
@@ -89,7 +89,7 @@ def scan(folder: Path) -> Scan:
     for state in sorted(folder.glob("epoch_*.state")):
         model_file = state.with_suffix(".pt")
         is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
-        # After a killed save, there is a temporary model file. Without it, the model file has been deleted or renamed.
+        # A killed save leaves a temporary model file. If there is none, the model file has been deleted or renamed.
         if is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists():
             unreadable[model_file] = f"{state} has no {model_file.name} next to it (deleted or renamed?)"
     newest = None

@@ -1,7 +1,7 @@
 """Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
 The model file is ``epoch_K.pt`` (``epoch_K_step_S.pt`` mid-epoch, ``epoch_latest.pt`` with ``--save-most-recent``). The folder
-has the same name with the ending ``.state``, and a subfolder named by the step::
+has the same name with the suffix ``.state``, and a subfolder named after the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position
@@ -10,8 +10,8 @@ has the same name with the ending ``.state``, and a subfolder named by the step:
     epoch_3.state/step_1200/checksums.json  SHA-256 of all these files and of epoch_3.pt
     epoch_3.lora/                           with --lora-rank: the adapter for peft; a resume does not read it
 
-A save writes temporary files. Then it renames the state folder, and last the model file. Until this last rename, the old
-checkpoint is complete. A resume verifies the checksums.
+A save first writes temporary files, then renames the state folder, and finally the model file. Until this last rename, the
+old checkpoint is complete. A resume verifies the checksums.
 """
 
 import hashlib
@@ -45,20 +45,20 @@ class Position:
     epoch: int = 0  # completed epochs
     step: int = 0  # optimizer steps of the run
     step_in_epoch: int = 0  # optimizer steps of the current epoch
-    samples: int = 0  # samples used for training; stored, because a resume may change the batch size
+    samples: int = 0  # samples seen in training; stored because a resume may change the batch size
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Properties in which a checkpoint and the run that resumes from it must agree."""
+    """Properties that must be equal in a checkpoint and in the run that resumes from it."""
 
     model: str
     loss: str
     optimizer: str
     num_samples: int  # size of the index space
-    global_batch: int  # samples of an optimizer step
+    global_batch: int  # samples per optimizer step
     seed: int
-    data: str | None = None  # the data's openclip_ext.data.sources.source.Source.index_digest
+    data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
     settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
@@ -91,14 +91,14 @@ class Checkpoint:
 
 
 def checkpoint_name(position: Position) -> str:
-    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``. K is the number of completed epochs."""
+    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``, after K full epochs and S optimizer steps."""
     if position.step_in_epoch == 0:
         return f"epoch_{position.epoch}"
     return f"epoch_{position.epoch}_step_{position.step}"
 
 
 def table_file(rank_file: Path, table: str) -> Path:
-    """Return the path of a rank's shard of a table. ``rank_file`` is the rank's file of random generators."""
+    """Return the path of a rank's shard of a table, next to the rank's file ``rank_NNNN.pt``."""
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
@@ -129,7 +129,7 @@ def read(path: Path, mmap: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare each file of a checkpoint with its checksum; raise UsageError if one differs. Without checksums, do nothing."""
+    """Raise UsageError if a file of a checkpoint differs from its checksum. OpenCLIP's checkpoints have no checksums."""
     if checkpoint.shared is None:
         return
     folder = checkpoint.rank_files[0].parent

@@ -1,4 +1,4 @@
-"""Load a checkpoint into the parts of a run, and remove later entries from the logs."""
+"""Load a checkpoint into the parts of a run, and remove log entries that were written after it."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ def restore(
 ) -> Position:
     """Load a checkpoint, if any, into the parts of a run, and return the run's position.
 
-    With ``steps_per_epoch``, the position of an OpenCLIP checkpoint is computed, which only stores the epoch. UsageError if
+    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError if
     the checkpoint belongs to a different run.
     """
     if checkpoint is None:
@@ -55,7 +55,7 @@ def restore(
 
 
 def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-    """Return a model file in the form that training needs: with separate adapters, if the run has adapters."""
+    """Return a model file's content for training, with separate (unmerged) LoRA adapters if the model has adapters."""
     content = checkpoint.model_file
     if (UNMERGED in content) != is_adapted(model):
         raise UsageError(
@@ -84,7 +84,7 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
 
 
 def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
-    """Restore the average of the weights, or start an average from the (restored) model; None if ``decay`` is None."""
+    """Return the average of the weights: restored, or starting at the model's weights. None if ``decay`` is None."""
     if decay is None:
         return None
     ema = ModelEma(model, decay)
@@ -97,7 +97,7 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove log entries after the checkpoint, and an evaluation that is in one log only. The run repeats both."""
+    """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains."""
     evaluated = not lacks_evaluation(folder, position)
     metrics, results = folder / "metrics.jsonl", folder / "checkpoints" / "results.jsonl"
     steps, epochs = position.step, position.epoch + evaluated
@@ -106,7 +106,7 @@ def cut_logs(folder: Path, position: Position) -> None:
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
-    """Return whether the run stopped after it saved an epoch's checkpoint and before it logged the epoch's evaluation."""
+    """Return whether the run stopped between saving an epoch's checkpoint and logging the epoch's evaluation."""
     if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
         return False
     results = json_lines.read(folder / "checkpoints" / "results.jsonl")
@@ -117,8 +117,8 @@ def lacks_evaluation(folder: Path | None, position: Position) -> bool:
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
     """Raise UsageError, with all differences, if a checkpoint does not belong to the run that resumes from it.
 
-    The global batch must be equal only for a mid-epoch checkpoint. ``keeps_samples``: whether the loss has per-sample state,
-    which is useless for other data.
+    The global batch size is compared only mid-epoch. ``keeps_samples``: whether the loss has per-sample state, which is
+    useless for other data.
     """
     if checkpoint.shared is None:
         return
@@ -151,7 +151,7 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
 
 
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
-    """Load the loss's state, and the state of this rank's random generators. The data order does not depend on them.
+    """Load the loss's state, and the state of this rank's random generators. The data order does not depend on these.
 
     If the number of ranks has changed, per-sample state is sharded again, and the generators are not restored.
     """
@@ -171,7 +171,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights into a model; raise UsageError if they do not fit. Both may be wrapped (names with ``module.``) or not."""
+    """Load weights, with or without DDP's prefix ``module.``, into a model; raise UsageError if they do not fit."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

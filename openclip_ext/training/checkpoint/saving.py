@@ -26,7 +26,7 @@ from openclip_ext.training import lora
 from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint.format import ADAPTER, Position, RunIdentity
 
-# Seconds to wait for other nodes' files, because a network file system may show them with a delay.
+# Seconds to wait for files of other nodes, which a network file system may show with a delay.
 _NODE_SECONDS = 30.0
 T = TypeVar("T")
 # Errors that Python and torch raise when the disk is full.
@@ -42,16 +42,16 @@ def save(
     identity: RunIdentity,
     parts: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint, and return the model file's path. A failed save keeps old files. Collective: all ranks call it.
+    """Write a checkpoint; return the model file's path. A failed save keeps old files. Collective: all ranks call it.
 
     Args:
         folder, name: The run's ``checkpoints/``, and the file name without suffix.
         model_file: OpenCLIP's dictionary, which is complete only on rank 0.
-        loss, position, identity: Content of ``.state``, in addition to the random generators.
-        parts: Other parts of the run, by name. All ranks call their ``state_dict``; rank 0's result is saved.
+        loss, position, identity: Saved in ``.state``, together with the state of the random generators.
+        parts: Other parts of the run, by name. All ranks call each part's ``state_dict``; rank 0's result is saved.
 
     Raises:
-        OSError: On every rank, if one rank could not write.
+        OSError: On all ranks, if one of them could not write.
     """
     states = {part: stateful.state_dict() for part, stateful in (parts or {}).items()}
     target = folder / f"{name}.pt"
@@ -91,7 +91,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Any, identity: A
 
 
 def _commit(target: Path, temporary: Path, state_folder: Path, model_file: dict[str, Any], checksums: Any) -> None:
-    """Write the model file with a temporary name, then rename the state folder, and last the model file."""
+    """Write the model file under a temporary name, then rename the state folder, and finally the model file."""
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in checksums if not (temporary / name).is_file()):
         if time.monotonic() > deadline:
@@ -115,7 +115,7 @@ def _write(path: Path, content: dict[str, Any]) -> str:
 
 
 class _HashingWriter:
-    """An open file that computes the SHA-256 of its content while it is written from front to back."""
+    """A file that is written sequentially and computes the SHA-256 of its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.flush = file, hashlib.sha256(), file.flush
@@ -126,7 +126,7 @@ class _HashingWriter:
 
 
 def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
-    """Write a file, and return its checksum. The file is flushed to disk, so it is never empty after a rename."""
+    """Write a file, and return its checksum. The file is synced to disk, so a crash after its rename leaves it complete."""
     try:
         with open(path, "wb") as file:
             writer = _HashingWriter(file)
@@ -142,7 +142,7 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
-    """Run a part of a save on all ranks; return all results. If one rank fails, all raise OSError, so no rank blocks."""
+    """Run an action on all ranks; return all results. If one rank fails, all raise OSError, so none waits forever."""
     failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
@@ -165,9 +165,9 @@ def save_model_file(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:
-    """Write the adapter, if any, next to the model file, on rank 0. If this fails, all ranks raise OSError. Collective.
+    """On rank 0, write the adapter, if any, next to the model file. If this fails, all ranks raise OSError. Collective.
 
-    Call it before the model file is saved: then no model file lacks its adapter.
+    Call this before saving the model file: then no model file lacks its adapter.
     """
 
     def replace() -> None:
@@ -214,7 +214,7 @@ def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove files that killed saves have left in a run's ``checkpoints/``. No save may be running."""
+    """Remove files that killed saves left in a run's ``checkpoints/``. Do not call this during a save."""
     for state in folder.glob("epoch_*.state"):
         model_file = state.with_suffix(".pt")
         if not state.is_dir():
@@ -232,7 +232,7 @@ def remove_leftovers(folder: Path) -> None:
         model_file = adapter.with_suffix(".pt")
         if not model_file.is_file():
             shutil.rmtree(adapter, ignore_errors=True)
-    # Temporary model files are removed last. Without one, a state folder would look as if its model file had been lost.
+    # Remove temporary model files last: a state folder without any model file looks as if this file had been lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -1,8 +1,8 @@
-"""Recipes: the published settings of the papers, as data.
+"""Recipes: the papers' published settings, as data.
 
-``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's own flags, so these override the recipe.
-``python -m openclip_ext.training.recipes`` lists the recipes. ``recipes.json`` contains, for each data set, its size and the
-common flags; and for each loss the source, options, other flags (null means OpenCLIP's default), published results and notes.
+``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's flags, so the user's flags override the recipe.
+``python -m openclip_ext.training.recipes`` lists the recipes. ``recipes.json`` contains the size and the common flags of each
+data set. For each loss, it contains the source, options, other flags (null means OpenCLIP's default), results and notes.
 """
 
 import json
@@ -17,7 +17,7 @@ from openclip_ext.losses.options import OPTIONS
 
 Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
-# Losses with two names.
+# Alternative names of losses.
 _ALIASES = {"fastclip-v3": "fastclip"}
 _KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "source", "results", "notes", "losses")
 
@@ -42,12 +42,11 @@ class Recipe:
 
     dataset: str
     loss: str
-    openclip_flags: Mapping[
-        str, Value
-    ]  # by name without ``--``; True: no value, a list: several, a dictionary: NAME=VALUE
+    # By name without ``--``. True means a flag without a value, a list means several values, a dictionary NAME=VALUE words.
+    openclip_flags: Mapping[str, Value]
     loss_options: Mapping[str, Value]  # options of openclip_ext.create_loss
     gpus: int  # number of GPUs to which ``batch-size`` refers
-    dataset_size: int  # image-text pairs of the source's training set
+    dataset_size: int  # image-text pairs in the source's training set
     samples_seen: int  # the source's training budget, in pairs
     source: str  # the papers, tables and released commands with these settings
     results: tuple[Result, ...]
@@ -61,9 +60,9 @@ class Recipe:
         return size * self.gpus
 
     def batch_size(self, gpus: int) -> int:
-        """Return the batch size per GPU with which ``gpus`` GPUs have the recipe's global batch."""
+        """Return the batch size per GPU that gives the recipe's global batch on ``gpus`` GPUs."""
         if self.global_batch % gpus:
-            raise ValueError(f"the batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
+            raise ValueError(f"global batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
         return self.global_batch // gpus
 
     def argv(self) -> list[str]:

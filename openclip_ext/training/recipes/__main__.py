@@ -6,14 +6,14 @@ from openclip_ext.training import recipes
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the names of all recipes, the names of one data set's recipes, or one recipe with source and results."""
+    """Print the names of all recipes, the names of one data set's recipes, or one recipe with its source and results."""
     parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
     parser.add_argument("loss", nargs="?", help="a loss with a recipe for DATASET")
     parser.add_argument(
         "--share-batch",
         nargs=argparse.REMAINDER,
-        help="a number of GPUs, then the flags of a run: print the --batch-size that gives the recipe's global batch",
+        help="print the --batch-size that gives the recipe's global batch; give a number of GPUs, then the flags of a run",
     )
     arguments = parser.parse_args(argv)
     try:

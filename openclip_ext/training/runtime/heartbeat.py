@@ -22,8 +22,8 @@ _LEFT = b"left"
 def watched(patience: float | None) -> Iterator[None]:
     """Send this rank's heartbeats, even while it evaluates or saves for hours, and watch the heartbeats of other ranks.
 
-    A rank without a heartbeat for ``patience`` seconds (None: no limit) has stopped, or its node has failed. The rank
-    that detects this logs the stopped rank, and exits the process: an exception cannot end a blocked collective.
+    If another rank sends no heartbeat for ``patience`` seconds (None means no limit), this rank logs the other rank's name
+    and exits its process, because an exception cannot end a blocked collective.
     """
     if patience is None or distributed.world_size() == 1:
         yield
@@ -35,7 +35,7 @@ def watched(patience: float | None) -> Iterator[None]:
     ended = threading.Event()
 
     def beat() -> None:
-        # A RuntimeError means that the store's process (rank 0 or torchrun) has ended. Collectives then fail without help.
+        # A RuntimeError means that the store's process (rank 0 or torchrun) has ended. Collectives then fail by themselves.
         with contextlib.suppress(RuntimeError):
             while not ended.wait(INTERVAL):
                 if missing := heartbeat.beat():
@@ -57,9 +57,9 @@ def watched(patience: float | None) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """This rank's heartbeats, and for each other rank the number of own heartbeats since its last heartbeat.
+    """This rank's heartbeats, and their number since the last heartbeat of each other rank.
 
-    Heartbeats are counted instead of seconds: if all ranks are stopped for a while, no rank counts as missing.
+    The timeout is counted in heartbeats, not in seconds: if all ranks are paused for a while, no rank is missing.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: int) -> None:

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from openclip_ext import distributed
 
-# Steps before the trace starts. After them, compilation, caching and the loss's checks of the loop are finished.
+# Untraced steps at the start, which include compilation, caching and the loss's checks of the training loop.
 _FIRST, _WARM_UP = 10, 2
 
 
@@ -18,7 +18,7 @@ _FIRST, _WARM_UP = 10, 2
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
     """Trace ``steps`` steps of rank 0 after the first 12; yield a function to call after each step.
 
-    Writes ``trace.json.gz`` (for chrome://tracing or Perfetto) and ``table.txt`` (the slowest operations) to
+    Write ``trace.json.gz`` (for chrome://tracing or Perfetto) and ``table.txt`` (the slowest operations) to
     ``folder/profile/``. Nothing is traced if ``steps`` is 0 or ``folder`` is None.
     """
     if not steps or folder is None or not distributed.is_master():

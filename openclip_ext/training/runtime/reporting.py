@@ -34,15 +34,13 @@ class Stopwatch:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new report."""
+        """Set the times since the last report to 0."""
         self.steps, self.data_seconds, self.seconds = 0, 0.0, 0.0
 
     def data_arrived(self) -> None:
-        """Record that the step's batches have arrived."""
         self.data_seconds += time.perf_counter() - self._last
 
     def step_done(self) -> None:
-        """Record the end of the step."""
         seconds = time.perf_counter() - self._last
         self.steps, self.seconds = self.steps + 1, self.seconds + seconds
         self._all_steps, self._all_seconds = self._all_steps + 1, self._all_seconds + seconds
@@ -58,7 +56,7 @@ class Stopwatch:
 
 
 class Reporter:
-    """The writer of the run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
+    """Writer of a run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
     If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
     files are written.
@@ -124,7 +122,7 @@ class Reporter:
             self._bar.update()
 
     def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
-        """Report a logged step: ``step``, ``epoch``, ``samples``, ``loss`` and other plain numbers."""
+        """Report a step. ``record`` contains ``step``, ``epoch``, ``samples``, ``loss`` and other plain numbers."""
         if not self.active:
             return
         steps = max(stopwatch.steps, 1)
@@ -156,7 +154,7 @@ class Reporter:
         logging.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
-        """Log once if the run stays at chance after the warm-up, because all other metrics may look normal."""
+        """Log a warning once if the run stays at chance after the warm-up, because all other metrics may look normal."""
         chance = record["chance"]
         is_at_chance = record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
@@ -199,7 +197,7 @@ class Reporter:
                 torn = lines.read(1) not in (b"", b"\n")  # a killed process may have left half a line
                 lines.write(b"\n" * torn + self._unwritten[file])
             del self._unwritten[file]
-        except OSError as error:  # the lines stay in `_unwritten`, and the next record writes them
+        except OSError as error:  # the lines stay in `_unwritten`, and the next call writes them
             if end is not None:
                 with suppress(OSError):
                     os.truncate(self._folder / file, end)

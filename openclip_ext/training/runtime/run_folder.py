@@ -34,9 +34,9 @@ LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folde
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Create the run folder, lock it for this run, and start logging. A failed start leaves no new folder.
+    """Create the run folder, lock it for this run, and start logging. If the run fails to start, remove a new folder.
 
-    Yields the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
+    Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
     not given, if another process uses the folder, or if the folder is not writable.
     """
     level = logging.DEBUG if config.debug else logging.INFO
@@ -69,26 +69,26 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
         if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # otherwise, closing the stream would write the text again, and fail
+            handler.stream = None  # otherwise, closing the stream would fail, because it would write the text again
     else:
         traceback.print_exc()
 
 
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
-    """Create the folder, and lock it inside the ``with`` block. If no run has started by then, remove a new folder."""
+    """Create the folder, and lock it inside the ``with`` block. After an error, remove a new folder if it contains no step."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process. The last data workers of a killed run may keep it for some seconds.
+        # The lock is released when the process exits, but data workers of a killed run may hold it for some seconds.
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=LOCK_PATIENCE)
         for name in ("config.json", "params.txt", "metrics.jsonl", "out.log"):
             if (folder / name).exists():
-                (folder / name).open("ab").close()  # raises for a folder, or another user's file
+                (folder / name).open("ab").close()  # raises OSError for a folder, or another user's file
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout as error:
         holder = owner.read_text() if owner.is_file() else "another process"
@@ -100,7 +100,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     except BaseException:
         if new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # a parent is not empty if another program has written to it
+            with suppress(OSError):  # fails if another program has written to a parent folder
                 for place in new[1:]:
                     place.rmdir()
         raise
@@ -196,7 +196,6 @@ def _git_commit() -> str | None:
 
 
 def copy_codebase(folder: Path) -> None:
-    """Copy this package's source code to the run folder."""
     target = folder / "code" / "openclip_ext"
     if target.exists():
         logging.info(f"The code is already in {target}.")

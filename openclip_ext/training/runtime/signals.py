@@ -52,8 +52,8 @@ class SignalRequests:
     """A context manager that stores signals until the end of the step, when all ranks act on them together.
 
     A signal may reach only one rank; the other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
-    immediately. This does not apply under torchrun, which forwards the first Ctrl-C again. ``exit_status`` is the shell's exit
-    status for the signal; if only another rank received the signal, it is SIGTERM's.
+    immediately, but not under torchrun: there, the terminal and torchrun both send the first Ctrl-C. ``exit_status`` is the
+    shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
     """
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class SignalRequests:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise ``Interrupted`` for a request to stop inside the ``with`` block, where the run waits for a batch.
+        """Inside the ``with`` block, in which the run waits for a batch, raise ``Interrupted`` if a signal requests a stop.
 
-        The batch may never come, so the run must not wait for the end of the step.
+        The batch may never arrive, so the request is not delayed until the end of the step.
         """
         self._is_interruptible = True
         try:
@@ -100,9 +100,9 @@ class SignalRequests:
             self._is_interruptible = False
 
     def poll_ranks(self, now: bool = False) -> Request:
-        """Return the largest request of any rank before the previous call, or, with ``now``, before this call. Collective.
+        """Return the largest request that any rank had at the previous call, or, with ``now``, at this call. Collective.
 
-        Because of the delay of one call, no step waits for the host of the slowest rank.
+        The result is delayed by one call so that no step waits for the host of the slowest rank.
         """
         known = self._request
         earlier, self._asked = self._asked, distributed.any_rank_soon(int(known))
