@@ -24,7 +24,7 @@ def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str
 
 
 def exchange_sides(caption: str) -> str:
-    """Exchange the words 'left' and 'right', keeping upper case (LEFT, Left). Longer words ('leftover') do not change."""
+    """Exchange the words 'left' and 'right' and keep their capitals (LEFT, Left). Longer words ('leftover') do not change."""
     return _SIDES.sub(_opposite, caption)
 
 

@@ -29,10 +29,10 @@ class EmbeddingStore:
     Attributes:
         folder: Folder of the files.
         images, texts: ``(n, d)`` float16.
-        positions: Row numbers of a subset's samples. None (default) means all rows: row i belongs to sample i.
-        about: ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``, ``caption_key``,
-            ``samples`` (their number), ``width``, ``data`` (the source's ``index_digest``; null if unknown) and
-            ``logit_scale`` (the model's ``1/τ``).
+        positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
+        about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
+            ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the source; null if
+            unknown) and ``logit_scale`` (``1/τ`` of the model).
     """
 
     folder: Path
@@ -48,8 +48,8 @@ class EmbeddingStore:
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or differs from the given number of samples or
-                the given ``data`` (an ``index_digest``).
+            UsageError: The folder does not exist, is incomplete or corrupt, or has another number of samples or another
+                ``data`` (an ``index_digest``) than given.
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
@@ -75,7 +75,7 @@ class EmbeddingStore:
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process maps the files again, because a pickled array would be a copy.
+        # A pickled array would be a copy, so another process maps the files again.
         return _reopen, (self.folder, self.positions)
 
     @property
@@ -93,7 +93,7 @@ class EmbeddingStore:
         return replace(self, positions=np.asarray(positions))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``(B, d)`` float16 of images and texts at positions ``(B,)``."""
+        """Return the image and text embeddings, each ``(B, d)`` float16, at positions ``index`` ``(B,)``."""
         positions = index.numpy() if self.positions is None else self.positions[index.numpy()]
         return torch.from_numpy(self.images[positions]), torch.from_numpy(self.texts[positions])
 
