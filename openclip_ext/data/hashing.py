@@ -36,7 +36,7 @@ def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
 
 
 def hash_int(purpose: Purpose, *words: int) -> int:
-    """Return the same hash as :func:`hash64`, for Python integers and as a Python integer."""
+    """Return the value of :func:`hash64` for Python integers, as a Python integer."""
     return _hash(int(purpose), *(word & _MASK for word in words))
 
 
@@ -64,5 +64,5 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 
 
 def permutation(bits: np.ndarray) -> np.ndarray:
-    """Return the permutation (``int64``) that sorts random bits."""
+    """Return the permutation (``int64``) that sorts the given random bits."""
     return np.argsort(bits, kind="stable")

@@ -31,7 +31,7 @@ class ImagePipeline:
 
     Attributes:
         decode: Decodes the content of a file to an RGB image, in a worker.
-        transform: Turns the image into ``(3, H, W)``, in a worker. The dtype is uint8 if ``normalize`` is given.
+        transform: Turns the image into ``(3, H, W)``, in a worker. The dtype is uint8 unless ``normalize`` is None.
         normalize: Turns a batch into float32 on the model's device. None means that ``transform`` returns float32.
     """
 
@@ -44,9 +44,8 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
     """Return a pipeline with the same operations as a transform of ``open_clip.create_model_and_transforms``.
 
     Args:
-        transform: The transform.
         backend: ``pil`` gives exactly the same pixels. ``torchvision`` decodes JPEG files and crops and resizes uint8
-            tensors; its pixels differ by rounding. Pillow does the other operations and decodes the other files.
+            tensors; its pixels differ by rounding. Pillow decodes other files and does the other operations.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
@@ -63,8 +62,8 @@ def split_transform(
     """Split a transform that ends with ``ToTensor`` and ``Normalize`` into two parts with the same result.
 
     Returns:
-        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. A transform with a different end is returned
-        unchanged, with None.
+        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. A transform that ends differently is
+        returned unchanged, with None.
     """
     steps = transform.transforms if isinstance(transform, Compose) else []
     if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
@@ -77,7 +76,7 @@ class _BatchNormalize:
 
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
-        # 255 is a tensor: instead of dividing by a Python number, a GPU would multiply by its rounded inverse.
+        # 255 is a tensor, because a GPU would not divide by a Python number but multiply by its rounded inverse.
         self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
 
 
 def _is_plain_jpeg(content: bytes) -> bool:
-    """Return whether torchvision can safely decode a file. It accepts truncated JPEGs and crashes on some corrupt PNGs."""
+    """Return whether a file is safe for torchvision, which accepts truncated JPEGs and crashes on some corrupt PNGs."""
     try:
         head = Image.open(io.BytesIO(content))
     except Exception:  # decode_image reports the reason
@@ -107,7 +106,7 @@ def _is_plain_jpeg(content: bytes) -> bool:
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Adapt the steps of a transform to tensors. Steps after the crop that need a Pillow image receive a converted one."""
+    """Adapt the steps of a transform to tensors. Only a first step that crops uses tensors; other steps get Pillow images."""
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
     last = [steps.pop()] if steps[-1] is _to_bytes else []

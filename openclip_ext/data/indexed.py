@@ -20,7 +20,8 @@ class IndexedDataset:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # ends a for loop
+            # This error ends a for loop over the data set.
+            raise IndexError(f"index {position} is out of range: the data set has {len(self)} samples")
         sample = self.dataset[position]
         if isinstance(sample, dict):
             _refuse_taken(sample)
@@ -52,7 +53,7 @@ def with_index(
         A data set of the same kind. A map-style set is wrapped in :class:`IndexedDataset`.
 
     Raises:
-        TypeError: The data set has a different kind.
+        TypeError: The data set is of a different kind.
         ValueError: The samples already have an ``"index"``, or the shards of a pipeline are unknown.
 
     Example:
@@ -122,7 +123,7 @@ class _WebDatasetIndex:
             for position, sample in enumerate(of_shard):
                 if url in seen or sample["__key__"] == first_key:
                     raise ValueError(
-                        f"the samples of {url} come twice in this epoch, so their indices would be repeated. Call "
+                        f"the samples of {url} occur twice in this epoch, so their indices would be repeated. Call "
                         "with_index before shuffle(), and do not use resampled=True"
                     )
                 if position >= shard.num_samples:

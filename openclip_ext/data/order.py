@@ -45,7 +45,7 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
 ) -> EpochSequence:
-    """Return the samples of full shards, at least ``num_slots``. Shards are sampled with replacement by ``weights``."""
+    """Return at least ``num_slots`` samples, from full shards that are sampled with replacement by ``weights``."""
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
         raise ValueError(
@@ -116,7 +116,7 @@ class Layout:
     shuffle_window: int  # in samples, for each worker (see shuffled_positions)
 
     def replaced(self, entry: Mapping[str, Any]) -> "Layout":
-        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names are unchanged."""
+        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names keep this layout's value."""
         return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
 
     @property
@@ -133,7 +133,7 @@ class Layout:
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return the begin and the end of a worker's piece, as positions in this number of slots."""
+        """Return the start and the end of a worker's piece, as positions in this number of slots."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -145,7 +145,6 @@ class Segment:
     """A part of an epoch that was trained in one layout.
 
     Attributes:
-        layout: The layout.
         batches: Micro-batches per rank.
         bad: Number of bad samples that each worker skipped, rank by rank. Empty means none.
     """
@@ -253,7 +252,7 @@ class _Slots:
         return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
 
     def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
-        """Return the slots at the positions in these ranges, which must be ascending and not overlap."""
+        """Return the slots at the positions in these ranges, which must be ascending and must not overlap."""
         begins, ends = begins[begins < ends], ends[begins < ends]
         first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
         # Cut ranges at the ends of the runs.
@@ -288,7 +287,7 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
 
 
 def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions that :func:`shuffled_positions` yields after the first ``done``, as begins and ends of ranges.
+    """Return the positions that :func:`shuffled_positions` yields after the first ``done``, as starts and ends of ranges.
 
     Only the keys near ``done`` are computed, because no position moves further than ``window``.
     """

@@ -27,8 +27,7 @@ class EmbeddingStore:
     """Embeddings of a data set by sample index, memory-mapped from their files.
 
     Attributes:
-        folder: Folder of the files.
-        images, texts: ``(n, d)`` float16.
+        images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
         positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
         about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
             ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the source; null if
@@ -48,8 +47,8 @@ class EmbeddingStore:
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or has another number of samples or another
-                ``data`` (an ``index_digest``) than given.
+            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples`` or ``data``
+                (an ``index_digest``).
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
@@ -64,7 +63,7 @@ class EmbeddingStore:
         for wanted, found, what in ((num_samples, about["samples"], "samples"), (data, about.get("data"), "data")):
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
-                    f"--reference {path} belongs to other data than --train-data, or to another order: expected "
+                    f"--reference {path} was made from other data than --train-data, or in another order: expected "
                     f"{what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
         for name, values in zip((IMAGES, TEXTS), arrays, strict=True):

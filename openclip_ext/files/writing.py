@@ -32,7 +32,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 
 
 def refuse_url(path: str | None, fix: str = "Give a local path, and copy the output yourself") -> None:
-    """Raise ValueError if an output path is a URL, for which a local folder such as ``s3:`` would be created."""
+    """Raise ValueError if an output path is a URL: writing to it would create a local folder such as ``s3:``."""
     if path is not None and _URL.match(path):
         raise ValueError(f"{path} is a URL: expected a local path. {fix}")
 

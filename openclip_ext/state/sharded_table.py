@@ -67,7 +67,6 @@ class ShardedTable(nn.Module):
 
         Args:
             index: ``(B,)`` sample indices. The result for an index outside of ``[0, num_samples)`` is arbitrary.
-            columns: The columns to return.
             missing: ``(columns, B)``, results for samples that were never written. None (default) means NaN.
         """
         slots = self._slots(index)

@@ -48,7 +48,6 @@ def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: obje
     """Fill this rank's shard from the saved shards of all ranks. The number of ranks may have changed.
 
     Args:
-        table: The table to fill.
         parts: The saved shards in rank order, from :func:`open_table`: ``(samples of the rank, columns)`` each.
         source: Name of the checkpoint in error messages.
     """

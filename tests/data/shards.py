@@ -53,7 +53,6 @@ def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Mem
     """Write shards ``00000.tar``, ``00001.tar``, ... with consecutive sample numbers; return the paths.
 
     Args:
-        folder: output folder.
         counts: number of samples in each shard.
         replaced: maps sample numbers to members that replace the usual members.
     """

@@ -98,7 +98,7 @@ def test_a_webdataset_needs_no_captions(tmp_path: Path):
 def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], tmp_path: Path):
     write_sizes(tmp_path, [5, 2, 4])
     piped = [f"pipe:cat {shard}" for shard in shards]
-    twice = "come twice in this epoch.*before shuffle.*not use resampled"
+    twice = "occur twice in this epoch.*before shuffle.*not use resampled"
     for dataset, message in (
         (with_index(pipeline(shards, resampled=True), shards=shards), twice),
         (with_index(pipeline([shards[0], shards[0]])), twice),

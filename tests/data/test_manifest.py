@@ -208,7 +208,7 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
     with pytest.raises(
-        ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, [\d,]+ when .*Create the manifest again"
+        ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, but had [\d,]+ when .*Create the manifest again"
     ):
         find_or_create_manifest(shards)
     assert main(shards) == 0

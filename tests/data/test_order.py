@@ -1,4 +1,4 @@
-"""The order of an epoch: every sample comes once with any layout and after any interruption, in every version alike."""
+"""An epoch contains every sample once, with any layout and after any interruption. All versions have the same order."""
 
 import random
 import tracemalloc

@@ -48,7 +48,7 @@ class Server(ThreadingHTTPServer):
         has_ranges: whether the server supports range requests and sends the length of a file.
         has_version: whether the server also sends an ETag; only used with ``has_ranges``.
         trickles: whether the server sends content byte by byte, with pauses.
-        never_ends: whether the server sends zeros after the content without end.
+        never_ends: whether the server sends endless zeros after the content.
         breaks: how many of the next responses stop after half of the content.
         stalls: how many of the next requests get no response.
         away_until: the server closes connections without a response until this value of ``time.monotonic()``.

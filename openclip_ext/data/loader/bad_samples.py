@@ -1,4 +1,4 @@
-"""The bad samples of a run, which all ranks share, later epochs exclude, and checkpoints contain."""
+"""The bad samples of a run: the ranks share them, later epochs exclude them, and checkpoints contain them."""
 
 import logging
 from collections import Counter
@@ -26,7 +26,7 @@ class BadSample:
 class BadSamples:
     """The bad samples that the ranks have shared, and those that this rank has found since the last :meth:`exchange`.
 
-    A fraction of up to ``max_fraction`` may be bad, both of the data set and of the ``epoch_samples`` samples of an epoch.
+    ``max_fraction`` limits the fraction of bad samples, both in the data set and in the ``epoch_samples`` of an epoch.
     """
 
     def __init__(self, source: Source, max_fraction: float, epoch_samples: int) -> None:
@@ -81,7 +81,7 @@ class BadSamples:
         self._new = {}
 
     def counts(self) -> tuple[int, int]:
-        """Return how many samples this epoch skips as bad: those that the ranks have shared, and the new ones of this rank."""
+        """Return how many bad samples this epoch skips, as (samples that the ranks have shared, new samples of this rank)."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
     def by_shard(self) -> Counter[str]:
@@ -107,7 +107,7 @@ class BadSamples:
             logging.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
-        if self._has_refused:  # it has raised, and the final save must not fail
+        if self._has_refused:  # it has raised once, and the final save must not fail
             return
         known = len(self._known())
         met = known - sum(met < self._epoch for met in self._found.values())

@@ -21,7 +21,7 @@ from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, Decode
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
-_READ_AHEAD = 4096  # coming samples whose shards a reader may already open
+_READ_AHEAD = 4096  # a reader may open the shards of this many upcoming samples
 
 
 class Beginning(NamedTuple):
@@ -32,7 +32,7 @@ class Beginning(NamedTuple):
 
 
 class BatchRequest(NamedTuple):
-    """A request to a worker for one batch. It contains the epoch, because workers are persistent."""
+    """A request to a worker for one batch. Workers persist across epochs, so each request contains the epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
@@ -70,7 +70,7 @@ class BatchDataset(Dataset):
     _tokenizer: Tokenizer
     _layout: Layout
     _rank: int
-    _max_bad: int  # bad samples while making one batch
+    _max_bad: int  # maximum number of bad samples per batch
     _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
     _expected: tuple[Any, ...] | None = None
 
@@ -169,7 +169,7 @@ def epoch_order(
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """Yield the samples of one worker in order, from sample number ``start``. Memory holds up to one shuffle window."""
+    """Yield the samples of one worker in order, from sample number ``start``. Up to one shuffle window is in memory."""
     waiting: dict[int, RawSample] = {}
     ahead = _read_in_sequence(source, order, rank, worker, start)
     for part in order.shuffled(rank, worker, start):

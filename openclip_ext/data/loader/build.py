@@ -29,7 +29,7 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 
-# Number of samples at the start of the validation data of which at least one must have an image and a caption.
+# At least one of the first samples of the validation data, up to this number, must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
@@ -129,7 +129,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
-    """Raise BadDataError now, and not after an epoch, if the first validation samples lack an image or a caption."""
+    """Raise BadDataError before training if the first validation samples lack an image or a caption."""
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))

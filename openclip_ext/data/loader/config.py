@@ -7,11 +7,11 @@ from openclip_ext.cli.options import flag
 
 @dataclass(frozen=True)
 class TrainLoaderConfig:
-    """Configuration of :class:`TrainLoader`."""
+    """Batches, workers, order and augmentation of a :class:`TrainLoader`."""
 
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
-    workers: int = flag(0, minimum=0, maximum=1024)  # processes of each rank; 0: load in the training process
+    workers: int = flag(0, minimum=0, maximum=1024)  # per rank; 0 means loading in the training process
     seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # seed of the sample order and the augmentation
     rank: int | None = None  # for rank and world_size, None means the value of torch.distributed
     world_size: int | None = None

@@ -93,7 +93,7 @@ class _EvalDataset(IterableDataset):
                 logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
 
     def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
-        """Yield the samples of this worker by group, with its name. A group is a shard, or a data set with an index."""
+        """Yield the name and the samples of each group of this worker. A group is a shard, or a data set with an index."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):
@@ -155,7 +155,7 @@ class EvalLoader:
             num_workers=workers,
             worker_init_fn=leave_process_group,
             pin_memory=torch.cuda.is_initialized(),
-            # Without its own generator, DataLoader would draw from the training process's.
+            # Without this generator, DataLoader would draw from the training process's generator.
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -28,7 +28,7 @@ _Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
-    """Raised by a signal handler while the training process waits for a batch. Do not catch it to try again."""
+    """Raised by a signal handler while the training process waits for a batch. Code that retries must not catch it."""
 
 
 class _Found(enum.IntEnum):
@@ -54,8 +54,8 @@ class TrainLoader:
             by (seed, epoch, index) before each call.
         decoder: Turns the content of an image file into the input of ``preprocess``, see :mod:`openclip_ext.data.images`.
         tokenizer: Turns a list of B captions into token ids ``(B, L)``, as OpenCLIP's tokenizers do.
-        epoch_samples: Number of samples in a shorter epoch; each epoch then has a different part of the data, with the same
-            indices. None (default) means all samples.
+        epoch_samples: Number of samples in a shorter epoch. Each epoch then has a different part of the data. Indices do not
+            change. None (default) means all samples.
         max_bad_fraction: The run stops when more than this fraction of the samples is bad.
 
     Raises:
@@ -99,7 +99,7 @@ class TrainLoader:
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
             persistent_workers=config.workers > 0,
-            # Without it, DataLoader would draw from the training process's generator at the start of every pass.
+            # Without this generator, DataLoader would draw from the training process's generator at the start of every pass.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
         self._patience = config.patience
@@ -117,7 +117,7 @@ class TrainLoader:
 
     @property
     def num_samples(self) -> int:
-        """Size ``n`` of the index space."""
+        """Number of samples ``n``, including excluded samples."""
         return self.source.num_samples
 
     @property
@@ -176,7 +176,7 @@ class TrainLoader:
 
     @contextmanager
     def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """In the block, wait for batches within a context in which a signal handler may raise :class:`Interrupted`.
+        """In the block, wait for batches in the context ``interruptible()``, where a handler may raise :class:`Interrupted`.
 
         If the block raises, the workers are killed, because the process would wait at exit for a worker that hangs.
         """
@@ -192,8 +192,8 @@ class TrainLoader:
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
-        If a worker has too few usable samples for its last batch, the remaining samples of all ranks are distributed again
-        among the workers, as long as they fill a step.
+        A worker may have too few usable samples for its last batch. The remaining samples of all ranks are then distributed
+        again among the workers, as long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -242,8 +242,8 @@ class TrainLoader:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step.
 
-        Several ranks request the batches of a step before the previous step runs. They exchange the results meanwhile, and
-        no rank waits.
+        Several ranks request the batches of a step before the previous step runs. Meanwhile, they exchange the results, so no
+        rank waits.
         """
         layout = self._layout
         known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
@@ -304,7 +304,7 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
             f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
-        raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
+        raise ValueError("--draw-captions needs shards: other data sets have one caption for each image")
     bad, where = source.known_bad()
     if bad > max_bad_fraction * source.num_samples:
         raise BadDataError(

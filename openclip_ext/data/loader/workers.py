@@ -34,7 +34,7 @@ class WorkerError(RuntimeError):
 
 
 class _Flag:
-    """The part of ``multiprocessing.Event`` that DataLoader uses, without a lock, because a killed worker may keep it."""
+    """The part of ``multiprocessing.Event`` that DataLoader uses, without a lock that a killed worker would not release."""
 
     def __init__(self) -> None:
         self._value = multiprocessing.RawValue("b", 0)
@@ -99,7 +99,7 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
             yield batch
     except GeneratorExit:
         raise
-    except (RuntimeError, OSError, EOFError) as error:  # sockets of a dead worker raise them, too
+    except (RuntimeError, OSError, EOFError) as error:  # a dead worker's sockets raise these, too
         reason = stuck[0] if stuck else _reason(error, _workers(loader), largest)
         kill_workers(loader)
         if reason is None:
@@ -112,7 +112,7 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
 
 @contextmanager
 def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int, stuck: list[str]) -> Iterator[None]:
-    """Kill the worker that makes batch ``turn`` if the block takes longer. A wait for a stopped process has no other end."""
+    """Kill the worker that makes batch ``turn`` if the block takes longer. A wait for a stopped process would never end."""
     if seconds is None or not loader.num_workers:
         yield
         return
@@ -123,8 +123,8 @@ def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int
             number = turn % loader.num_workers
             worker = _workers(loader)[number]
             stuck.append(
-                f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Look at "
-                "what it reads: a file server that hangs, a huge image or caption"
+                f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Check "
+                "what it reads: the file server may hang, or an image or caption may be huge"
             )
             worker.kill()
 
@@ -156,7 +156,7 @@ def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
     return (
         f"data worker (process {', '.join(str(worker.pid) for worker in exited)}) "
         + ("was killed, probably because memory ran out" if killed else "exited")
-        + f". The largest exited process had {memory:.1f} GiB; fewer --workers need less"
+        + f". The largest exited process used {memory:.1f} GiB; fewer --workers need less memory"
     )
 
 

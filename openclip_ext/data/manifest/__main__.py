@@ -1,4 +1,4 @@
-"""``openclip-ext manifest``: count the samples of shards, and so define the index of every sample. Needs no torch."""
+"""``openclip-ext manifest``: count the samples of shards, to define the index of every sample. Needs no torch."""
 
 import argparse
 import json
@@ -20,10 +20,10 @@ from openclip_ext.files.writing import output_path
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="openclip-ext manifest",
-        description="Count the samples of shards, and so define the index of every sample.",
+        description="Count the samples of shards, to define the index of every sample.",
     )
     add = parser.add_argument
-    add("shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs, several joined by ::")
+    add("shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; several may be joined by ::")
     add(
         "--output",
         type=output_path,

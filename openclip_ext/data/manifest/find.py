@@ -28,7 +28,7 @@ def find_or_create_manifest(
     scan the indices in a checkpoint could refer to different samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
-        ManifestError: There is no valid manifest. All ranks raise it with the reason.
+        ManifestError: There is no valid manifest. All ranks raise an error; rank 0 raises the original one.
     """
     # Imported late, because the manifest's command line works without torch.
     from openclip_ext import distributed

@@ -1,4 +1,4 @@
-"""The manifest contains the number of samples in each shard, and so defines the index of every sample.
+"""The manifest contains the number of samples in each shard. These numbers define the index of every sample.
 
 The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, and known
 before training starts. They do not change, and do not depend on the names in the tar.
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
-        """Size ``n`` of the index space."""
+        """Number of samples ``n``, including excluded samples."""
         last = self.shards[-1]
         return last.first_index + last.num_samples
 
@@ -276,7 +276,7 @@ def _is_touched(shard: Shard) -> bool:
     """Return whether a local shard's modification time changed since its scan; raise ReplacedError if its size changed."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
-        raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
+        raise ReplacedError(f"it has {status.st_size:,} bytes, but had {shard.size or 0:,} when the manifest was made")
     return status.st_mtime_ns != shard.mtime_ns
 
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 # Maximum lengths of the lists of one shard, to keep a manifest small.
 _MAX_POSITIONS, _MAX_GAPS = 20, 5
 _MAX_PROCESSES = 32
-# Each process receives the shard list in this many parts: sending shards one by one takes longer than scanning small ones.
+# Each process receives its shards in this many chunks, because sending shards one by one takes longer than scanning them.
 _CHUNKS = 64
 _REQUESTS = 32  # remote files that are read in parallel
 
@@ -93,7 +93,7 @@ def scan_shard(
     except OSError as error:
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
-        # The size of the gaps may underestimate the loss: if img2dataset wrote the shard's count, compare with it.
+        # The size of the gaps may underestimate the loss, so compare with the shard's count if img2dataset wrote it.
         lost = (_written_count(url, partial(_read_json, storage)) or 0) - shard.num_samples
         if lost > 0:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), lost)
@@ -167,7 +167,7 @@ def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iter
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Return the remote shards with a known count, by URL. ``sizes`` None means counts from the files next to the shards."""
+    """Return the remote shards with a known count, by URL. If ``sizes`` is None, read the files next to the shards."""
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # the shards of a folder share its sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -96,7 +96,6 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
     """Return a caption of a scene.
 
     Args:
-        scene: The scene.
         generator: Random numbers for the order of the items, the synonyms and the omitted words.
         complete: Whether to keep all words. If not, most captions are incomplete, like captions from the web: size, color,
             texture and background are each kept with probability 1/2, the relation with 3/4 (else "and"), and the noun with
@@ -120,7 +119,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
 
 def describe(scene: Scene, relation: str | None) -> str:
-    """Return a complete caption in fixed order and wording, with this relation. None leaves out the second item."""
+    """Return a complete caption in fixed order and wording, with this relation. ``None`` omits the second item."""
     parts = [_noun_phrase(scene.items[0])]
     if relation is not None:
         parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]

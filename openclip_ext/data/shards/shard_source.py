@@ -95,7 +95,7 @@ class ShardSource(Source):
     def open_shard(self, number: int) -> io.BufferedReader:
         """Open one shard; raise OSError if it does not exist or changed since its scan. Fetch the start of a remote shard.
 
-        A local shard may be on a file server that does not answer, so retry to open it, unless the previous shard failed.
+        A local shard may be on a file server that does not answer, so retry opening it, unless the previous shard failed.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
@@ -115,7 +115,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """Reads shards from front to back. Remote shards are opened in advance. An earlier sample needs opening a shard again."""
+    """A reader of shards from front to back. It opens remote shards in advance, and opens a shard again to go back."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -176,7 +176,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample. If the shard is unreadable up to there, raise one of STREAM_ERRORS, now and for later samples."""
+        """Return a sample. If the shard is unreadable before it, raise one of STREAM_ERRORS, now and for later samples."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:

@@ -20,7 +20,7 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
     """Return one list of shards for each ``::`` component. Local shards have absolute paths.
 
     Args:
-        shards: A path, URL or ``pipe:`` command with brace notation; several of them joined by ``::``, as in OpenCLIP; or a
+        shards: A path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or a
             list. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs whose storage can list its files.
 
     Raises:

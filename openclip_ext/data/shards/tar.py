@@ -91,7 +91,7 @@ class TarSample(NamedTuple):
     fields: dict[str, bytes]  # the content of the wanted fields
 
 
-# Function of an offset and a number of bytes that returns up to this many bytes. Later calls have larger offsets.
+# Function that receives an offset and a number of bytes, and returns up to this many bytes. Later calls have larger offsets.
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -116,10 +116,10 @@ def _text(field: bytes) -> str:
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Return whether a header's checksum is right: the sum of all bytes, with eight blanks in place of the checksum field.
+    """Return whether a header has the right checksum. It is the sum of all bytes, with eight blanks in the checksum field.
 
-    The blanks add 8 * 32 = 256. The lower half of Adler-32 is the sum plus 1, modulo 65521, and a hundred times faster than
-    ``sum(header)``.
+    The blanks add 8 * 32 = 256. The lower half of Adler-32 is the sum plus 1, modulo 65521. Adler-32 is a hundred times
+    faster than ``sum(header)``.
     """
     try:
         expected = _number(header[148:156])

@@ -13,7 +13,7 @@ from openclip_ext.data.storage import open_local
 
 
 class _Texts:
-    """Strings in one block of bytes. Forked workers share this block; they would copy millions of Python strings."""
+    """Strings in one block of bytes. Forked workers share this block, but would copy millions of Python strings."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         encoded = [text.encode("utf-8") for text in texts]

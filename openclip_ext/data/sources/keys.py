@@ -1,4 +1,4 @@
-"""Keys of the image and the captions in a sample of a shard. No torch: the manifest's command line imports this module."""
+"""Image and caption keys of the samples in shards. The module does not import torch, for the manifest's command line."""
 
 import json
 import re

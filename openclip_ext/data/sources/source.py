@@ -67,7 +67,7 @@ class Source(ABC):
         index_digest: Hash of the samples and their indices, without locations and exclusions. None if unknown.
         sequential: Whether samples should be read in ascending order and shuffled in memory, as from tars.
         several_captions: Whether a sample may have several captions.
-        reference: Embeddings of the samples by a reference model, which are added to the batches. None means no embeddings.
+        reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
     """
 
     sequential = False
@@ -92,15 +92,14 @@ class Source(ABC):
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
 
     def reader(self) -> Reader:
-        """Return a new reader."""
         return Reader()
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         """Return the RGB image and the caption; raise BadSampleError if either is missing or does not decode.
 
-        ``decoder`` receives the bytes of an image file, or the open file. The caption has the number ``draw``, modulo the
-        number of captions.
+        ``decoder`` receives the bytes of an image file, or the open file. The number ``draw``, modulo the number of captions,
+        selects the caption.
         """
 
     @abstractmethod

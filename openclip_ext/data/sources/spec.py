@@ -48,7 +48,7 @@ class DataSpec:
     cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
     cache_size: float = flag(
         100.0,
-        "maximum GiB of --cache-dir; the least recently used shards are removed",
+        "maximum size of --cache-dir in GiB; the least recently used shards are removed",
         needs="cache_dir",
         exclusive_minimum=0.0,
     )
