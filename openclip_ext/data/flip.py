@@ -15,7 +15,7 @@ _OPPOSITE = {"left": "right", "right": "left"}
 def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str]:
     """Mirror an image with probability 1/2 and exchange 'left' and 'right' in its caption (CLIP-Lite, section 4.1).
 
-    Draws one number from :mod:`random`, whose generator the loader seeds for each sample.
+    The decision needs one number from :mod:`random`, which the loader seeds for each sample.
     """
     if random.random() < 0.5:
         return image, caption
@@ -24,7 +24,7 @@ def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str
 
 
 def exchange_sides(caption: str) -> str:
-    """Exchange the words 'left' and 'right', keeping upper case (LEFT, Left). Longer words ('leftover') do not change."""
+    """Exchange the words 'left' and 'right' and keep their capitals (LEFT, Left). Longer words ('leftover') do not change."""
     return _SIDES.sub(_opposite, caption)
 
 

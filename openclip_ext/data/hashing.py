@@ -1,7 +1,7 @@
 """A counter-based hash: the only source of randomness in the data package.
 
-Orders, pixels and sampled captions are functions of numbers such as (seed, epoch, index). The hash of these numbers needs no
-state, works on arrays, and has the same values with every numpy version.
+Sample orders, augmentations and sampled captions depend only on the hash of numbers such as (seed, epoch, index). The hash
+needs no state, works on arrays, and has the same values with every numpy version.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """First word of every hash: each use of a seed gets its own random numbers."""
+    """The first word of every hash. It gives each use of a seed its own random numbers."""
 
     SEQUENCE = 1
     ROTATION = 2
@@ -25,18 +25,18 @@ class Purpose(IntEnum):
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
-    """Hash integers to 64 random bits, a ``uint64`` array of the broadcast shape, at least 1-d.
+    """Hash integers to 64 random bits each; return a ``uint64`` array of the broadcast shape, at least 1-d.
 
     Args:
         purpose: What the random bits are used for.
-        *words: Python integers of any size and sign (modulo 2^64) or integer arrays, broadcast together.
+        *words: Integer arrays, or Python integers of any size and sign (taken modulo 2^64). They are broadcast together.
     """
     unsigned = (word.astype(np.uint64) if isinstance(word, np.ndarray) else int(word) & _MASK for word in words)
     return _hash(np.full(1, int(purpose), dtype=np.uint64), *unsigned)
 
 
 def hash_int(purpose: Purpose, *words: int) -> int:
-    """Return :func:`hash64` of integers as an integer."""
+    """Return the value of :func:`hash64` for Python integers, as a Python integer."""
     return _hash(int(purpose), *(word & _MASK for word in words))
 
 
@@ -59,10 +59,10 @@ def hash_text(text: str) -> int:
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """Turn 64 random bits into float64 numbers in [0, 1)."""
+    """Turn an array of 64-bit random words into float64 numbers in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(bits: np.ndarray) -> np.ndarray:
-    """Return the permutation (``int64``) that sorts random bits."""
+    """Return the permutation (``int64``) that sorts the given random bits."""
     return np.argsort(bits, kind="stable")

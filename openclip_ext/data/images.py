@@ -1,6 +1,6 @@
-"""Image pipelines: Pillow returns OpenCLIP's pixels, bit for bit; torchvision takes a third of the time.
+"""Image pipelines: Pillow gives exactly the pixels of OpenCLIP, and torchvision takes a third of the time.
 
-In both, a worker sends uint8, and the batch is converted to floats on the model's device.
+In both pipelines, workers send uint8 images, and each batch is converted to floats on the model's device.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ class ImagePipeline:
     """The three steps from an image file to the model's input.
 
     Attributes:
-        decode: In a worker, decodes the content of a file to an RGB image.
-        transform: In a worker, turns the image into ``(3, H, W)``, uint8 if there is ``normalize``.
-        normalize: On the model's device, turns a batch into float32; None if the transform does.
+        decode: Decodes the content of a file to an RGB image, in a worker.
+        transform: Turns the image into ``(3, H, W)``, in a worker. The dtype is uint8 unless ``normalize`` is None.
+        normalize: Turns a batch into float32 on the model's device. None means that ``transform`` returns float32.
     """
 
     decode: Callable[[bytes | BinaryIO], DecodedImage]
@@ -44,9 +44,8 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
     """Return a pipeline with the same operations as a transform of ``open_clip.create_model_and_transforms``.
 
     Args:
-        transform: The transform.
-        backend: ``pil``: the same bits. ``torchvision``: decode JPEG, crop and resize uint8 tensors; pixels differ by a
-            rounding. Pillow does the other operations and decodes the other files.
+        backend: ``pil`` gives exactly the same pixels. ``torchvision`` decodes JPEG files and crops and resizes uint8
+            tensors; its pixels differ by rounding. Pillow decodes other files and does the other operations.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
@@ -60,10 +59,11 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
 def split_transform(
     transform: Callable[[Any], Tensor],
 ) -> tuple[Callable[[Any], Tensor], Callable[[Tensor], Tensor] | None]:
-    """Split a transform that ends with ``ToTensor`` and ``Normalize``, as OpenCLIP's do, into two with the same result.
+    """Split a transform that ends with ``ToTensor`` and ``Normalize`` into two parts with the same result.
 
     Returns:
-        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. Another transform is returned with None.
+        PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. A transform that ends differently is
+        returned unchanged, with None.
     """
     steps = transform.transforms if isinstance(transform, Compose) else []
     if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
@@ -72,11 +72,11 @@ def split_transform(
 
 
 class _BatchNormalize:
-    """``ToTensor`` and ``Normalize`` of a batch, bit for bit."""
+    """``ToTensor`` and ``Normalize`` for a batch; the result is bitwise the same."""
 
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
-        # 255 is a tensor, because a GPU would multiply by the rounded inverse of a Python number.
+        # 255 is a tensor, because a GPU would not divide by a Python number but multiply by its rounded inverse.
         self._constants = [torch.tensor(255.0), mean.view(-1, 1, 1), std.view(-1, 1, 1)]
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _BatchNormalize:
 
 
 def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
-    """Decode as :func:`decode_image`, to the same pixels as ``(3, H, W)`` uint8."""
+    """Decode an image to the same pixels as :func:`decode_image`, but as a ``(3, H, W)`` uint8 tensor."""
     content = data if isinstance(data, bytes) else data.read()
     if _is_plain_jpeg(content):
         with contextlib.suppress(RuntimeError):
@@ -96,7 +96,7 @@ def decode_with_torchvision(data: bytes | BinaryIO) -> Tensor:
 
 
 def _is_plain_jpeg(content: bytes) -> bool:
-    """Return whether torchvision may decode a file: it accepts truncated JPEGs, and crashes on some corrupt PNGs."""
+    """Return whether a file is safe for torchvision, which accepts truncated JPEGs and crashes on some corrupt PNGs."""
     try:
         head = Image.open(io.BytesIO(content))
     except Exception:  # decode_image reports the reason
@@ -106,7 +106,7 @@ def _is_plain_jpeg(content: bytes) -> bool:
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Return the steps of a transform for tensors; steps for Pillow images get Pillow images."""
+    """Adapt the steps of a transform to tensors. Only a first step that crops uses tensors; other steps get Pillow images."""
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
     last = [steps.pop()] if steps[-1] is _to_bytes else []
@@ -117,7 +117,7 @@ def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]
 
 
 class _TensorCrop:
-    """A random crop with the same random numbers for a tensor as for a Pillow image."""
+    """A random crop that uses the same random numbers for tensors and for Pillow images."""
 
     def __init__(self, crop: Any) -> None:
         self.crop = crop

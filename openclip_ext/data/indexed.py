@@ -1,4 +1,4 @@
-"""An index for data sets that other libraries load, for losses with per-sample state."""
+"""Add the sample index that losses with per-sample state need to the data sets of other libraries."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ INDEX = "index"
 
 
 class IndexedDataset:
-    """A map-style data set whose samples (dictionaries or tuples) contain their position."""
+    """A map-style data set whose samples (dictionaries or tuples) contain their position as index."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -20,7 +20,8 @@ class IndexedDataset:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            raise IndexError(f"index {position} of a data set of {len(self)} samples")  # a for loop ends at this error
+            # This error ends a for loop over the data set.
+            raise IndexError(f"index {position} is out of range: the data set has {len(self)} samples")
         sample = self.dataset[position]
         if isinstance(sample, dict):
             _refuse_taken(sample)
@@ -33,26 +34,26 @@ class IndexedDataset:
 def with_index(
     dataset: Any, shards: str | Sequence[str] | None = None, manifest: str | os.PathLike[str] | None = None
 ) -> Any:
-    """Give every sample of a data set an index: dense from 0, unique, and the same in every epoch.
+    """Give every sample of a data set an index that is dense from 0, unique, and the same in every epoch.
 
     - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, tuples one more element.
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
       ``filter`` and ``select``. Call ``with_index`` before these methods: otherwise the index has gaps, and ``num_samples``
       of the loss must be larger than the highest index.
-    - **WebDataset pipelines**: samples get the entry ``"index"``, the shard's first index in a manifest plus the position
-      in the shard. Call ``with_index`` right after ``WebDataset(...)``, before ``shuffle``. ``decode`` may follow; in a
+    - **WebDataset pipelines**: samples get the entry ``"index"``: the first index of the shard, from a manifest, plus the
+      position in the shard. Call ``with_index`` right after ``WebDataset(...)``, before ``shuffle`` and ``decode``. In a
       ``DataPipeline``, ``decode`` needs ``partial=True``, because the index is not bytes.
 
     Args:
-        dataset: The data set.
-        shards: The shards of a WebDataset pipeline. None (default) means the pipeline's own.
-        manifest: Path of the manifest of a WebDataset pipeline. None (default) means: find a manifest, or create it.
+        dataset: A data set or pipeline of one of these kinds.
+        shards: All shards of a WebDataset pipeline. None (default) means that the pipeline lists them itself.
+        manifest: Path of the manifest of a WebDataset pipeline. By default, a manifest is found or created.
 
     Returns:
-        A data set of the same kind. A map-style set is wrapped.
+        A data set of the same kind. A map-style set is wrapped in :class:`IndexedDataset`.
 
     Raises:
-        TypeError: The data set is of none of these kinds.
+        TypeError: The data set is of a different kind.
         ValueError: The samples already have an ``"index"``, or the shards of a pipeline are unknown.
 
     Example:
@@ -78,11 +79,11 @@ def with_index(
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:
-    """Yield the batches of one epoch; raise ValueError for a repeated index, whose state would be updated twice.
+    """Yield the batches of one epoch; raise ValueError if an index is repeated, because its state would be updated twice.
 
     Args:
         batches: One pass over a loader. Batches are dictionaries or tuples.
-        key: Key of the index in a batch. None (default) means ``"index"`` in dictionaries, the last element of tuples.
+        key: Key of the index in a batch. None (default) means ``"index"`` for dictionaries and the last element for tuples.
     """
     seen: set[int] = set()
     for number, batch in enumerate(batches):
@@ -90,19 +91,19 @@ def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterat
         for index in map(int, batch[place]):
             if index in seen:
                 raise ValueError(
-                    f"batch {number}: the index {index} comes a second time in this epoch. Expected every sample at most "
-                    "once: sample without replacement (no RandomSampler(replacement=True), no resampled=True), use "
-                    "drop_last=True with a DistributedSampler, which fills its last batch, and wrap one epoch at a time"
+                    f"batch {number}: index {index} is repeated in this epoch. Expected every sample at most once: sample "
+                    "without replacement (no RandomSampler(replacement=True), no resampled=True), use drop_last=True with "
+                    "a DistributedSampler, which otherwise pads its last batch, and wrap one epoch at a time"
                 )
             seen.add(index)
         yield batch
 
 
 class _WebDatasetIndex:
-    """A stage of a pipeline that counts the samples of each shard in the order of the tar, to compute their indices."""
+    """A pipeline stage that computes the index of each sample from its position in the tar file of its shard."""
 
     def __init__(self, shards: str | Sequence[str], manifest: str | os.PathLike[str] | None) -> None:
-        # A late import: the manifest's command line imports this package.
+        # Imported late to avoid a cycle: the manifest package imports openclip_ext.data, which imports this module.
         from openclip_ext.data.manifest.find import find_or_create_manifest
         from openclip_ext.data.sources.keys import ANY_FIELD
 
@@ -122,8 +123,8 @@ class _WebDatasetIndex:
             for position, sample in enumerate(of_shard):
                 if url in seen or sample["__key__"] == first_key:
                     raise ValueError(
-                        f"the samples of {url} come a second time in this epoch, so their indices would be repeated. Call "
-                        "with_index before shuffle(), and use no resampled=True"
+                        f"the samples of {url} occur twice in this epoch, so their indices would be repeated. Call "
+                        "with_index before shuffle(), and do not use resampled=True"
                     )
                 if position >= shard.num_samples:
                     raise ValueError(
@@ -146,7 +147,7 @@ def _with_partial_decode(pipeline: type) -> type:
         def decode(self, *handlers: Any, **options: Any) -> Any:
             return super().decode(*handlers, **{"partial": True, **options})
 
-        def __reduce__(self) -> Any:  # pickles the pipeline for spawned workers
+        def __reduce__(self) -> Any:  # spawned workers receive the pipeline by pickle
             return _restore, (pipeline, self.__dict__)
 
     return Indexed

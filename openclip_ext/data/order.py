@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of seed, epoch, layout, and the part of the epoch that was already trained on.
+"""The order of samples, which depends only on the seed, the epoch, the layout, and the part of the epoch that is done.
 
-An epoch is a *sequence* of slots, one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the slots
-into contiguous pieces of whole batches, one for each worker of each rank, and a worker shuffles its piece within a window.
-All random numbers are hashes, without a state. So every worker can compute, without opening a file, where a run stopped
-and which samples were used in other layouts.
+An epoch is a *sequence* of slots, with one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the
+slots into contiguous pieces of whole batches, one for each worker of each rank. A worker shuffles its piece within a window.
+Random numbers are hashes without a state. So every worker can compute, without opening a file, where a run stopped and which
+samples were used in other layouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +14,7 @@ import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-# Slots per block of the shuffle, a limit on memory. Another value changes the order of samples.
-_SHUFFLE_BLOCK = 1 << 18
-
+_SHUFFLE_BLOCK = 1 << 18  # slots that are shuffled at a time, to limit memory
 
 # Maps slots to the global indices of their samples, both int64 arrays.
 EpochSequence = Callable[[np.ndarray], np.ndarray]
@@ -38,7 +36,7 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
 def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
     """Return all samples, with the shards (of ``counts`` samples) in random order, starting at a random sample.
 
-    The last samples of an epoch may not fill a batch, or a short epoch may end before them. They differ between epochs.
+    Because of the random start, the samples that an epoch leaves out at its end differ between epochs.
     """
     shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
     return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
@@ -47,10 +45,12 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
 ) -> EpochSequence:
-    """Return at least ``num_slots`` samples: full shards, drawn with replacement by ``weights`` (None: all equal)."""
+    """Return at least ``num_slots`` samples, from full shards that are sampled with replacement by ``weights``."""
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
-        raise ValueError("only empty shards have a chance to be drawn: check --train-data-upsampling-factors")
+        raise ValueError(
+            "all shards with an upsampling factor above 0 are empty: check --train-data-upsampling-factors"
+        )
     draws: list[np.ndarray] = []
     total, per_call = 0, 1024
     while total < num_slots:
@@ -62,7 +62,7 @@ def resampled_shards(
 
 
 def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
-    """Return a sequence without the samples ``left_out`` ``(k,)`` (ascending indices). The others keep their indices."""
+    """Return a sequence without the samples ``left_out`` ``(k,)`` (ascending). Other samples keep their indices."""
     kept_before = left_out - np.arange(len(left_out))
 
     def indices(slots: np.ndarray) -> np.ndarray:
@@ -78,12 +78,12 @@ def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
 
 
 def shuffled_positions(length: int, window: int, seed: int, *words: int, start: int = 0) -> Iterator[np.ndarray]:
-    """Shuffle ``0 .. length - 1`` so that no position is delayed by ``window`` or more places; yield int64 arrays.
+    """Shuffle ``0 .. length - 1``, moving no position by ``window`` or more places; yield the result as int64 arrays.
 
-    The first ``start`` positions of the result are not yielded, and most of them are not computed.
+    The first ``start`` positions of the result are skipped, and most of them are not computed.
 
-    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). So a reader that reads the positions
-    in order stores at most ``window`` samples, and half as many on average. A window of 0 does not shuffle.
+    Position ``p`` gets the sort key ``p + window * u`` with ``u`` uniform in [0, 1). A reader that reads the positions in
+    ascending order then stores at most ``window`` samples, and half as many on average. A window of 0 does not shuffle.
     """
 
     def with_keys(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,34 +106,34 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int, start: 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an epoch is divided among ranks and workers."""
+    """The division of an epoch among ranks and workers."""
 
     world_size: int
     workers: int  # per rank, at least 1 (without workers, the training process counts as one)
     batch_size: int  # samples of a micro-batch
     accum_freq: int  # micro-batches of an optimizer step; incomplete steps are dropped
     epoch_samples: int  # number of slots of the sequence that the epoch uses
-    shuffle_window: int  # in samples of a worker (see shuffled_positions)
+    shuffle_window: int  # in samples, for each worker (see shuffled_positions)
 
     def replaced(self, entry: Mapping[str, Any]) -> "Layout":
-        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names keep their values."""
+        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names keep this layout's value."""
         return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step over all ranks."""
+        """Number of samples of one optimizer step over all ranks."""
         return self.world_size * self.batch_size * self.accum_freq
 
     def batches(self, slots: int) -> int:
-        """Return how many micro-batches each rank gets from ``slots`` samples."""
+        """Return how many micro-batches each rank gets from this number of slots."""
         return slots // self.global_batch * self.accum_freq
 
     def worker_batches(self, batches: int, worker: int) -> int:
-        """Return how many of a rank's first ``batches`` come from this worker. The workers yield batches in turn."""
+        """Return how many of a rank's first ``batches`` micro-batches this worker yields. The workers take turns."""
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return the first and the end position of a worker's piece of ``slots`` samples."""
+        """Return the start and the end of a worker's piece, as positions in this number of slots."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -145,7 +145,6 @@ class Segment:
     """A part of an epoch that was trained in one layout.
 
     Attributes:
-        layout: The layout.
         batches: Micro-batches per rank.
         bad: Number of bad samples that each worker skipped, rank by rank. Empty means none.
     """
@@ -162,17 +161,17 @@ class Segment:
 
 
 class EpochOrder:
-    """The order of the rest of an epoch.
+    """The order of the samples in the rest of an epoch.
 
     Args:
         sequence: The epoch's samples.
         seed, epoch: Seeds of the shuffles.
         seen: The completed segments in other layouts, in order.
-        layout: The layout of the rest, in which each rank gets ``batches`` micro-batches.
-        num_slots: Length of the sequence. None (default) means as long as the layouts need.
+        layout: The layout of the rest of the epoch, in which each rank gets ``batches`` micro-batches.
+        num_slots: Length of the sequence. None (default) means the length that the layouts need.
 
     Raises:
-        ValueError: A segment has more batches than there were samples for.
+        ValueError: A segment has more batches than its samples could fill.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class EpochOrder:
         self.batches = layout.batches(self._num_slots)
 
     def piece_length(self, rank: int, worker: int) -> int:
-        """Return the number of samples of a worker's piece."""
+        """Return the number of samples in a worker's piece."""
         begin, end = self._layout.piece(self._num_slots, rank, worker)
         return end - begin
 
@@ -207,13 +206,13 @@ class EpochOrder:
         return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
     def shuffled(self, rank: int, worker: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield the positions of a worker's piece in the order of its samples, without the first ``start``."""
+        """Yield the positions of a worker's piece in shuffled order, without the first ``start``."""
         words = (self._epoch, self._segment, rank, worker)
         window = self._layout.shuffle_window
         return shuffled_positions(self.piece_length(rank, worker), window, self._seed, *words, start=start)
 
     def unread(self, rank: int, worker: int, start: int) -> "_Slots":
-        """Return the positions of :meth:`shuffled`, ascending."""
+        """Return the positions that :meth:`shuffled` yields, in ascending order."""
         length, window = self.piece_length(rank, worker), self._layout.shuffle_window
         left = _left_of_shuffle(length, window, start, self._seed, self._epoch, self._segment, rank, worker)
         return _Slots.up_to(length).ranges(*left)
@@ -221,11 +220,11 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Ascending slots, stored as runs of consecutive slots. The rest of a large epoch, too, consists of few runs.
+    """Ascending slots, stored as runs of consecutive slots. Even the rest of a large epoch consists of few runs.
 
     Attributes:
         firsts: The first slot of each run.
-        ends: The number of slots up to the end of each run, including earlier runs.
+        ends: The number of slots in each run and all runs before it.
     """
 
     firsts: np.ndarray
@@ -253,10 +252,10 @@ class _Slots:
         return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
 
     def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
-        """Return the slots at the positions of ascending ranges that do not overlap."""
+        """Return the slots at the positions in these ranges, which must be ascending and must not overlap."""
         begins, ends = begins[begins < ends], ends[begins < ends]
         first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
-        # A range that crosses the ends of runs is cut there.
+        # Cut ranges at the ends of the runs.
         cuts = last - first + 1
         ranges = np.repeat(np.arange(len(begins)), cuts)
         runs = first[ranges] + np.arange(len(ranges)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
@@ -266,7 +265,7 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment did not use. Its shuffles are seeded with ``words``, then rank and worker."""
+    """Return the slots that a segment did not use. Its shuffles are seeded with ``seed``, ``words``, rank and worker."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
@@ -288,7 +287,7 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
 
 
 def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions after the first ``done`` of :func:`shuffled_positions`, as begins and ends of ranges.
+    """Return the positions that :func:`shuffled_positions` yields after the first ``done``, as starts and ends of ranges.
 
     Only the keys near ``done`` are computed, because no position moves further than ``window``.
     """

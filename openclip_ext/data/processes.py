@@ -13,15 +13,15 @@ def available_cores() -> int:
 
 
 def begin_worker(worker: int = 0) -> None:
-    """Set up a process that multiprocessing has started (a DataLoader's ``worker_init_fn``).
+    """Set up a process that multiprocessing has started, such as a DataLoader worker.
 
-    The worker exits when its parent has exited, even after SIGKILL. It turns garbage collection on for its own objects, but
-    excludes objects that a fork copied: the destructor of a copied process group waits for threads that a fork does not copy.
+    The process will exit when its parent exits, even if SIGKILL kills the parent. Garbage collection is enabled, but not for
+    objects copied by a fork: the destructor of a copied process group would wait for threads that a fork does not copy.
     """
     gc.freeze()
     gc.enable()
     parent = parent_process()
-    assert parent is not None, "called in a worker"
+    assert parent is not None, "begin_worker is only for processes that multiprocessing has started"
 
     def watch() -> None:
         parent.join()

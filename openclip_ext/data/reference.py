@@ -27,12 +27,11 @@ class EmbeddingStore:
     """Embeddings of a data set by sample index, memory-mapped from their files.
 
     Attributes:
-        folder: Folder of the files.
-        images, texts: ``(n, d)`` float16.
-        positions: Row numbers of a subset's samples. None (default) means all rows: row i belongs to sample i.
-        about: ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``, ``caption_key``,
-            ``samples`` (their number), ``width``, ``data`` (the source's ``index_digest``; null if unknown) and
-            ``logit_scale`` (the model's ``1/τ``).
+        images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
+        positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
+        about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
+            ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the source; null if
+            unknown) and ``logit_scale`` (``1/τ`` of the model).
     """
 
     folder: Path
@@ -48,8 +47,8 @@ class EmbeddingStore:
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or differs from the given number of samples or
-                the given ``data`` (an ``index_digest``).
+            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples`` or ``data``
+                (an ``index_digest``).
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
@@ -64,7 +63,7 @@ class EmbeddingStore:
         for wanted, found, what in ((num_samples, about["samples"], "samples"), (data, about.get("data"), "data")):
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
-                    f"--reference {path} belongs to other data than --train-data, or to another order: expected "
+                    f"--reference {path} was made from other data than --train-data, or in another order: expected "
                     f"{what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
         for name, values in zip((IMAGES, TEXTS), arrays, strict=True):
@@ -75,7 +74,7 @@ class EmbeddingStore:
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process maps the files again, because a pickled array would be a copy.
+        # A pickled array would be a copy, so another process maps the files again.
         return _reopen, (self.folder, self.positions)
 
     @property
@@ -93,7 +92,7 @@ class EmbeddingStore:
         return replace(self, positions=np.asarray(positions))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``(B, d)`` float16 of images and texts at positions ``(B,)``."""
+        """Return the image and text embeddings, each ``(B, d)`` float16, at positions ``index`` ``(B,)``."""
         positions = index.numpy() if self.positions is None else self.positions[index.numpy()]
         return torch.from_numpy(self.images[positions]), torch.from_numpy(self.texts[positions])
 

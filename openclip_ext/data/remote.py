@@ -30,7 +30,7 @@ HEADER_BUFFER = 1 << 13
 _BLOCK, _BLOCKS_AHEAD = 1 << 22, 6
 # Bytes per block when only the headers of a tar are read, and the images between them are skipped.
 _HEADER_BLOCK = 1 << 18
-# Seconds without an answer after which a request fails, and the bytes that a stream must deliver in this time.
+# Timeout of a request in seconds, and the minimum number of bytes that a stream must deliver in this time.
 _STALL, _LEAST = 60.0, 1 << 20
 # Entries of fsspec's file information, one or more per file system, that change when a file is replaced.
 _VERSIONS = (
@@ -38,7 +38,7 @@ _VERSIONS = (
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime"),
 )
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
-# Places from which this process has already read. A connection failure there is temporary, so it is retried.
+# Servers and buckets from which this process has read. Their connection failures count as temporary and are retried.
 _reached: set[str] = set()
 
 
@@ -56,7 +56,7 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three 
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Call an action, retrying for ``patience`` seconds with doubling waits; raise OSError for a final error or at the end."""
+    """Call an action; retry it for ``patience`` seconds, with doubling waits. Raise OSError if no try succeeds."""
     start, failures = time.monotonic(), 0
     while True:
         try:
@@ -77,15 +77,15 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
 
 
 def place_of(url: str) -> str:
-    """Return a URL's server or bucket, or a command's program."""
+    """Return the server or bucket of a URL, or the program of a command."""
     return url.split()[0] if url.startswith(PIPE) else "{0.scheme}://{0.netloc}".format(urlparse(url))
 
 
 def is_final(url: str, error: Exception) -> bool:
     """Return whether a retry is useless: the file does not exist, may not be read, or was replaced.
 
-    Without connection or credentials, a retry is useless if this process has never read from the place. A retry is also
-    useless if fsspec does not support the protocol or lacks its package.
+    Without a connection or credentials, a retry is useless if this process has never read from the server or bucket. A retry
+    is also useless if fsspec does not support the protocol or lacks its package.
     """
     if isinstance(error, ReplacedError | ImportError) or "Protocol not known" in str(error):
         return True
@@ -135,7 +135,7 @@ class RemoteFile:
     Attributes:
         url: A URL that fsspec supports, or ``pipe:COMMAND``.
         size: Size in bytes; None if unknown.
-        version: Size with ETag, date or checksum. It changes when the file is replaced, and is empty if unknown.
+        version: Size with ETag, date or checksum, which changes when the file is replaced. Empty if unknown.
     """
 
     def __init__(self, url: str, patience: float) -> None:
@@ -282,7 +282,7 @@ class _Stream(io.RawIOBase):
                 pass
             data = self._read_on(count)
             if not data and self._done < (self._file.size or 0):
-                raise OSError(f"it ended after {self._done:,} of {self._file.size:,} bytes")
+                raise OSError(f"the stream ended after {self._done:,} of {self._file.size:,} bytes")
             _reached.add(place_of(self._file.url))
             return data
         except BaseException:
@@ -297,7 +297,7 @@ class _Stream(io.RawIOBase):
         self._came += len(data)
         if data and self._waited > _STALL:
             if self._came < _LEAST:
-                raise TimeoutError(f"only {self._came:,} bytes came in {self._waited:.0f} s")
+                raise TimeoutError(f"received only {self._came:,} bytes in {self._waited:.0f} s")
             self._waited, self._came = 0.0, 0
         return data
 
@@ -320,7 +320,7 @@ class _CommandOutput:
         self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, bufsize=0)
 
     def read(self, count: int) -> bytes:
-        """Wait for output and return up to ``count`` bytes; no bytes at the end of the output."""
+        """Wait for output; return up to ``count`` bytes, or none at the end of the output."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], _STALL)[0]:
             raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")

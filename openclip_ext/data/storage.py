@@ -21,11 +21,11 @@ from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.remote import BUFFER, HEADER_BUFFER, PIPE, RemoteFile, file_system, is_final, persist, place_of
 from openclip_ext.files.writing import write_atomically
 
-_MAX_FILE = 1 << 26  # maximum bytes of a file of counts, because a server may send an endless answer
+_MAX_FILE = 1 << 26  # maximum bytes of a file with counts, because a server may never stop sending
 
 
 def is_local(url: str) -> bool:
-    """Return whether a shard is a path on this machine, not a ``pipe:`` command or a URL."""
+    """Return whether a shard is a path on this machine, and not a ``pipe:`` command or a URL."""
     return ":" not in url or len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
@@ -36,7 +36,7 @@ def local_path(url: str) -> str:
 
 
 def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a file to read bytes; OSError also for a named pipe, because opening it would block."""
+    """Open a file to read bytes. Raise OSError also for a named pipe, because opening it would block."""
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is not a regular file (it is a folder, named pipe or device)")
     return io.BufferedReader(io.FileIO(path), buffer)
@@ -92,7 +92,7 @@ class Storage:
             headers_only: Whether only the headers of a tar will be read. If so, prefetch little, and do not use the cache.
 
         Raises:
-            OSError: Opening the file, or a later read, still fails after ``patience`` seconds, or has a final error.
+            OSError: Opening or reading the file still fails after ``patience`` seconds, or fails with a final error.
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
@@ -110,7 +110,7 @@ class Storage:
         return content
 
     def reach(self, urls: Iterable[str]) -> None:
-        """Read from one remote file per server, bucket or program; raise ValueError if that fails."""
+        """Test whether one remote file of each server, bucket or program can be read; if not, raise ValueError."""
         with _as_value_error():
             for url in {place_of(url): url for url in urls if not is_local(url)}.values():
                 file = RemoteFile(url, self.patience)
@@ -155,7 +155,7 @@ class Storage:
                 with FileLock(folder / ".lock"):
                     self._remove_oldest(folder)
         except OSError as error:
-            if error.errno is None:  # an error of the remote file, not of the cache folder
+            if error.errno is None:  # the remote file failed, not the cache folder
                 raise
             logging.warning(f"--cache-dir {folder} fails ({error}): {file.url} is read without a copy.")
             return file.open()

@@ -25,7 +25,7 @@ def _finite(content: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log. Broken lines are skipped. Empty if there is no file."""
+    """Return the content of a log's lines, without broken lines. A missing file has no lines."""
     return [content for _, content in _lines(path) if content is not None]
 
 

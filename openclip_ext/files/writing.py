@@ -14,7 +14,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write or replace a file. ``write`` fills a hidden ``.partial`` file, which is flushed to disk and then renamed.
 
     Raises:
-        OSError: The folder is not writable, or the disk is full. An existing file does not change.
+        OSError: The folder is not writable, or the disk is full. An existing file then stays unchanged.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with open(unfinished, "xb") as file:  # tempfile is not used, because its files ignore the umask
@@ -31,8 +31,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 
 
-def refuse_url(path: str | None, fix: str = "Give a local one, and copy it yourself") -> None:
-    """Raise ValueError if an output path is a URL. Otherwise, a local folder named ``s3:`` would be created."""
+def refuse_url(path: str | None, fix: str = "Give a local path, and copy the output yourself") -> None:
+    """Raise ValueError if an output path is a URL: writing to it would create a local folder such as ``s3:``."""
     if path is not None and _URL.match(path):
         raise ValueError(f"{path} is a URL: expected a local path. {fix}")
 

@@ -14,7 +14,7 @@ _SHARD = "shard"
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return first and end of the range of indices that ``rank`` stores: ``⌈n/K⌉`` indices, fewer on the last ranks."""
+    """Return the first index and the end of the range that ``rank`` stores. The last ranks may have fewer indices."""
     per_rank = math.ceil(num_samples / world_size)
     first = min(rank * per_rank, num_samples)
     return first, min(first + per_rank, num_samples)
@@ -23,11 +23,11 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 class ShardedTable(nn.Module):
     """A table with ``columns`` elements for each of ``num_samples`` samples. Each process stores its range on its device.
 
-    A read needs one all-reduce of ``columns·B`` scalars: the owner of a sample adds its values, other processes add zero. A
-    write needs no communication. Values of samples that were never written are NaN.
+    A read of ``B`` samples needs one all-reduce of ``columns·B`` scalars: the owner of a sample adds its values, and other
+    processes add zero. A write needs no communication. Values of samples that were never written are NaN.
 
     Attributes:
-        values: ``(columns, size + 1)``, NaN where nothing was written.
+        values: The shard of this process, ``(columns, size + 1)``. NaN means that nothing was written.
         overwritten: The rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. Set it to None to
             make the write final.
     """
@@ -56,7 +56,7 @@ class ShardedTable(nn.Module):
         return self.columns * self.size * self.values.itemsize
 
     def _slots(self, index: Tensor) -> Tensor:
-        """Return the row of each sample. For samples of other processes, it is −1 or :attr:`size`; both mean the last row."""
+        """Return the row of each sample. Samples of other processes get −1 or :attr:`size`, which both mean the last row."""
         distributed.check_world_size(self.world_size)
         offset = index - self.first if self.first else index
         return offset.clamp(-1, self.size)
@@ -67,7 +67,6 @@ class ShardedTable(nn.Module):
 
         Args:
             index: ``(B,)`` sample indices. The result for an index outside of ``[0, num_samples)`` is arbitrary.
-            columns: The columns to return.
             missing: ``(columns, B)``, results for samples that were never written. None (default) means NaN.
         """
         slots = self._slots(index)
@@ -90,7 +89,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def undo_write(self, skip_if: Tensor | None = None) -> None:
-        """Undo the last :meth:`write` if it is in :attr:`overwritten`, unless ``skip_if`` (0-d bool) is True."""
+        """Undo the last :meth:`write` if :attr:`overwritten` contains it. Do nothing if ``skip_if`` (0-d bool) is True."""
         if self.overwritten is not None:
             slots, before = self.overwritten
             self.values[:, slots] = before if skip_if is None else torch.where(skip_if, self.values[:, slots], before)
@@ -102,7 +101,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def set_rows(self, start: int, rows: Tensor) -> None:
-        """Overwrite the rows from ``start`` on with ``rows`` ``(k, columns)``, of any dtype and device."""
+        """Overwrite the rows ``start`` to ``start + k`` with ``rows`` ``(k, columns)``, of any dtype and device."""
         self.values[:, start : start + len(rows)] = rows.T.to(self.values)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -134,7 +133,7 @@ class ShardedTable(nn.Module):
 def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
     """Exclude tables from ``state_dict()`` and ``load_state_dict()`` inside the ``with`` block.
 
-    Checkpoints use it, because they write and read tables separately, in chunks.
+    This is for checkpoints, which write and read tables separately, in chunks.
     """
     tables = list(tables)
     for table in tables:
@@ -147,7 +146,7 @@ def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
 
 
 def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
-    """Return, for each sample, the log of the mean of the values of all valid samples with its index: ``(rows, B)``.
+    """Average the values of all valid samples with equal index; return the log of the mean for each sample, ``(rows, B)``.
 
     ``log_values`` ``(rows, B)`` contains the logarithms of the values. Results of masked samples are arbitrary.
     """
@@ -164,7 +163,7 @@ def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Return, for each sample, the mean of the values of all valid samples with its index: ``(rows, B)``."""
+    """Average the values of all valid samples with equal index; return the mean for each sample, ``(rows, B)``."""
     group, size = _group(index, valid)
     group = group.expand_as(values)
     wide = values.double().masked_fill_(~valid, 0)
@@ -173,12 +172,12 @@ def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_count(index: Tensor, valid: Tensor) -> Tensor:
-    """Return, for each sample, the number of valid samples with its index: ``(B,)`` int64, at least 1."""
+    """Count the valid samples with equal index; return the number for each sample, ``(B,)`` int64, at least 1."""
     return _group(index, valid)[1].to(torch.int64)
 
 
 def _group(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each sample, its group of equal indices ``(B,)``, and the group's valid samples ``(B,)``, at least 1."""
+    """Group samples with equal index; return each sample's group ``(B,)`` and its number of valid samples, at least 1."""
     group = torch.searchsorted(index.sort().values, index)
     counts = valid.double()
     size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)

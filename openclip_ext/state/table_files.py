@@ -31,7 +31,7 @@ def write_table(table: ShardedTable, file: BinaryIO) -> None:
 
 
 def open_table(path: Path) -> np.ndarray:
-    """Return the shard ``(samples, columns)`` in a file of :func:`write_table`, as a memory map, without reading it."""
+    """Memory-map the shard ``(samples, columns)`` in a file that :func:`write_table` wrote."""
     rows, reason = None, ""
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -45,10 +45,9 @@ def open_table(path: Path) -> np.ndarray:
 
 
 def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: object = "the checkpoint") -> None:
-    """Fill this rank's shard from the shards of all ranks of the saved run. The number of ranks may have changed.
+    """Fill this rank's shard from the saved shards of all ranks. The number of ranks may have changed.
 
     Args:
-        table: The table to fill.
         parts: The saved shards in rank order, from :func:`open_table`: ``(samples of the rank, columns)`` each.
         source: Name of the checkpoint in error messages.
     """

@@ -20,12 +20,12 @@ from openclip_ext.data.sources.spec import DataSpec
 
 
 def tokenize(texts: list[str]) -> Tensor:
-    """Return the number in each caption and its length, in the shape of OpenCLIP's tokenizers."""
+    """Return the number in each caption and the caption's length, ``(B, 2)``, in place of token ids."""
     return torch.tensor([[int(text.split()[1]), len(text)] for text in texts])
 
 
 def preprocess(image: Image.Image) -> Tensor:
-    """Return 48 pixel values, and one number from each random generator that an augmentation may use; shape (52,)."""
+    """Return 48 pixel values, and four numbers from the random generators that augmentations may use; shape (52,)."""
     pixels = torch.from_numpy(np.asarray(image.resize((4, 4)), dtype=np.float32)).flatten()
     draws = [torch.rand(()).item(), random.random(), np.random.rand(), torch.randn(()).item()]
     return torch.cat([pixels, torch.tensor(draws)])
@@ -42,7 +42,7 @@ def build(
 
 
 def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Compute the progress after ``batches`` more batches without bad samples; no batch is read."""
+    """Compute, without reading a batch, the progress after ``batches`` more batches without bad samples."""
     seen, done = loader.check_progress(progress)
     return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
 
@@ -53,7 +53,7 @@ def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:
 
 
 def indices(batches: list[dict[str, Tensor]]) -> list[int]:
-    """Return the sample indices of all batches, in the order of the batches."""
+    """Return the sample indices of all batches, in order."""
     return [int(index) for batch in batches for index in batch["index"]]
 
 

@@ -50,12 +50,11 @@ def write_tar(path: Path, members: Members, mode: str = "w", tar_format: int = t
 
 
 def write_shards(folder: Path, counts: Sequence[int], replaced: Mapping[int, Members] | None = None) -> list[str]:
-    """Write shards ``00000.tar``, ``00001.tar``, ...; number the samples through all shards; return the paths.
+    """Write shards ``00000.tar``, ``00001.tar``, ... with consecutive sample numbers; return the paths.
 
     Args:
-        folder: output folder.
         counts: number of samples in each shard.
-        replaced: maps the numbers of some samples to members that replace the usual ones.
+        replaced: maps sample numbers to members that replace the usual members.
     """
     paths, number = [], 0
     for shard, count in enumerate(counts):

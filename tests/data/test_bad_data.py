@@ -46,7 +46,7 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
     assert counts == {"00000.tar": 2, "00002.tar": 2} and loader.bad.counts() == (4, 0)
     for reason in ("no caption: expected txt, found jpg, json", "the image does not decode", "utf-8", "no image"):
         assert reason in caplog.text
-    assert "Epoch 2 met 4 bad samples, which later epochs exclude" in caplog.text
+    assert "Epoch 2 found 4 bad samples, which later epochs exclude" in caplog.text
     caplog.clear()
     assert sorted(indices(list(loader.iterate(3)))) == sorted(set(range(60)) - set(BAD))
     assert loader.bad.counts() == (4, 0) and not caplog.records
@@ -55,7 +55,7 @@ def test_bad_samples_are_passed_over_counted_and_remembered(
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "workers": 2}], ids=["one", "two workers"])
 def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: dict[str, int]):
-    """Resume after every batch (with workers, every fourth), including batches after bad samples changed the layout."""
+    """Resume after every batch (with workers, every fourth), also after bad samples have changed the layout."""
     first = build_tolerant(data, **options)
     if epoch:
         list(first.iterate(0))
@@ -90,7 +90,7 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
 def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int):
     write_shards(tmp_path, [20, 20], {number: undecodable(number) for number in range(0, 40, 8)})
     data = str(tmp_path / "*.tar")
-    # The pattern begins with ^: the text of the error is the message itself, not a worker's traceback.
+    # The pattern begins with ^, because the error text must be the message, and not a worker's traceback.
     message = r"^5 bad samples in this epoch of 40, more than the allowed 10.0% .*00000.tar.*does not decode"
     with pytest.raises(BadDataError, match=message):
         list(build_tolerant(data, workers=workers).iterate(0))
@@ -142,7 +142,9 @@ def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path, workers: int):
     with pytest.raises(BadDataError, match=f"{refusal}.*replaced by a file with other samples"):
         list(loaders[1].iterate(0))
     os.truncate(paths[1], size - 512)
-    with pytest.raises(BadDataError, match=rf"{refusal}.*it has [\d,]+ bytes, [\d,]+ when the manifest was made"):
+    with pytest.raises(
+        BadDataError, match=rf"{refusal}.*it has [\d,]+ bytes, but had [\d,]+ when the manifest was made"
+    ):
         list(loaders[2].iterate(0))
 
 
@@ -170,7 +172,7 @@ def test_a_shard_that_is_gone_for_an_epoch_is_tried_again(tmp_path: Path, caplog
 
 
 def test_an_error_of_the_transform_is_not_a_bad_sample_and_leaves_the_generators(tmp_path: Path):
-    """An exception in the transform is a programming mistake, so it is raised unchanged. Random state is restored."""
+    """An exception in the transform is a programming error, so it is raised unchanged. The random state is restored."""
 
     def broken(image):
         torch.rand(1)

@@ -42,7 +42,7 @@ def tokens(captions: list[str]) -> torch.Tensor:
 
 
 def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any) -> dict[int, tuple[str, list]]:
-    """Map the index of each sample of an epoch to its caption and pixels; the first ``skip`` batches are skipped."""
+    """Map the sample indices of an epoch, without its first ``skip`` batches, to captions and pixels."""
     loader = build(shards, preprocess=pixels, tokenizer=tokens, **{"seed": 3} | options)
     return {
         index: (bytes(text).decode().rstrip("\0"), image)

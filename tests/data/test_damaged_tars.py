@@ -4,7 +4,8 @@ Each case corrupts a small shard: it flips bits, writes invalid header fields, o
 bytes. Then it scans the shard, reads an epoch for training, and reads it for evaluation. One of three results is correct: all
 samples are read, the manifest or the loaders report lost samples, or the data are rejected with a message.
 
-The number of samples in a corrupt range is an estimate from the other samples. It may be too low in up to 5 % of the cases.
+The number of samples lost in a corrupt range is estimated from the other samples. In up to 5 % of the cases, the estimate may
+be too low.
 """
 
 import json
@@ -133,7 +134,7 @@ MUTATIONS = 2 * (flip_header_bits, hostile_field) + (flip_bits, overwrite, remov
 
 
 def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
-    """Apply one or two mutations; return the shard, their names, and whether a mutation removed a sample's size or more."""
+    """Mutate a shard once or twice; return it, the names of the mutations, and whether one removed a sample's size or more."""
     data, names, removed = bytearray(base), [], False
     for _ in range(rng.choice((1, 1, 1, 2))):
         if headers_of(data):
@@ -148,7 +149,7 @@ def mutate(base: bytes, rng: random.Random) -> tuple[bytes, str, bool]:
 
 
 def tokenize(texts: list[str]) -> torch.Tensor:
-    """Return the samples' numbers; -1 for a changed caption."""
+    """Return the number of each sample, or -1 if its caption has changed."""
     numbers = []
     for text in texts:
         words = text.split()

@@ -1,4 +1,4 @@
-"""The evaluation loader yields every usable sample once, in order, with every version of webdataset."""
+"""The evaluation loader yields every usable sample once, in order."""
 
 from pathlib import Path
 

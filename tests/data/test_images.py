@@ -1,4 +1,4 @@
-"""Both image backends draw OpenCLIP's random numbers. Pillow's pixels are bitwise equal to OpenCLIP's, torchvision's close."""
+"""Both image backends draw OpenCLIP's random numbers. Pillow gives exactly OpenCLIP's pixels, torchvision similar pixels."""
 
 import io
 import random
@@ -81,7 +81,7 @@ def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
 @pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
 @pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
 def test_gray_images_keep_the_bits_that_they_use(bits: int, image_format: str):
-    """Files of 16 bits may use only 10 or 12. Their upper byte is almost black; Pillow's conversion is almost white."""
+    """16-bit files may use only 10 or 12 bits. Their upper bytes are almost black; Pillow's conversion is almost white."""
     ramp = np.linspace(0, 2**bits - 1, 4096).astype(np.uint16).reshape(64, 64)
     expected = (ramp >> (bits - 8)).astype(np.uint8)
     images = [Image.fromarray(ramp)]
@@ -116,7 +116,7 @@ def test_torchvision_decodes_to_pillows_pixels_and_neither_applies_the_orientati
 
 
 def damaged(content: bytes, generator: np.random.Generator) -> bytes:
-    """Return the image file after one random damage: truncated, or bytes removed, set to zero or repeated."""
+    """Damage an image file at random: truncate it, or remove, zero or repeat some bytes."""
     place, length, kind = (int(generator.integers(0, most)) for most in (len(content), 40, 4))
     rest = content[place + length :]
     return content[:place] + (b"", rest, bytes(length) + rest, content[place:] + rest)[kind]

@@ -38,9 +38,7 @@ def test_what_has_no_place_for_an_index_is_refused():
 def test_an_index_that_recurs_is_refused():
     dataset = with_index([{"value": i} for i in range(8)])
     loader = DataLoader(dataset, batch_size=3, sampler=RandomSampler(dataset, replacement=True, num_samples=24))
-    with pytest.raises(
-        ValueError, match=r"batch \d: the index \d comes a second time in this epoch.*without replacement"
-    ):
+    with pytest.raises(ValueError, match=r"batch \d: index \d is repeated in this epoch.*without replacement"):
         list(unique_index(loader))
     for _ in range(2):  # two epochs
         assert len(list(unique_index(DataLoader(dataset, batch_size=3, shuffle=True)))) == 3
@@ -100,7 +98,7 @@ def test_a_webdataset_needs_no_captions(tmp_path: Path):
 def test_webdataset_indices_that_would_be_wrong_are_refused(shards: list[str], tmp_path: Path):
     write_sizes(tmp_path, [5, 2, 4])
     piped = [f"pipe:cat {shard}" for shard in shards]
-    twice = "come a second time in this epoch.*before shuffle.*no resampled"
+    twice = "occur twice in this epoch.*before shuffle.*not use resampled"
     for dataset, message in (
         (with_index(pipeline(shards, resampled=True), shards=shards), twice),
         (with_index(pipeline([shards[0], shards[0]])), twice),

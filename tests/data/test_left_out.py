@@ -111,7 +111,7 @@ def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.Cap
     np.save(tmp_path / "others.npy", np.array([(1, 1)], dtype="u8,u8"))
     np.save(tmp_path / "numbers.npy", np.arange(3))
     for name, message in (
-        ("others", "none of the samples' uids is in the list"),
+        ("others", "no sample's uid is in the list"),
         ("numbers", "expected DataComp's list"),
     ):
         assert main([*argv, str(tmp_path / f"{name}.npy")]) == 1

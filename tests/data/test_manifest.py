@@ -103,7 +103,7 @@ def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
 
 
 def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Map names to a shard without usable samples, and the cause and fix that its error must contain."""
+    """Map the name of each case to a shard without usable samples, and to the cause and fix that its error must report."""
     folder.mkdir()
     files = {
         "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
@@ -208,7 +208,7 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
     with pytest.raises(
-        ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, [\d,]+ when .*Create the manifest again"
+        ManifestError, match=r"00000.tar \(it has [\d,]+ bytes, but had [\d,]+ when .*Create the manifest again"
     ):
         find_or_create_manifest(shards)
     assert main(shards) == 0
@@ -242,7 +242,7 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     Path(path).write_bytes(data[: starts[12] + 700])
     assert "at least 4 samples lost, corrupt or truncated" in next(Manifest.scan([path]).report())
     Path(path).write_bytes(data)
-    # If img2dataset's statistics contain the number of samples, this number replaces the estimate.
+    # If img2dataset's statistics show a larger loss, it replaces the estimate.
     (tmp_path / "00000_stats.json").write_text('{"successes": 24}')
     assert Manifest.scan([path]).num_lost == 7
 
@@ -256,7 +256,7 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "7 samples in 3 shards, 1 (14.29%) without image or caption" in printed
     assert main([*shards, *output, "--caption-key", "txt;jpg"]) == 0
     assert Manifest.load(tmp_path / "m.json").num_bad == 0
-    # Without --output, the command overwrites manifest.json only if it is of the same shards.
+    # Without --output, the command overwrites manifest.json only if it belongs to the same shards.
     assert main(shards) == main(shards[:2]) == main(shards[:2]) == 0
     assert Manifest.load(tmp_path / "data" / "manifest.json").num_samples == 7
     (named,) = (tmp_path / "data").glob("manifest-*.json")

@@ -1,4 +1,4 @@
-"""The order of an epoch: every sample comes once, with any layout, after any interruption; only documented inputs matter."""
+"""An epoch contains every sample once, with any layout and after any interruption. All versions have the same order."""
 
 import random
 import tracemalloc
@@ -56,7 +56,7 @@ def test_every_sample_comes_once_on_any_layout():
 
 
 def test_unseen_samples_follow_on_any_other_layout():
-    """Interrupt an epoch up to three times. Resume it each time with another number of ranks or workers or batch size."""
+    """Interrupt an epoch up to three times, and resume it each time with another layout."""
     rng = random.Random(1)
     for case in range(40):
         counts = random_counts(rng)
@@ -106,7 +106,7 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
 
 
 def test_shuffle_mixes_over_the_window():
-    """Two neighbors end up a third of the window apart on average: the mean distance of two uniform random numbers."""
+    """On average, neighbors end up a third of the window apart, which is the mean distance of two uniform numbers."""
     order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -122,7 +122,7 @@ def test_resampled_shards_are_drawn_by_weight():
     share = np.mean(indices >= 30)
     assert 0.72 < share < 0.78
     assert np.array_equal(np.sort(indices[:10] % 10), np.arange(10)), "the first 10 samples are not one full shard"
-    with pytest.raises(ValueError, match="only empty shards"):
+    with pytest.raises(ValueError, match="all shards with an upsampling factor above 0 are empty"):
         resampled_shards(np.array([0, 5]), 10, 0, 0, weights=[1, 0])
 
 

@@ -82,7 +82,7 @@ def stop_politely(data: str) -> None:
 
 
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path):
-    """torchrun and SLURM send SIGTERM to the full process group. The training still needs its workers then, to save."""
+    """torchrun and SLURM send SIGTERM to the full process group. The training still needs its workers until it has saved."""
     write_shards(tmp_path, [60])
     process = mp.get_context("fork").Process(target=stop_politely, args=(str(tmp_path / "*.tar"),))
     process.start()

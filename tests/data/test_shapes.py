@@ -1,4 +1,4 @@
-"""The demo data set: samples depend only on (seed, split, index); held-out pairs; shards after an interruption."""
+"""The demo data set: dependence on (seed, split, index) alone, held-out pairs, and shards after an interruption."""
 
 import json
 import os

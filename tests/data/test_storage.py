@@ -1,6 +1,6 @@
 """Read shards from files, commands, a local web server and a local S3 server.
 
-An interrupted, stalled or incomplete transfer is repeated. Its data are never used for training.
+An interrupted, stalled or incomplete transfer is repeated, and its data are never used for training.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ class Server(ThreadingHTTPServer):
         has_ranges: whether the server supports range requests and sends the length of a file.
         has_version: whether the server also sends an ETag; only used with ``has_ranges``.
         trickles: whether the server sends content byte by byte, with pauses.
-        never_ends: whether the server sends zeros after the content without end.
-        breaks: number of coming responses that stop after half of the content.
-        stalls: number of coming requests that get no response.
+        never_ends: whether the server sends endless zeros after the content.
+        breaks: how many of the next responses stop after half of the content.
+        stalls: how many of the next requests get no response.
         away_until: the server closes connections without a response until this value of ``time.monotonic()``.
         requests: method, path and range of every request.
     """
@@ -259,7 +259,7 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
         build(f"s3://bucket/{SHARDS}")
     command = re.search("openclip-ext manifest SHARDS --output manifest.json", str(refused.value))
     assert command and "train with --manifest manifest.json" in str(refused.value)
-    # The exception keeps this frame, and garbage collection of its loaders takes seconds, perhaps in fsspec's thread.
+    # The exception keeps this frame and its loaders, whose garbage collection takes seconds, perhaps in fsspec's thread.
     del refused
     counts = str(tmp_path / "manifest.json")
     assert count_shards([f"s3://bucket/{SHARDS}", "--output", counts]) == 0
@@ -301,15 +301,15 @@ def test_an_answer_that_trickles_has_a_time_limit(
     monkeypatch.setattr(remote, "_STALL", 0.5)
     server.has_ranges, server.trickles = has_ranges, True
     with pytest.raises(
-        OSError, match=r"00000.tar: \w*Timeout\w*:" + ("" if has_ranges else r" only \d+ bytes came in")
+        OSError, match=r"00000.tar: \w*Timeout\w*:" + ("" if has_ranges else r" received only \d+ bytes in")
     ):
         Storage(patience=0).read(f"{server.url}/data/00000.tar")
-    with pytest.raises(OSError, match=r"TimeoutError: only \d+ bytes came in 1 s"):
+    with pytest.raises(OSError, match=r"TimeoutError: received only \d+ bytes in 1 s"):
         Storage(patience=0).read("pipe:for i in $(seq 100); do echo; sleep 0.02; done")
 
 
 def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
-    """The time limit is for one wait for bytes. Pauses of the reader and the total time do not count."""
+    """The time limit applies to each wait for bytes. Pauses of the reader and the total time do not count."""
     monkeypatch.setattr(remote, "_STALL", 0.5)
     monkeypatch.setattr(remote, "BUFFER", 1 << 16)
     server.has_ranges = False
@@ -340,7 +340,7 @@ def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest
 def test_a_wrong_address_is_refused_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """An address that never worked is an error at once; a source that worked before would be retried."""
+    """An address that never worked is an error at once. An address that worked before would be retried."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -204,9 +204,9 @@ def test_pax_records_that_cannot_be(tmp_path: Path, records: bytes):
 
 
 def test_every_cut_is_noticed(tmp_path: Path):
-    """A tar file that is cut anywhere gives the members before the cut, and reports an error, also as a stream.
+    """A file or stream that is cut anywhere yields the members before the cut, and then an error.
 
-    A broken connection must not look like the end of the shard; otherwise samples would be lost without a report.
+    If a broken connection looked like the end of the shard, samples would be lost without a report.
     """
     path = write_tar(tmp_path / "0.tar", [*sample_members(0), *sample_members(1), *sample_members(2)])
     whole, expected, members = path.read_bytes(), streamed(path), members_of(path)

@@ -1,4 +1,4 @@
-"""Table files: they are written in chunks, can be read with another number of ranks, and with NumPy."""
+"""Table files are written in chunks, and can be read with another number of ranks and with NumPy."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Return a function after which this process creates tables like one rank of several."""
+    """Return a function that makes this process create tables like one rank of several."""
 
     def pretend(rank: int, world_size: int) -> None:
         monkeypatch.setattr(distributed, "rank", lambda: rank)

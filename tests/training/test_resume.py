@@ -107,7 +107,7 @@ def assert_bad_samples_are_counted(folder):
     assert (first, last, known) == (steps[0][-1], steps[1][-1], 5) and met in (4, 5)
     assert all(line["bad_samples"] in (met, 5) for line in lines if line["epoch"] == 1)
     log = (folder / "out.log").read_text()
-    assert f"Epoch 0 met {met} bad samples" in log and "| bad samples 5" in log
+    assert f"Epoch 0 found {met} bad samples" in log and "| bad samples 5" in log
 
 
 @pytest.mark.parametrize("more", [FEW_BAD, FEW_BAD + TWO_WORKERS], ids=["0", "2"])

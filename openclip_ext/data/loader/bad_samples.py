@@ -1,4 +1,4 @@
-"""The bad samples of a run: counted over all ranks, remembered from epoch to epoch, and part of a checkpoint."""
+"""The bad samples of a run: the ranks share them, later epochs exclude them, and checkpoints contain them."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ _MAX_LOGGED = 20
 
 @dataclass(frozen=True)
 class BadSample:
-    """A bad sample. The next epoch retries it if it could not be read."""
+    """A bad sample. If it could not be read (``is_read`` is False), the next epoch retries it."""
 
     index: int
     reason: str
@@ -24,9 +24,9 @@ class BadSample:
 
 
 class BadSamples:
-    """The bad samples that all ranks know, and those that this rank has found since :meth:`exchange`.
+    """The bad samples that the ranks have shared, and those that this rank has found since the last :meth:`exchange`.
 
-    At most ``max_fraction`` of the data set, and of the ``epoch_samples`` of an epoch, may be bad.
+    ``max_fraction`` limits the fraction of bad samples, both in the data set and in the ``epoch_samples`` of an epoch.
     """
 
     def __init__(self, source: Source, max_fraction: float, epoch_samples: int) -> None:
@@ -34,40 +34,40 @@ class BadSamples:
         self._max_fraction = max_fraction
         self._epoch_samples = epoch_samples
         self._epoch = 0
-        self._found: dict[int, int] = {}  # index to the epoch in which it was found
-        self._unread: set[int] = set()  # indices, in the current epoch
+        self._found: dict[int, int] = {}  # index -> epoch in which the bad sample was found
+        self._unread: set[int] = set()  # indices that could not be read in the current epoch
         self._new: dict[int, BadSample] = {}
         self._num_logged = 0
         self._has_refused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the bad samples that all ranks know, in plain types."""
+        """Return the bad samples that the ranks have shared, in plain Python types."""
         return {"data": self._source.digest, "found": dict(self._found), "unread": sorted(self._unread)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, unless it belongs to other data."""
+        """Restore a :meth:`state_dict`; ignore it if it belongs to another data set."""
         if state.get("data") == self._source.digest:
             self._found, self._unread = dict(state["found"]), set(state["unread"])
 
     def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
-        """Start or continue an epoch; return ``(k,)`` int64, the ascending indices that it excludes."""
+        """Start or continue an epoch; return the indices that it excludes: ``(k,)`` int64, ascending."""
         self._epoch = epoch
         if is_fresh:
             self._unread = set()
         return np.array(sorted(index for index, met in self._found.items() if met < epoch), dtype=np.int64)
 
     def add(self, sample: BadSample) -> None:
-        """Record a sample that this rank has found; a single rank raises BadDataError if there are too many."""
+        """Record a bad sample that this rank has found. With a single rank, raise BadDataError if there are too many."""
         if sample.index in self._unread or self._found.get(sample.index, self._epoch + 1) <= self._epoch:
             return
         if sample.index not in self._new and distributed.is_master():
             self._log(sample)
         self._new[sample.index] = sample
-        if distributed.world_size() == 1:  # several ranks have to stop together
+        if distributed.world_size() == 1:  # several ranks raise together, in exchange()
             self._refuse_too_many()
 
     def exchange(self) -> None:
-        """Share new samples with all ranks; raise BadDataError on all if there are too many. Collective: all ranks call it."""
+        """Share new bad samples; raise BadDataError on all ranks if there are too many. Collective: all ranks call it."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:
                 if rank and distributed.is_master():
@@ -81,20 +81,20 @@ class BadSamples:
         self._new = {}
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of samples this epoch excludes that all ranks know, and that only this rank knows."""
+        """Return how many bad samples this epoch skips, as (samples that the ranks have shared, new samples of this rank)."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
     def by_shard(self) -> Counter[str]:
-        """Return the number of known bad samples by shard."""
+        """Return the number of known bad samples per shard."""
         return Counter(self._source.group_of(index)[0] for index in self._known())
 
     def log_epoch(self) -> None:
-        """Log how many bad samples the epoch that ends has found."""
+        """Log how many bad samples were found in the epoch that ends."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
         if (met or self._unread) and distributed.is_master():
             logging.warning(
-                f"Epoch {self._epoch} met {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
-                f"could not be read, which the next epoch retries. Known so far: {dict(self.by_shard().most_common(5))}"
+                f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
+                f"could not be read, which the next epoch retries. All so far: {dict(self.by_shard().most_common(5))}"
             )
 
     def _known(self) -> set[int]:
@@ -107,7 +107,7 @@ class BadSamples:
             logging.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
-        if self._has_refused:  # the run's last save follows
+        if self._has_refused:  # it has raised once, and the final save must not fail
             return
         known = len(self._known())
         met = known - sum(met < self._epoch for met in self._found.values())

@@ -1,4 +1,4 @@
-"""What a worker does: it reads its stream of samples in order, decodes and transforms them, and makes batches on request."""
+"""The work of a data worker: read a stream of samples in order, decode and transform them, and make batches on request."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +21,23 @@ from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, Decode
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
-_READ_AHEAD = 4096  # samples whose shards a reader may open ahead
+_READ_AHEAD = 4096  # a reader may open the shards of this many upcoming samples
 
 
 class Beginning(NamedTuple):
-    """The state of the bad samples where the workers of a rank start."""
+    """The bad samples that are known when the workers of a rank start."""
 
-    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that are not in the epoch
-    passed: tuple[int, ...]  # number of bad samples that each worker has skipped before
+    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that the epoch excludes
+    passed: tuple[int, ...]  # number of bad samples that each worker has already skipped in the epoch
 
 
 class BatchRequest(NamedTuple):
-    """A request to a worker for one batch. It is complete, so that persistent workers never work on an old epoch."""
+    """A request to a worker for one batch. Workers persist across epochs, so each request contains the epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
-    beginning: Beginning | None = None  # only in a worker's first request
+    beginning: Beginning | None = None  # only in the first request to each worker
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class BatchRequests(Sampler[BatchRequest]):
 
 @dataclass(eq=False)
 class BatchDataset(Dataset):
-    """Makes batches on request; each worker has an instance, which reads one stream of samples at a time."""
+    """A data set that makes one batch per request. Each worker has a copy, which reads one stream of samples at a time."""
 
     _source: Source
     _config: TrainLoaderConfig
@@ -70,7 +70,7 @@ class BatchDataset(Dataset):
     _tokenizer: Tokenizer
     _layout: Layout
     _rank: int
-    _max_bad: int  # samples, in one batch
+    _max_bad: int  # maximum number of bad samples per batch
     _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
     _expected: tuple[Any, ...] | None = None
 
@@ -91,7 +91,7 @@ class BatchDataset(Dataset):
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
-        """Make a batch of the next usable samples; ``is_short`` marks that there were too few."""
+        """Make a batch of the next usable samples. The key ``is_short`` means that too few were left."""
         images, indices, captions = [], [], []
         bad: list[BadSample] = []
         num_cut = 0
@@ -121,7 +121,7 @@ class BatchDataset(Dataset):
         return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:
-        """Return pixels, ``(views, ...)`` with several views, and the first view's caption."""
+        """Return the pixels, ``(views, ...)`` if there are several views, and the caption of the first view."""
         pixels, shown = self._view(image, caption, epoch, index)
         if self._config.views > 1:
             others = [self._view(image, shown, epoch, index, view)[0] for view in range(1, self._config.views)]
@@ -141,13 +141,13 @@ class BatchDataset(Dataset):
         return hash_int(purpose, self._config.seed, *words)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams have open files, which belong to one process.
+        # A stream has open files, which another process cannot use.
         return self.__dict__ | {"_stream": iter(()), "_expected": None}
 
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Restore the random generators of the training process at the end; a worker does not need this."""
+    """Restore the random generators after the block if it runs in the training process. Workers do not need this."""
     if get_worker_info() is not None:
         yield
         return
@@ -163,13 +163,13 @@ def _generators_kept() -> Iterator[None]:
 def epoch_order(
     source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
 ) -> EpochOrder:
-    """Return the order of the rest of an epoch without the samples ``bad``."""
+    """Return the order of the samples of an epoch that are neither ``seen`` nor ``bad``."""
     sequence, num_slots = source.sequence(seed, epoch, layout.epoch_samples, bad)
     return EpochOrder(sequence, seed, epoch, seen, layout, num_slots)
 
 
 def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """Yield the samples of one worker in order, from number ``start`` on; hold up to a shuffle window of them in memory."""
+    """Yield the samples of one worker in order, from sample number ``start``. Up to one shuffle window is in memory."""
     waiting: dict[int, RawSample] = {}
     ahead = _read_in_sequence(source, order, rank, worker, start)
     for part in order.shuffled(rank, worker, start):

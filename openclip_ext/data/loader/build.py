@@ -29,7 +29,7 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 
-# Samples at the beginning of validation shards, of which at least one must have an image and a caption.
+# At least one of the first samples of the validation data, up to this number, must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
@@ -42,7 +42,7 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
 ) -> TrainLoader:
-    """Build the training loader. See :class:`TrainLoader`, also for the errors. Collective: all ranks call it."""
+    """Build the training loader. For its errors, see :class:`TrainLoader`. Collective: all ranks call it."""
     kind = spec.resolved_type
     if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
         raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
@@ -52,8 +52,8 @@ def build_train_loader(
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logging.warning(
-            f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: an "
-            "epoch is the data set"
+            f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: each "
+            "epoch uses the whole data set"
         )
         epoch_samples = source.num_kept
     return TrainLoader(
@@ -75,10 +75,10 @@ def build_eval_loader(
     batch_size: int,
     workers: int = 0,
 ) -> EvalLoader:
-    """Build the loader of validation data, for one rank. Shards need no manifest. See :class:`EvalLoader`.
+    """Build the loader of validation data for one rank. Shards need no manifest. See :class:`EvalLoader`.
 
     Raises:
-        BadDataError: The first shard cannot be read, or its samples lack image or caption.
+        BadDataError: The first shard cannot be read, or its first samples lack an image or a caption.
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
@@ -101,16 +101,16 @@ def build_eval_loader(
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:
-    """Return the samples of a data set by index; find or create the manifest of shards. Raise ValueError for wrong data."""
+    """Return the source of a data set; for shards, find or create the manifest. Raise ValueError if the data is invalid."""
     kind, given = spec.resolved_type, spec.source or ""
     source: Source
     if kind == "synthetic":
-        # As in OpenCLIP: the size of the crop that the transform starts with.
+        # The image size is the size of the transform's first step (a crop), as in OpenCLIP.
         size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
         num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
         source = SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
     elif kind == "csv":
-        # Here, because pandas is slow to import.
+        # Imported only here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
         paths = [given] if isinstance(given, str) else given
@@ -129,7 +129,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
-    """Raise BadDataError if the first samples lack image or caption. Validation would find it only after an epoch."""
+    """Raise BadDataError before training if the first validation samples lack an image or a caption."""
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
@@ -139,7 +139,7 @@ def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
 
 
 def _check_cache(source: ShardSource, spec: DataSpec, workers: int) -> None:
-    """Raise ValueError on all ranks if the copies that the ranks of a node read at the same time exceed its cache."""
+    """Raise ValueError on all ranks if a node's cache is too small for the shards that its ranks read at the same time."""
     remote = sorted((shard for shard in source.manifest.shards if not shard.is_local), key=lambda s: -s.num_samples)
     ranks = distributed.all_gather_object(platform.node()).count(platform.node())
     if remote:
@@ -150,7 +150,7 @@ def _check_cache(source: ShardSource, spec: DataSpec, workers: int) -> None:
 
 
 def _on_all_ranks(check: Callable[[], None]) -> None:
-    """Run a check on all ranks; raise its ValueError on all ranks if it fails on one."""
+    """Run a check on all ranks; if it fails on any rank, raise its ValueError on all."""
     failure = None
     try:
         check()
@@ -161,7 +161,7 @@ def _on_all_ranks(check: Callable[[], None]) -> None:
 
 
 def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
-    """Return how often each shard is drawn relative to others."""
+    """Return the relative frequency with which each shard is sampled; None without upsampling factors."""
     factors = spec.upsampling_factors
     if factors is None:
         return None

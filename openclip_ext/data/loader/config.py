@@ -1,4 +1,4 @@
-"""The configuration of the training loader. It imports no torch."""
+"""The configuration of the training loader. This module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,24 @@ from openclip_ext.cli.options import flag
 
 @dataclass(frozen=True)
 class TrainLoaderConfig:
-    """Configuration of :class:`TrainLoader`."""
+    """Batches, workers, order and augmentation of a :class:`TrainLoader`."""
 
     batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
     accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
-    workers: int = flag(0, minimum=0, maximum=1024)  # processes of each rank; 0 means the training process
+    workers: int = flag(0, minimum=0, maximum=1024)  # per rank; 0 means loading in the training process
     seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # seed of the sample order and the augmentation
-    rank: int | None = None  # None means the value of torch.distributed; so for world_size
+    rank: int | None = None  # for rank and world_size, None means the value of torch.distributed
     world_size: int | None = None
-    shuffle_window: int = 10_000  # samples that a worker shuffles over; about half of them are in memory
-    views: int = (
-        1  # augmented views per image; if > 1, ``image`` is (batch_size, views, ...); the text belongs to the first
-    )
+    shuffle_window: int = 10_000  # samples among which a worker shuffles; about half of them are in memory
+    # Augmented views per image. If > 1, ``image`` is (batch_size, views, ...), and the text belongs to the first view.
+    views: int = 1
     caption_aware_flip: bool = flag(
         False, "mirror half of the images, and exchange 'left' and 'right' in their captions"
     )
     draw_captions: bool = flag(
         False,
-        "sample one of a sample's captions in each epoch, from all fields of --caption-key and from lists in json",
+        "in each epoch, use a random caption of each sample, from all fields of --caption-key and from lists in json",
     )
-    caption_hash: bool = False  # batches have ``caption_hash``, equal for equal captions
+    caption_hash: bool = False  # adds ``caption_hash`` to batches, equal for equal captions
     pin_memory: bool = False
     patience: float | None = None  # seconds to wait for a worker before it is killed; None means no timeout

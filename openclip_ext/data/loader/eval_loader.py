@@ -1,4 +1,4 @@
-"""Batches for evaluation: each usable sample once, in order; the last batch may be smaller."""
+"""Batches for evaluation. They contain each usable sample once, in order, and the last batch may be smaller."""
 
 import itertools
 import logging
@@ -37,12 +37,12 @@ class ShardStreams:
     storage: Storage = DEFAULT_STORAGE
 
     def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
-        """Return image and caption, as :meth:`Source.decode`."""
+        """Return the image and the caption, like :meth:`Source.decode`."""
         return self.keys.decode(raw, decoder)
 
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
-    """Yield the samples of a shard; a corrupt part is a sample with a problem."""
+    """Yield the samples of a shard, and for each corrupt part a sample with a ``problem``."""
     position = 0
     gaps: list[tar.Gap] = []
     try:
@@ -52,7 +52,7 @@ def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[R
             for position, sample in enumerate(archive.samples(wanted)):
                 yield RawSample(position, sample.fields, sample.found, sample.key)
     except tar.STREAM_ERRORS as error:
-        yield RawSample(position, problem=f"it cannot be read to its end: {type(error).__name__}: {error}")
+        yield RawSample(position, problem=f"the shard cannot be read to its end: {type(error).__name__}: {error}")
     for gap in gaps:
         yield RawSample(position, problem=f"corrupt: no readable header in the bytes {gap.start:,} to {gap.end:,}")
 
@@ -75,7 +75,7 @@ class _EvalDataset(IterableDataset):
             yield {"error": str(error)}
 
     def _usable(self) -> Iterator[dict[str, Any]]:
-        """Yield the usable samples, and log the others; raise BadDataError if a group has no usable sample."""
+        """Yield the usable samples and log the bad samples; raise BadDataError if a group has no usable sample."""
         for name, raws in self._groups():
             usable, bad, reason = 0, 0, ""
             for raw in raws:
@@ -87,13 +87,13 @@ class _EvalDataset(IterableDataset):
                 usable += 1
                 sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
-            if bad and not usable and not self._span:  # a part of the data may have none
+            if bad and not usable and not self._span:  # a span may have no usable sample
                 raise BadDataError(f"{name} has no usable sample: {reason}")
             if bad:
                 logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
 
     def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
-        """Yield the samples of this worker, with the name of the group that needs a usable sample."""
+        """Yield the name and the samples of each group of this worker. A group is a shard, or a data set with an index."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):
@@ -128,12 +128,12 @@ class EvalLoader:
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
         batch_size: Samples of a batch; the last batch may be smaller.
         workers: Worker processes; 0 means this process.
-        num_samples: For display, or None.
-        span: Indices of a source to read: complete shards, with samples that are excluded from training. None (default)
-            means all samples that are not excluded.
+        num_samples: Number of samples, used only for display. None (default) means unknown.
+        span: Range of indices to read from a source: complete shards, including samples that are excluded from training.
+            None (default) means all samples that are not excluded.
 
     Raises:
-        BadDataError: While iterating, if a shard (or a file) has no usable sample.
+        BadDataError: A shard (or a file) has no usable sample. Raised while iterating.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EvalLoader:
             num_workers=workers,
             worker_init_fn=leave_process_group,
             pin_memory=torch.cuda.is_initialized(),
-            # Leaves the training process's generator unchanged.
+            # Without this generator, DataLoader would draw from the training process's generator.
             generator=torch.Generator().manual_seed(0),
         )
 

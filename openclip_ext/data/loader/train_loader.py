@@ -1,4 +1,4 @@
-"""Training batches with indices: exact order, exact resuming, pixels that depend on (seed, epoch, index) alone."""
+"""Training batches with sample indices, which can be resumed exactly. Pixels depend only on (seed, epoch, index)."""
 
 import enum
 import itertools
@@ -22,16 +22,17 @@ from openclip_ext.data.order import Layout, Segment
 from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
 
 Progress = Sequence[Mapping[str, Any]]
-# The batches of a step, the bad samples of each worker so far, and a function that returns the worst _Found of all ranks.
+# The batches of a step, the number of bad samples of each worker so far, and a function that returns the largest _Found of
+# all ranks.
 _Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
-    """Raised by a signal handler while the training process waits for a batch. Do not catch and retry it."""
+    """Raised by a signal handler while the training process waits for a batch. Code that retries must not catch it."""
 
 
 class _Found(enum.IntEnum):
-    """What a rank found when it requested the batches of a step. The largest value of all ranks applies to all."""
+    """The result of requesting the batches of a step on one rank. The largest value of all ranks applies to all ranks."""
 
     BATCHES = 0
     TOO_FEW_SAMPLES = 1
@@ -42,18 +43,19 @@ class _Found(enum.IntEnum):
 class TrainLoader:
     """Training batches with global indices.
 
-    On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples. Every sample comes once over all
-    ranks, except for a remainder that does not fill a global batch (``batch_size * world_size * accum_freq``). Bad samples
-    are skipped, which may shorten the epoch. Later epochs exclude them, but retry samples that could not be read.
+    On every rank, an epoch has ``batches_per_epoch`` batches of ``batch_size`` samples. Exactly one rank yields each sample,
+    except for a remainder smaller than a global batch (``batch_size * world_size * accum_freq``). Bad samples are skipped,
+    which may shorten the epoch. Later epochs exclude bad samples, but retry samples that could not be read.
 
     Args:
         source: The samples.
-        config: How to batch them.
+        config: Batch size, workers, seed and other settings.
         preprocess: Turns an RGB image into a tensor. It may use the generators of torch, numpy and random, which are seeded
             by (seed, epoch, index) before each call.
         decoder: Turns the content of an image file into the input of ``preprocess``, see :mod:`openclip_ext.data.images`.
         tokenizer: Turns a list of B captions into token ids ``(B, L)``, as OpenCLIP's tokenizers do.
-        epoch_samples: Samples of a shorter epoch, which has another part of the data each time. No index changes.
+        epoch_samples: Number of samples in a shorter epoch. Each epoch then has a different part of the data. Indices do not
+            change. None (default) means all samples.
         max_bad_fraction: The run stops when more than this fraction of the samples is bad.
 
     Raises:
@@ -84,7 +86,7 @@ class TrainLoader:
             shuffle_window=config.shuffle_window if source.sequential else 0,
         )
         _check_arguments(source, config, self._layout, max_bad_fraction)
-        # Whether the ranks of the layout are processes that run in parallel.
+        # Whether each rank of the layout is a process of this run.
         self._is_shared = self._layout.world_size == distributed.world_size() > 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
         self._requests = BatchRequests(self._layout.workers)
@@ -97,7 +99,7 @@ class TrainLoader:
             worker_init_fn=leave_process_group,
             pin_memory=config.pin_memory,
             persistent_workers=config.workers > 0,
-            # DataLoader would draw from the training process's generator at the start of every pass.
+            # Without this generator, DataLoader would draw from the training process's generator at the start of every pass.
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
         self._patience = config.patience
@@ -105,33 +107,33 @@ class TrainLoader:
         self._failure: WorkerError | None = None
         self._num_cut = 0  # captions
         self._loaded: Progress = ()
-        # The epoch in progress: its entries up to the last change of the layout, and the batches yielded since then.
+        # The epoch in progress: its progress entries up to the last change of the layout, and the batches yielded since then.
         self._is_in_epoch = False
         self._entries: list[dict[str, Any]] = []
         self._num_yielded = 0
-        # The bad samples of each worker, before the last batch that was yielded, and before the last that was received.
+        # Number of bad samples of each worker, up to the last batch that was yielded and the last that was received.
         self._passed = [0] * self._layout.workers
         self._received = list(self._passed)
 
     @property
     def num_samples(self) -> int:
-        """Size ``n`` of the index space."""
+        """Number of samples ``n``, including excluded samples."""
         return self.source.num_samples
 
     @property
     def batches_per_epoch(self) -> int:
-        """Micro-batches of each rank in a full epoch."""
+        """Number of micro-batches of each rank in a full epoch."""
         return self._layout.batches(self._layout.epoch_samples)
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The current layout as a progress entry without ``batches``, in plain types."""
+        """The current layout in plain Python types: a progress entry without ``batches`` and ``bad``."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
     def progress(self) -> list[dict[str, Any]]:
         """Return the progress in the epoch after the batches that :meth:`iterate` has yielded.
 
-        Also exchanges the bad samples of the ranks. Collective: all ranks call it.
+        The ranks also share their new bad samples. Collective: all ranks call it.
         """
         self.bad.exchange()
         bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
@@ -148,13 +150,13 @@ class TrainLoader:
         return {"progress": self.progress() if self._is_in_epoch else [], "bad": self.bad.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the next :meth:`iterate` continues there. Raises as :meth:`check_progress`."""
+        """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it. For errors, see :meth:`check_progress`."""
         self.bad.load_state_dict(state_dict.get("bad", {}))
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)
 
     def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Return the segments in other layouts, and how many batches of the current layout are done.
+        """Return the segments that used other layouts, and the number of batches done in the current layout.
 
         Raises:
             ValueError: The progress belongs to another data set or seed.
@@ -174,9 +176,9 @@ class TrainLoader:
 
     @contextmanager
     def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Wait for batches inside of a context in which a signal handler may raise :class:`Interrupted`.
+        """In the block, wait for batches in the context ``interruptible()``, where a handler may raise :class:`Interrupted`.
 
-        If the block ends with an exception, the workers are killed, because the process would wait for one that hangs.
+        If the block raises, the workers are killed, because the process would wait at exit for a worker that hangs.
         """
         self._interruptible = interruptible
         try:
@@ -190,24 +192,25 @@ class TrainLoader:
     def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of an epoch.
 
-        If a worker has too few usable samples for its last batch, the remaining samples of all ranks get a new layout, as long
-        as they fill a step.
+        A worker may have too few usable samples for its last batch. The remaining samples of all ranks are then distributed
+        again among the workers, as long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The part that was seen, from :meth:`progress`: entries ``loader.layout | {"batches": of each rank,
-                "bad": ...}``. If the last layout is the current one, the same batches follow. Otherwise the unseen samples
-                get the current layout. None (default) means the state that :meth:`load_state_dict` received, or nothing.
+            progress: The completed part of the epoch, from :meth:`progress`: a list of ``loader.layout | {"batches": number on
+                each rank, "bad": ...}``. If its last layout is the current layout, the same batches follow. Otherwise the
+                remaining samples are distributed by the current layout. None (default) means the progress that
+                :meth:`load_state_dict` received, or a new epoch.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
             and if configured ``caption_hash`` ``(batch_size,)`` int64.
 
         Raises:
-            ValueError: The progress is of another data set or seed, or has more batches than the epoch.
-            BadDataError: Too many samples are bad. The ranks add up theirs from time to time, so they must iterate together.
-            WorkerError, Interrupted: A worker of some rank exited or did not answer, or a signal came while some rank waited
-                (:meth:`interrupted_by`). All ranks raise it before the same step.
+            ValueError: The progress belongs to another data set or seed, or has more batches than the epoch.
+            BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
+            WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
+            Interrupted: A signal came while any rank waited (:meth:`interrupted_by`). All ranks raise it before the same step.
         """
         progress, self._loaded = (self._loaded if progress is None else progress), ()
         self._entries, self._num_yielded = [dict(entry) for entry in progress], 0
@@ -223,10 +226,10 @@ class TrainLoader:
             self._entries, self._num_yielded = self.progress(), 0
             if done in (0, order.batches):
                 break
-            # The samples that are left on all ranks get a new layout.
+            # Distribute the remaining samples of all ranks again.
             self._entries.append(self.layout | {"batches": 0})
         if not any(entry["batches"] for entry in self._entries):
-            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill one")
+            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
         self._is_in_epoch = False
         self.bad.log_epoch()
         if self._num_cut:
@@ -237,9 +240,10 @@ class TrainLoader:
     def _until_short(
         self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield batches in the current layout, until the workers of some rank have too few samples for a step.
+        """Yield batches in the current layout until the workers of any rank have too few samples for a step.
 
-        Several ranks make the batches of a step before the previous step, so that no rank waits for this result.
+        Several ranks request the batches of a step before the previous step runs. Meanwhile, they exchange the results, so no
+        rank waits.
         """
         layout = self._layout
         known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
@@ -280,7 +284,7 @@ class TrainLoader:
         return step, list(self._received), worst
 
     def _without_bad(self, numbers: range, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield batches, and record their bad samples."""
+        """Record the bad samples of each batch, and yield the batch without them."""
         for number, batch in zip(numbers, batches, strict=True):
             bad = batch.pop("bad", ())
             self._received[number % self._layout.workers] += len(bad)
@@ -300,7 +304,7 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
             f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
-        raise ValueError("--draw-captions is for shards: other data sets have one caption for each image")
+        raise ValueError("--draw-captions needs shards: other data sets have one caption for each image")
     bad, where = source.known_bad()
     if bad > max_bad_fraction * source.num_samples:
         raise BadDataError(

@@ -1,4 +1,4 @@
-"""DataLoader workers: protected from signals to the process group, with a clear error if one exits or does not answer."""
+"""Protect DataLoader workers from signals to the process group, and explain why a worker exited or did not answer."""
 
 import copy
 import multiprocessing
@@ -21,20 +21,20 @@ from openclip_ext.data.processes import begin_worker
 # Signals that torchrun, SLURM and a terminal send to the process group. The training process needs its workers until it has
 # saved a checkpoint.
 _GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# A timeout is waited for in this many intervals. Time in which the run was stopped (SIGSTOP) counts as one interval.
+# A timeout consists of this many waits. If the run is stopped (SIGSTOP), only one wait passes, and not the whole timeout.
 _INTERVALS = 10
 _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
-# Timeout factor for first batches, which wait until the shuffle buffer is full.
+# Timeout factor for the first batch of each worker, which waits until the shuffle buffer is full.
 _FIRST_BATCHES_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 
 
 class WorkerError(RuntimeError):
-    """A worker exited, did not answer in time, or had no memory for a batch."""
+    """A worker exited, did not answer in time, or had no shared memory for a batch."""
 
 
 class _Flag:
-    """The part of ``multiprocessing.Event`` that DataLoader uses, without its lock, which a killed worker may still hold."""
+    """The part of ``multiprocessing.Event`` that DataLoader uses, without a lock that a killed worker would not release."""
 
     def __init__(self) -> None:
         self._value = multiprocessing.RawValue("b", 0)
@@ -49,8 +49,8 @@ class _Flag:
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return ``iter(loader)``, and protect new workers from signals to the process group.
 
-    A new worker inherits blocked signals, until it has run :func:`leave_process_group`. Also removes torch's handler of worker
-    exits, which raises anywhere, even within an optimizer step. The DataLoader detects the exit at the next batch.
+    The signals stay blocked in a new worker until it runs :func:`leave_process_group`. Torch's signal handler for worker
+    exits is removed, because it may raise within an optimizer step. The DataLoader detects the exit at the next batch.
     """
     if loader.num_workers:
         loader.multiprocessing_context = copy.copy(multiprocessing.get_context())
@@ -68,7 +68,7 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def leave_process_group(worker: int) -> None:
-    """Keep signals to the process group from killing a worker (``worker_init_fn``, with :func:`start_workers`)."""
+    """Protect a worker from signals to the process group. Use it as ``worker_init_fn``, with :func:`start_workers`."""
     os.setpgid(0, 0)
     begin_worker(worker)
     while pending := signal.sigpending() & _GROUP_SIGNALS:
@@ -77,9 +77,9 @@ def leave_process_group(worker: int) -> None:
 
 
 def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator[Any]:
-    """Yield the batches of one pass over a DataLoader. On an error all workers are killed, because one may never exit.
+    """Yield the batches of one pass over a DataLoader. On an error, kill all workers, because a worker may never exit.
 
-    ``patience`` is the timeout of a batch in seconds, six times as long for the first batch of each worker.
+    ``patience`` is the timeout for a batch in seconds. For the first batch of each worker it is six times as long.
 
     Raises:
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
@@ -99,7 +99,7 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
             yield batch
     except GeneratorExit:
         raise
-    except (RuntimeError, OSError, EOFError) as error:  # also from a dead worker's sockets
+    except (RuntimeError, OSError, EOFError) as error:  # a dead worker's sockets raise these, too
         reason = stuck[0] if stuck else _reason(error, _workers(loader), largest)
         kill_workers(loader)
         if reason is None:
@@ -112,7 +112,7 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
 
 @contextmanager
 def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int, stuck: list[str]) -> Iterator[None]:
-    """Kill the worker whose turn it is if the block takes longer. Nothing else ends a wait for a stopped process."""
+    """Kill the worker that makes batch ``turn`` if the block takes longer. A wait for a stopped process would never end."""
     if seconds is None or not loader.num_workers:
         yield
         return
@@ -123,8 +123,8 @@ def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int
             number = turn % loader.num_workers
             worker = _workers(loader)[number]
             stuck.append(
-                f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Look at "
-                "what it reads: a file server that hangs, a huge image or caption"
+                f"data worker {number} (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Check "
+                "what it reads: the file server may hang, or an image or caption may be huge"
             )
             worker.kill()
 
@@ -136,10 +136,10 @@ def _kill_unresponsive(seconds: float | None, loader: DataLoader[Any], turn: int
 
 
 def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
-    """Explain torch's error about a worker exit; None if all workers are alive. ``largest``: bytes of the largest batch."""
+    """Explain torch's error about a worker; return None if no worker exited. ``largest``: bytes of the largest batch."""
     ready = wait([worker.sentinel for worker in workers], timeout=_EXIT_SECONDS)
     for worker in workers:
-        if worker.sentinel in ready:  # closed shortly before the process has exited
+        if worker.sentinel in ready:  # the sentinel closes shortly before the process exits
             worker.join(timeout=_EXIT_SECONDS)
     exited = [worker for worker in workers if not worker.is_alive()]
     if _NO_SHARED_MEMORY.search(str(error)) or any(worker.exitcode == -signal.SIGBUS for worker in exited):
@@ -147,7 +147,7 @@ def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
         return (
             f"the shared memory /dev/shm is too small: {free:,.0f} MiB are free, a batch takes {largest / 2**20:,.0f} MiB, "
             "and each worker holds two. Increase it (docker: --shm-size), or lower --workers or --batch-size; --workers 0 "
-            "needs none"
+            "needs no shared memory"
         )
     if not exited:
         return None
@@ -155,17 +155,17 @@ def _reason(error: Exception, workers: list[Any], largest: int) -> str | None:
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of KiB
     return (
         f"data worker (process {', '.join(str(worker.pid) for worker in exited)}) "
-        + ("was killed, as the kernel does when memory runs out" if killed else "exited")
-        + f". The largest exited process had {memory:.1f} GiB; fewer --workers need less"
+        + ("was killed, probably because memory ran out" if killed else "exited")
+        + f". The largest exited process used {memory:.1f} GiB; fewer --workers need less memory"
     )
 
 
 def kill_workers(loader: DataLoader[Any]) -> None:
-    """Kill the persistent workers of a DataLoader. Python waits for them at exit, and a stopped one ignores SIGTERM."""
+    """Kill the persistent workers of a DataLoader. At exit, Python waits for workers, and a stopped one ignores SIGTERM."""
     for worker in _workers(loader):
         worker.kill()
 
 
 def _workers(loader: DataLoader[Any]) -> list[Any]:
-    # torch has no public name for them.
+    # torch has no public attribute for its workers.
     return getattr(getattr(loader, "_iterator", None), "_workers", [])

@@ -1,4 +1,4 @@
-"""``openclip-ext manifest``: count the samples of shards, which defines the index of every sample. Needs no torch."""
+"""``openclip-ext manifest``: count the samples of shards, to define the index of every sample. Needs no torch."""
 
 import argparse
 import json
@@ -20,10 +20,10 @@ from openclip_ext.files.writing import output_path
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="openclip-ext manifest",
-        description="Count the samples of shards, which defines the index of every sample.",
+        description="Count the samples of shards, to define the index of every sample.",
     )
     add = parser.add_argument
-    add("shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; also joined by ::")
+    add("shards", nargs="+", help="paths, globs, brace notation, pipe: commands or URLs; several may be joined by ::")
     add(
         "--output",
         type=output_path,
@@ -82,11 +82,11 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
     for path, _ in candidates(urls, image_key, caption_key):
         if path.parent != cache_folder():
             return path
-    raise ValueError("the shards are remote, or both names next to them are in use: give --output")
+    raise ValueError("the shards are remote, or both manifest names next to them belong to other shards: give --output")
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Raise ValueError if the path is a file but not a manifest (such as a shard). A corrupt manifest may be replaced."""
+    """Raise ValueError if the path is a file but not a manifest (such as a shard). A corrupt manifest may be overwritten."""
     if path.exists():
         with path.open("rb") as file:
             if FORMAT.encode() not in file.read(4096):

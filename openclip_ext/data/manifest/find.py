@@ -22,15 +22,15 @@ def find_or_create_manifest(
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,
 ) -> Manifest:
-    """Return the manifest of a training run: the given one, the one next to the shards, or a new one.
+    """Return the manifest of a training run: the given manifest, a manifest next to the shards, or a new one.
 
-    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error and is not scanned
-    again, because a checkpoint's indices could mean different samples. Collective: all ranks call it; rank 0 does the work.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error, because after a new
+    scan the indices in a checkpoint could refer to different samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
-        ManifestError: On every rank, with the reason.
+        ManifestError: There is no valid manifest. All ranks raise an error; rank 0 raises the original one.
     """
-    # A late import: the manifest's command line works without torch.
+    # Imported late, because the manifest's command line works without torch.
     from openclip_ext import distributed
 
     found: Manifest | None = None
@@ -76,10 +76,10 @@ def cache_folder() -> Path:
 
 
 def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterator[tuple[Path, Manifest | None]]:
-    """Yield the possible paths of a manifest for these shards and keys, preferred paths first, with the manifest or None.
+    """Yield each possible path of a manifest for these shards and keys, preferred paths first, with its manifest or None.
 
-    A path whose file belongs to other shards or keys is skipped. :data:`ANY_FIELD` accepts a manifest with any keys, because
-    the indices do not depend on the keys. The last path is in the user's cache.
+    A path whose file belongs to other shards or keys is skipped. The key :data:`ANY_FIELD` accepts a manifest with any keys,
+    because the indices do not depend on the keys. The last path is in the user's cache.
     """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"

@@ -1,4 +1,4 @@
-"""The manifest: the number of samples in each shard, which defines the index of every sample.
+"""The manifest contains the number of samples in each shard. These numbers define the index of every sample.
 
 The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, and known
 before training starts. They do not change, and do not depend on the names in the tar.
@@ -40,8 +40,8 @@ class Manifest:
 
     Args:
         shards: The shards in the order of their indices.
-        image_key, caption_key: The fields for which the scan checked each sample.
-        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. The others keep their indices.
+        image_key, caption_key: Fields whose presence the scan checked in each sample.
+        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. Indices do not change.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
-        """Size ``n`` of the index space."""
+        """Number of samples ``n``, including excluded samples."""
         last = self.shards[-1]
         return last.first_index + last.num_samples
 
@@ -72,7 +72,7 @@ class Manifest:
 
     @property
     def num_lost(self) -> int:
-        """Estimated number of samples lost in corrupt shards; a lower bound if a shard is cut off. They have no index."""
+        """Estimated number of samples lost in corrupt shards, which have no index. A lower bound if a shard is truncated."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
 
     @property
@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def index_digest(self) -> str | None:
-        """:attr:`digest` before samples are excluded; None if a shard is remote, because its members are unknown."""
+        """The :attr:`digest` as if no sample were excluded; None if a shard is remote, because its members are unknown."""
         return self._hash("") if all(shard.digest for shard in self.shards) else None
 
     def _hash(self, left_out: str) -> str:
@@ -103,16 +103,17 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: As for :func:`~openclip_ext.data.shards.shardlist.expand_components`.
+            shards: See :func:`~openclip_ext.data.shards.shardlist.expand_components`.
             image_key, caption_key: Fields of image and caption. Alternatives are separated by ``;``.
             sizes: Sample counts of remote shards by file name. None (default) means to read the files next to the shards.
             workers: Number of processes for local shards. None (default) means one per core.
             storage: How to read remote files.
-            journal: File for the progress of scanning remote shards without a count. None (default) rejects such shards.
+            journal: File that stores the progress while remote shards without a count are scanned. None (default) rejects
+                such shards.
 
         Raises:
             ManifestError: The count of a shard is unknown, or a shard or the data set has no usable sample.
-            ValueError: The specification is wrong.
+            ValueError: ``shards`` is invalid.
         """
         urls = expand_shards(shards)
         local = [url for url in urls if is_local(url)]
@@ -124,7 +125,7 @@ class Manifest:
         if unknown and journal is not None:
             found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         elif unknown:
-            storage.reach(unknown[:1])  # reports a wrong address, for which counts are missing, too
+            storage.reach(unknown[:1])  # first report a wrong address, which also has no counts
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
                 "sizes.json or *_stats.json (written by img2dataset) is next to it. Count them once with: openclip-ext "
@@ -136,7 +137,7 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that also excludes these samples; raise ManifestError for a wrong index or if all are excluded."""
+        """Return a manifest that also excludes these samples; raise ManifestError for a wrong index or if none is left."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
@@ -171,7 +172,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Manifest":
-        """Read a manifest; raise ManifestError if the file is corrupt, not a manifest, or of another version."""
+        """Read a manifest; raise ManifestError if the file is corrupt, is not a manifest, or has another version."""
         path = Path(path).absolute()
         folder = str(path.parent)
         try:
@@ -194,11 +195,11 @@ class Manifest:
     def verify(self, urls: Sequence[str]) -> bool:
         """Check that the manifest still matches the training data; return whether paths or times in it were updated.
 
-        Moved shards are found by their file names. A local shard with a new modification time and the same size is scanned
-        again, and accepted if its members are unchanged. After an update, saving the manifest avoids the next scan.
+        Moved shards are recognized by their file names. A local shard with a new modification time and the same size is
+        scanned again, and accepted if its members are unchanged. Save an updated manifest to avoid another scan.
 
         Raises:
-            ManifestError: Shards are missing on either side, do not exist, or were changed.
+            ManifestError: The data and the manifest have different shards, or shards do not exist or were changed.
         """
         moved = self._match(urls)
         gone, changed, touched = [], [], []
@@ -275,7 +276,7 @@ def _is_touched(shard: Shard) -> bool:
     """Return whether a local shard's modification time changed since its scan; raise ReplacedError if its size changed."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
-        raise ReplacedError(f"it has {status.st_size:,} bytes, {shard.size or 0:,} when the manifest was made")
+        raise ReplacedError(f"it has {status.st_size:,} bytes, but had {shard.size or 0:,} when the manifest was made")
     return status.st_mtime_ns != shard.mtime_ns
 
 
@@ -293,14 +294,14 @@ def _describe(problems: Problems) -> Iterator[str]:
     if "gaps" in problems:
         yield "corrupt: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
     if "lost" in problems:
-        # With an error, the scan stopped there, and the number of later samples is unknown.
+        # The scan stopped at the error, so the number of later samples is unknown.
         yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
     if "error" in problems:
         yield f"corrupt or truncated, by an unknown amount: {problems['error']}"
 
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
-    """Raise ManifestError if no sample of a shard has both image and caption, or if all shards are empty."""
+    """Raise ManifestError if a shard has no sample with both an image and a caption, or if all shards are empty."""
     unusable = [
         shard
         for shard in shards
@@ -332,8 +333,10 @@ def _format_ranges(indices: np.ndarray) -> str:
 
 def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     runs = [run.partition("-") for run in text.split(",") if text]
-    if wrong := [run for run in runs if int(run[2] or run[0]) >= num_samples]:  # a huge range would fill the memory
-        raise ValueError(f"it excludes {''.join(wrong[0])[:80]} of {num_samples:,} samples")
+    if wrong := [
+        run for run in runs if int(run[2] or run[0]) >= num_samples
+    ]:  # a huge range would fill the memory below
+        raise ValueError(f"it excludes the samples {''.join(wrong[0])[:80]}, but has only {num_samples:,}")
     return np.concatenate([np.empty(0, np.int64), *(np.arange(int(a), int(b or a) + 1) for a, _, b in runs)])
 
 

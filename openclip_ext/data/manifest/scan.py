@@ -1,4 +1,4 @@
-"""Count the samples of shards: local tars by their headers, remote tars by the counts of img2dataset next to them."""
+"""Count the samples of shards, from the headers of local tars and from img2dataset's counts next to remote tars."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ T = TypeVar("T")
 # Maximum lengths of the lists of one shard, to keep a manifest small.
 _MAX_POSITIONS, _MAX_GAPS = 20, 5
 _MAX_PROCESSES = 32
-# Parts of the shard list for each process: sending a small shard alone takes longer than its scan.
+# Each process receives its shards in this many chunks, because sending shards one by one takes longer than scanning them.
 _CHUNKS = 64
 _REQUESTS = 32  # remote files that are read in parallel
 
@@ -51,7 +51,7 @@ class Problems(TypedDict, total=False):
     without_caption: int
     bad: int  # number of samples without image or without caption
     bad_positions: list[int]  # positions of the bad samples in the shard, if there are at most 20
-    duplicate_keys: int  # samples whose key has occurred before
+    duplicate_keys: int  # number of samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] in bytes of the first 5 parts without a readable header
     lost: int  # number of samples in the gaps, estimated from the size of the gaps
     error: str  # why the shard could not be read completely
@@ -93,7 +93,7 @@ def scan_shard(
     except OSError as error:
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
-        # If img2dataset wrote the shard's count, it replaces the estimate from the size of the gaps.
+        # The size of the gaps may underestimate the loss, so compare with the shard's count if img2dataset wrote it.
         lost = (_written_count(url, partial(_read_json, storage)) or 0) - shard.num_samples
         if lost > 0:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), lost)
@@ -154,7 +154,7 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
     workers = min(workers or min(available_cores(), _MAX_PROCESSES), len(paths))
     if workers <= 1:
         return list(with_bar(map(scan, paths), len(paths)))
-    # "fork" is PyTorch's default for data workers, too; "spawn" would import the training script and torch per process.
+    # PyTorch also uses "fork" for data workers by default. "spawn" would import the training script and torch per process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     chunk = max(1, len(paths) // (workers * _CHUNKS))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
@@ -167,8 +167,8 @@ def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iter
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Return the remote shards whose count is known, from ``sizes`` or the files next to the shards, by URL."""
-    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # each shard needs its folder's sizes.json
+    """Return the remote shards with a known count, by URL. If ``sizes`` is None, read the files next to the shards."""
+    read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # the shards of a folder share its sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         counts = list(with_bar(pool.map(count, urls), len(urls), "looking up counts"))
@@ -180,8 +180,8 @@ def scan_remote(
 ) -> dict[str, Shard]:
     """Scan remote shards by their headers, 32 at a time.
 
-    A journal stores the result of each intact shard with its version. An interrupted scan continues from the journal; only
-    shards without a result, or with another version, are scanned.
+    The journal stores the result of each readable shard with the version of its file. After an interruption, only shards
+    without a result or with another version are scanned.
     """
     written: dict[tuple[str, ...], Any] = {}
     for line in journal.read_text().splitlines() if journal.exists() else []:

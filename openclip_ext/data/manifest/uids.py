@@ -1,6 +1,6 @@
 """Exclude the samples whose uid is not in a list. DataComp publishes its subsets as lists of uids.
 
-The list is a ``.npy`` file with two 64-bit numbers per uid. In a sample's json, the entry ``uid`` has 32 hex digits.
+The list is a ``.npy`` file with two 64-bit numbers per uid. A sample's json has the entry ``uid`` with 32 hexadecimal digits.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ def read_uids(path: str | os.PathLike) -> np.ndarray:
 
 
 def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
-    """Return a manifest that excludes samples with unlisted uids; raise ValueError if all are unlisted. No index changes."""
+    """Return a manifest that excludes samples with unlisted uids; raise ValueError if no uid is listed."""
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
         found = pool.map(_unlisted, manifest.shards, repeat(storage))
         unlisted = list(with_bar(found, len(manifest.shards), "reading uids"))
     positions = np.concatenate(unlisted)
     if len(positions) == manifest.num_samples:
-        raise ValueError("none of the samples' uids is in the list: is it of another data set?")
+        raise ValueError("no sample's uid is in the list: give the list of this data set")
     return manifest.without(positions)
 
 

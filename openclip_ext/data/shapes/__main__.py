@@ -28,7 +28,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--samples-per-shard", type=int, default=1000, help="samples per shard; the last shard may have fewer"
     )
-    parser.add_argument("--workers", type=int, default=None, help="processes; one per core if not given")
+    parser.add_argument("--workers", type=int, default=None, help="number of processes; None means one per core")
     return parser.parse_args(argv)
 
 

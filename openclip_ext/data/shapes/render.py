@@ -1,7 +1,7 @@
 """Draw a scene with numpy. Shapes are evaluated on a grid three times as fine as the image.
 
 Each shape is a function of coordinates from -1 to 1: ``u`` (right) and ``v`` (down), relative to the item's center, size and
-angle. A pixel's coverage, the fraction of its fine points inside the shape, makes edges smooth.
+angle. Edges are smooth, because a pixel's opacity is the fraction of its fine points inside the shape.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _RGB = {
     "black": (24, 24, 26),
     "white": (248, 248, 246),
 }
-# The second color of a pattern must be visible on every item: lighter on dark colors, darker on light ones.
+# The second color of a pattern must be visible on every item: it is lighter than dark colors and darker than light colors.
 _DARK_COLORS = frozenset({"red", "green", "blue", "purple", "brown", "black"})
 _PATTERN_CONTRAST = 0.55
 _RADIUS = {"small": (4.7, 5.3), "medium": (6.2, 6.8), "large": (7.7, 8.3)}  # pixels
@@ -36,7 +36,7 @@ _DIRECTION = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1
 _MAX_TURN = np.deg2rad(15.0)
 _CONTOUR_WIDTH = 1.0  # pixels
 _CONTOUR_OPACITY = 0.5
-_TINT = 8.0  # standard deviation of a color, on a scale of 255, between items and between points of the background
+_TINT = 8.0  # standard deviation of the tint of an item or background, on a scale of 255
 _PIXEL_NOISE = 4.0
 
 
@@ -92,7 +92,7 @@ def _draw_item(canvas: Array, item: Item, center: Array, generator: np.random.Ge
 
 
 def _fine(pixels: slice) -> Array:
-    """Return the coordinates, in pixels, of the fine grid's points in a range of pixels."""
+    """Return the coordinates (in pixels) of the fine grid points in a range of pixels."""
     return (np.arange(pixels.start * _SUPERSAMPLING, pixels.stop * _SUPERSAMPLING) + 0.5) / _SUPERSAMPLING
 
 
@@ -131,7 +131,7 @@ _OUTLINES: dict[str, Callable[[Array, Array], Array]] = {
     "moon": lambda u, v: (u**2 + v**2 <= 1.0) & ((u - 0.5) ** 2 + v**2 > 0.72**2),
 }
 
-# Functions that return which points have the second color. Arguments are in pixels, so all items have equally fine patterns.
+# Functions that return which points have the second color. u and v are in pixels, so all items have equally fine patterns.
 _PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "plain": lambda u, v: np.zeros(u.shape, dtype=bool),
     "striped": lambda u, v: np.sin(2 * np.pi * (u + v) / 4.2) > 0,

@@ -1,7 +1,7 @@
 """The scenes of the demo images and their captions.
 
-A scene has one or two items on a background. Every word of the vocabulary is one token of OpenCLIP's tokenizer, and the
-longest caption has 18 of the 20 tokens that the demo models read.
+A scene has one or two items on a background. Every word of the vocabulary is one token of OpenCLIP's tokenizer. The longest
+caption has 18 of the 20 tokens that the demo models read.
 """
 
 from collections.abc import Callable
@@ -96,14 +96,14 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
     """Return a caption of a scene.
 
     Args:
-        scene: The scene.
         generator: Random numbers for the order of the items, the synonyms and the omitted words.
-        complete: Whether all words are kept. If not, most captions are incomplete, like captions from the web: size, color,
-            texture and background have a probability of 1/2 each, the relation 3/4 (else "and"), the noun 9/10 (else "shape").
+        complete: Whether to keep all words. If not, most captions are incomplete, like captions from the web: size, color,
+            texture and background are each kept with probability 1/2, the relation with 3/4 (else "and"), and the noun with
+            9/10 (else "shape").
     """
 
     def keep(probability: float) -> bool:
-        # The number is drawn even if not needed: complete and incomplete captions then have equal order and synonyms.
+        # Complete captions draw a number, too, which gives them the same order and synonyms as incomplete captions.
         return generator.random() < probability or complete
 
     items, relation = scene.items, scene.relation
@@ -119,7 +119,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
 
 def describe(scene: Scene, relation: str | None) -> str:
-    """Return the complete caption in fixed order and wording. ``relation`` replaces the scene's relation."""
+    """Return a complete caption in fixed order and wording, with this relation. ``None`` omits the second item."""
     parts = [_noun_phrase(scene.items[0])]
     if relation is not None:
         parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]

@@ -18,7 +18,7 @@ from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
 from openclip_ext.files.writing import write_atomically
 
-# Increase this number when the image or caption of a (seed, split, index) changes.
+# Increase this number when a code change affects the images or captions.
 GENERATOR_VERSION = 1
 # File with the configuration of the shards, written before the first shard.
 RECIPE_FILE = "shapes.json"
@@ -76,7 +76,7 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
     """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
 
-    A second call continues an interrupted run. Only one process at a time may write to a folder. ``workers`` None (default)
+    A second call continues an interrupted run. Only one call at a time may write to a folder. ``workers=None`` (default)
     means one process per core. Raise ValueError if the folder contains shards of another configuration or another program.
     """
     folder = Path(output)

@@ -16,7 +16,7 @@ _SHOWN = 8
 _AGAIN = "download it again"
 _CONVERT = "make a tar of it, with the files of a sample next to each other"
 _DECOMPRESS = "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"
-# First bytes of files that are not tars, the type of the file, and the fix.
+# Files that are not tars: first bytes, type and fix.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer", "run git lfs pull"),
     (b"<", "a page of HTML or XML", f"{_AGAIN}, signed in if the server requires it"),
@@ -32,7 +32,7 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
 
 
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
-    """Return why a shard has no sample with image and caption, and a fix. ``error`` is the error of the shard's scan."""
+    """Explain why a shard has no sample with an image and a caption, with a fix. ``error`` comes from the shard's scan."""
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
     if error.startswith("cannot be read"):
@@ -60,12 +60,12 @@ def explain(url: str, image_key: str, caption_key: str, storage: Storage, error:
         return _explain_no_tar(start, problem)
     if {field for _, field in names}.intersection(wanted.values()) and not entries.keys() & wanted.keys():
         found = _listed(Counter(field for _, field in names) + entries)
-        return f"its samples have the fields {found}; name the entry of the captions with --caption-key json:ENTRY"
+        return f"its samples have the fields {found}; name the caption entry with --caption-key json:ENTRY"
     return _explain_unpaired(names, {key.field for key in images}, {key.field for key in captions})
 
 
 def _text_entries(field: str, data: bytes) -> Iterator[str]:
-    """Yield ``json:ENTRY`` for each entry of a JSON object that may contain captions: a non-blank text, or a list."""
+    """Yield ``json:ENTRY`` for each entry of a JSON object that may contain captions (a non-blank text or a list)."""
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         for name, entry in json.loads(data).items():
             if isinstance(entry, str | list) and str(entry).strip():
@@ -86,7 +86,7 @@ def _explain_no_tar(start: bytes, problem: str) -> str:
 
 
 def _explain_unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
-    """Return why no sample of a tar has both image and caption. ``names`` contains the key and field of each member."""
+    """Explain why no sample of a tar has an image and a caption. ``names`` contains the key and field of each member."""
     fields = Counter(field for _, field in names)
     with_image, with_caption = ({key for key, field in names if field in wanted} for wanted in (images, captions))
     if with_image & with_caption:
@@ -99,4 +99,4 @@ def _explain_unpaired(names: Sequence[tuple[str, str]], images: set[str], captio
             "names have dots before the ending, and the first dot ends a sample's key (WebDataset's rule); rename the "
             f"files, for example {'.'.join(names[0])}"
         )
-    return f"its samples have the fields {_listed(fields)}; name those of image and caption with --image-key and --caption-key"
+    return f"its samples have the fields {_listed(fields)}; name image and caption fields with --image-key and --caption-key"

@@ -1,4 +1,4 @@
-"""WebDataset shards as a source."""
+"""A source that reads WebDataset shards."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 class ShardSource(Source):
     """The samples of the shards in a verified manifest.
 
-    If ``resampled``, shards are drawn with replacement by their ``weights``; otherwise each occurs once per epoch.
+    If ``resampled``, shards are sampled with replacement by their ``weights``. Otherwise, each shard occurs once per epoch.
     """
 
     sequential = True
@@ -93,9 +93,9 @@ class ShardSource(Source):
         return self.manifest.num_bad + self.manifest.num_lost, where
 
     def open_shard(self, number: int) -> io.BufferedReader:
-        """Open one shard; raise OSError if it does not exist or changed since its scan. Fetches the start of a remote shard.
+        """Open one shard; raise OSError if it does not exist or changed since its scan. Fetch the start of a remote shard.
 
-        A local shard may be on a file server that does not answer. Wait for the server, unless the previous shard failed.
+        A local shard may be on a file server that does not answer, so retry opening it, unless the previous shard failed.
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
@@ -115,7 +115,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """Reader of shards from front to back. It opens remote shards in advance, and a shard again to read an earlier sample."""
+    """A reader of shards from front to back. It opens remote shards in advance, and opens a shard again to go back."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -154,7 +154,7 @@ class _ShardReader(Reader):
 
     def _open_ahead(self) -> None:
         if self._shard in self._expected:
-            # The search is short, because the shards before it are gone.
+            # The search is short, because earlier shards have been removed from the list.
             del self._expected[: self._expected.index(self._shard) + 1]
         self._ahead = {
             number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number))
@@ -176,7 +176,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample. If the shard is unreadable before it, raise one of STREAM_ERRORS, also for all later samples."""
+        """Return a sample. If the shard is unreadable before it, raise one of STREAM_ERRORS, now and for later samples."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:

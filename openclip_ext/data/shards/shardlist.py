@@ -20,11 +20,11 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
     """Return one list of shards for each ``::`` component. Local shards have absolute paths.
 
     Args:
-        shards: Path, URL or ``pipe:`` command with brace notation, or several joined by ``::`` as in OpenCLIP, or a list of
-            these. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs whose storage can list its files.
+        shards: A path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or a
+            list. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs whose storage can list its files.
 
     Raises:
-        ValueError: Nothing is given, or a pattern matches no file.
+        ValueError: There are no shards, or a pattern matches no file.
     """
     texts = [shards] if isinstance(shards, str) else list(shards)
     components = [[text] if text.startswith("pipe:") and "::" not in text else text.split("::") for text in texts]
@@ -50,7 +50,7 @@ def _expand(component: str) -> list[str]:
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Return the shards of all components in one list; ValueError also if a shard occurs twice."""
+    """Return the shards of all components in one list; raise ValueError also if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
     seen: dict[object, str] = {}
     for url in urls:
@@ -63,7 +63,7 @@ def expand_shards(shards: str | Sequence[str]) -> list[str]:
 
 
 def _identity(url: str) -> object:
-    """Return a value that is equal for two paths of the same file, including links."""
+    """Return a value that is equal for all paths of the same file, including links."""
     if not is_local(url):
         return without_secrets(url)
     try:
@@ -74,13 +74,13 @@ def _identity(url: str) -> object:
 
 
 def shard_name(url: str) -> str:
-    """Return the tar's file name in a path, URL or ``pipe:`` command; the full text if it contains no such name."""
+    """Return the file name of the tar in a path, URL or ``pipe:`` command; without a tar name, the full text."""
     found = None if is_local(url) else _TAR_NAME.search(url)
     return found.group(0) if found else os.path.basename(without_secrets(url)) or without_secrets(url)
 
 
 def sibling(url: str, replace: str) -> str | None:
-    """Return the path, URL or command for the file ``replace`` in a shard's folder; None if no tar is named in ``url``."""
+    """Return the path, URL or command for the file ``replace`` in a shard's folder; None if ``url`` has no tar name."""
     if is_local(url):
         return os.path.join(os.path.dirname(url), replace)
     found = _TAR_NAME.search(url)

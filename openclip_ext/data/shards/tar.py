@@ -1,8 +1,8 @@
-"""Samples in a tar file, grouped as WebDataset does. All tars of the package are read here.
+"""Read the samples in a tar file, grouped as in WebDataset. The package reads all its tars with this module.
 
 A sample is a run of consecutive regular members that share the name up to the first dot of the file name. The rest of the name
-is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` is not used here: it is ten times slower, and does not
-notice that a file is truncated.
+is the field ("jpg", "txt", ...), in lower case. Python's ``tarfile`` is not used, because it is ten times slower and does not
+detect a truncated file.
 """
 
 import bz2
@@ -20,8 +20,7 @@ from openclip_ext.data.remote import BUFFER
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-# Bytes of zeros at the end of an archive: two blocks, and then up to the end of a record of 20 blocks. More zeros mean lost
-# data.
+# In bytes. An archive ends with two blocks of zeros, then zeros up to a full record of 20 blocks. More zeros mean lost data.
 _END_OF_ARCHIVE, _RECORD = 2 * BLOCK, 20 * BLOCK
 _MAX_PADDING = _RECORD + BLOCK
 # Limits in bytes, because a corrupt header may contain any size.
@@ -57,7 +56,7 @@ class _EndOfFileError(TarError):
         self.end = end
 
 
-# Errors of reading a broken stream, including the errors of the decompressors.
+# Errors when reading a broken stream, including the errors of the decompressors.
 STREAM_ERRORS = (TarError, OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
@@ -92,7 +91,7 @@ class TarSample(NamedTuple):
     fields: dict[str, bytes]  # the content of the wanted fields
 
 
-# A function of an offset and a length that returns up to this many bytes. Later calls have larger offsets.
+# Function that receives an offset and a number of bytes, and returns up to this many bytes. Later calls have larger offsets.
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -101,7 +100,7 @@ def _padded(size: int) -> int:
 
 
 def _number(field: bytes) -> int:
-    """Return a number in a tar header: octal digits, or, in GNU tars from 8 GiB, bytes in base 256 after 0x80."""
+    """Return a number from a tar header: octal digits, or base-256 bytes after 0x80 (GNU tar, for sizes from 8 GiB)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.partition(b"\0")[0].strip()
@@ -117,10 +116,10 @@ def _text(field: bytes) -> str:
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Return whether a header's checksum is right: the sum of all bytes, with the checksum field replaced by eight blanks.
+    """Return whether a header has the right checksum. It is the sum of all bytes, with eight blanks in the checksum field.
 
-    The blanks add 8 * 32 = 256. The sum comes from Adler-32, whose lower half is the sum plus 1, modulo 65521: a hundred
-    times faster than ``sum(header)``.
+    The blanks add 8 * 32 = 256. The lower half of Adler-32 is the sum plus 1, modulo 65521. Adler-32 is a hundred times
+    faster than ``sum(header)``.
     """
     try:
         expected = _number(header[148:156])
@@ -144,10 +143,9 @@ def _pax_records(data: bytes) -> dict[str, str]:
 
 
 def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
-    """Yield the members as :meth:`TarArchive.members`. ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
-    position = good_end = archive = (
-        0  # good_end: end of the last good member; archive: start of the current joined archive
-    )
+    """Yield the members, like :meth:`TarArchive.members`. ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
+    # good_end: end of the last good member; archive: start of the current archive, if several are joined
+    position = good_end = archive = 0
     zeros: int | None = None  # start of the blocks of zeros directly before `position`
     damage: TarError | None = None  # the first error since the last good member
     while True:
@@ -187,9 +185,9 @@ def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]
 
 
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
-    """Return the member whose first header is at ``start``, or None for a block of zeros; raise TarError if it is unreadable.
+    """Return the member whose first header is at ``start``; None for a block of zeros. Raise TarError if it is unreadable.
 
-    After a gap, a name that fills its field counts as corrupt, because the header with the full name may be in the gap.
+    After a gap, a name that fills its field is rejected, because the header with the full name may be lost in the gap.
     """
     position, name, size = start, None, None
     while True:
@@ -225,7 +223,7 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
 
 
 def _extended(kind: int, data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """Return name and size of the next member, updated from a GNU long name ("L") or a pax header ("x")."""
+    """Return the name and the size of the next member, updated from a GNU long name ("L") or a pax header ("x")."""
     if kind == ord("L"):
         return _text(data), size
     records = _pax_records(data)
@@ -253,10 +251,10 @@ def split_name(name: str) -> tuple[str, str] | None:
 def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
     """Group members into samples. A repeated field starts a new sample, even if the key is the same.
 
-    Reads the content of the wanted fields (None means all) up to 256 MiB each. Raise TarError if the file ends inside a field.
+    Read the content of the wanted fields (None means all), up to 256 MiB each. Raise TarError if the file ends in a field.
     """
     sample: TarSample | None = None
-    found: set[str] = set()  # the sample's fields; a set, because a shard with wrong names may have a million
+    found: set[str] = set()  # the sample's fields; a set, because wrong names can give a sample a million fields
     for member in members:
         parts = split_name(member.name) if member.is_file else None
         if parts is None:
@@ -284,11 +282,11 @@ class TarArchive:
     """A tar that is read once, from front to back. A compressed tar (gzip, bzip2, xz) is decompressed.
 
     Args:
-        file: A file that is open for reading bytes. If it can seek, unwanted content is not read.
+        file: A file that is open for reading bytes. Unwanted content is not read if the file can seek.
 
     Attributes:
         gaps: The corrupt parts found so far, as offsets in the decompressed tar. The list grows during iteration.
-        read_at: Function that reads the content of the latest member of :meth:`members`. The content may be cut off.
+        read_at: Function that reads the content of the latest member of :meth:`members`. The content may be truncated.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -296,7 +294,7 @@ class TarArchive:
         file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
         magic = file.peek(8)
         decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
-        # Without a known size, only reading a member's data or the next header can show that the member is cut off.
+        # If the size is unknown, a truncated member is detected only by reading its data or the next header.
         self._end = sys.maxsize
         self.read_at: ReadAt
         if decompress is not None:

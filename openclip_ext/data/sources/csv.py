@@ -13,7 +13,7 @@ from openclip_ext.data.storage import open_local
 
 
 class _Texts:
-    """Strings in one block of bytes. Forked workers share it, but would copy the memory of millions of Python strings."""
+    """Strings in one block of bytes. Forked workers share this block, but would copy millions of Python strings."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         encoded = [text.encode("utf-8") for text in texts]
@@ -26,10 +26,10 @@ class _Texts:
 
 
 class CsvSource(Source):
-    """Rows of a CSV file. Image paths are relative to the working directory; a blank caption is missing.
+    """Rows of a CSV file. Image paths are relative to the working directory; a blank caption counts as missing.
 
     Raises:
-        FileNotFoundError, ValueError: The file, a column or rows are missing, or an unbalanced quote hides rows.
+        FileNotFoundError, ValueError: The file, a column or all rows are missing, or an unbalanced quote hides rows.
     """
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
@@ -95,9 +95,9 @@ class CsvSource(Source):
 
 
 def _refuse_hidden_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:
-    """Raise ValueError if a field contains other rows: an unclosed quote joins all rows up to the next quote.
+    """Raise ValueError if a field contains other rows, because an unclosed quote joins all rows up to the next quote.
 
-    A caption of several lines is accepted if none of its parts ends with the ending of an image file.
+    A caption of several lines is accepted if no part of it looks like the name of an image file.
     """
     endings = {os.path.splitext(name)[1] for name in table[image_column].str.strip()} - {""}
     image = f"(?:{'|'.join(map(re.escape, endings))})\\s*(?:{re.escape(separator)}|\n|$)"

@@ -1,4 +1,4 @@
-"""Keys of the image and the captions in a sample of a shard. Without torch, for the command line of the manifest."""
+"""Image and caption keys of the samples in shards. The module does not import torch, for the manifest's command line."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
-# Image and caption key of a manifest that only defines indices.
+# The image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
-# JSON can contain half of a surrogate pair, which is not valid text: tokenizers raise an error.
+# JSON can contain half of a surrogate pair. This is not valid text, and tokenizers raise an error.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -18,7 +18,7 @@ class BadSampleError(ValueError):
 
 
 class Key(NamedTuple):
-    """Where a sample stores an image or a caption: in a field of the tar, or in an entry of a json field."""
+    """The place of an image or a caption in a sample: a field of the tar, or an entry of a json field."""
 
     field: str
     entry: str | None = None
@@ -43,7 +43,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def captions_of(data: bytes, key: Key) -> list[str]:
-    """Return the captions in a field, at least one. A json entry may be a list of captions."""
+    """Return one or more captions from a field. A json entry may be a list of captions."""
     try:
         text = data.decode("utf-8")
         content = {} if key.entry is None else json.loads(text)

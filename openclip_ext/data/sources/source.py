@@ -1,4 +1,4 @@
-"""Sources: data sets whose samples are read by index and decoded later, because a shuffle buffer stores undecoded bytes."""
+"""Sources: data sets whose samples are read by index, kept undecoded in a shuffle buffer, and then decoded."""
 
 import io
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, parse_keys
 
-# An RGB image: Pillow's, or a tensor (3, H, W) of uint8.
+# An RGB image: a Pillow image, or a (3, H, W) uint8 tensor.
 DecodedImage = Image.Image | Tensor
 ImageDecoder = Callable[[bytes | BinaryIO], DecodedImage]
 
-# Maximum characters of a caption. The time to tokenize a word grows at least with its squared length, and models read fewer
-# than a hundred tokens.
+# Maximum characters of a caption. The time to tokenize a word grows at least with the square of its length, and models read
+# fewer than a hundred tokens.
 MAX_CAPTION = 4000
 # Maximum ratio of an image's long side to its short side. For a larger ratio, resizing could take gigabytes.
 MAX_ASPECT = 500
@@ -29,7 +29,7 @@ _GRAY_DEPTHS = (8, 10, 12, 14, 16, 24, 32)
 
 
 class BadDataError(RuntimeError):
-    """Too many samples are bad: the run stops."""
+    """Too many samples are bad, so the run stops."""
 
     def __init__(self, message: str) -> None:
         super().__init__(for_people(message))
@@ -47,27 +47,27 @@ class RawSample:
 
 
 class Reader:
-    """Reader of samples, which is fast if their indices ascend. Each process has its own reader."""
+    """A reader of samples. It is fast if the indices ascend. Each process has its own reader."""
 
     def __call__(self, index: int) -> RawSample:
         """Read a sample. For a bad sample, set its ``problem`` instead of raising an error."""
         return RawSample(index)
 
     def expect(self, indices: np.ndarray) -> None:
-        """Set the next samples, in the order of reading, to prefetch their shards."""
+        """Announce the indices that will be read next, in order, to prefetch their shards."""
 
 
 class Source(ABC):
     """A data set whose samples have indices ``0 .. num_samples - 1``.
 
     Attributes:
-        num_samples: Size of the index space.
+        num_samples: Number of samples, including excluded samples.
         num_kept: Number of samples used for training. Excluded samples keep their index.
         digest: Hash of the data set. A run resumes mid-epoch only with the same digest.
-        index_digest: Hash of samples and indices that ignores locations and exclusions; None if unknown.
-        sequential: Whether samples should be read in ascending order and shuffled in memory, as for tars.
+        index_digest: Hash of the samples and their indices, without locations and exclusions. None if unknown.
+        sequential: Whether samples should be read in ascending order and shuffled in memory, as from tars.
         several_captions: Whether a sample may have several captions.
-        reference: A reference model's embeddings of the samples, which are added to the batches, or None.
+        reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
     """
 
     sequential = False
@@ -84,7 +84,7 @@ class Source(ABC):
         return False
 
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
-        """Return the sequence of an epoch's samples and its length. Length None means: as many samples as requested.
+        """Return the sequence of an epoch's samples, and its length. Length None means that it is as long as needed.
 
         The epoch uses at most ``num_slots`` samples. ``bad`` ``(k,)`` int64 contains ascending indices of samples to exclude.
         """
@@ -92,26 +92,26 @@ class Source(ABC):
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
 
     def reader(self) -> Reader:
-        """Return a new reader."""
         return Reader()
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Return image (RGB) and caption; raise BadSampleError if the image or the caption is missing or does not decode.
+        """Return the RGB image and the caption; raise BadSampleError if either is missing or does not decode.
 
-        ``decoder`` receives the bytes of an image file, or the open file. ``draw`` modulo the number of captions selects one.
+        ``decoder`` receives the bytes of an image file, or the open file. The number ``draw``, modulo the number of captions,
+        selects the caption.
         """
 
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
-        """Return name, first index and number of samples of the shard (or file) that contains a sample."""
+        """Return the name, the first index and the number of samples of the shard (or file) that contains a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """Return a sample's name in its shard (or file) and its caption, for messages; empty texts if missing."""
+        """Return, for messages, a sample's name in its shard (or file) and its caption. A missing text is empty."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
-        """Return the number of samples known to be bad before training, and a text that names some of them."""
+        """Return the number of samples known to be bad before training, and a text that describes some of them."""
         return 0, ""
 
 
@@ -141,7 +141,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
     """Scale gray values to uint8. Pillow's ``convert`` would clip at 255, and make most images white.
 
     Cameras and microscopes store 10 or 12 bits in files of 16 or 32 bits. The assumed depth is the smallest usual depth that
-    can represent the largest value. Floats are assumed to have a range up to 1 or 255.
+    can represent the largest value. Floats are assumed to range up to 1, or else up to 255 or the largest value.
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
@@ -153,7 +153,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
 
 
 class SampleKeys:
-    """The keys of image and caption in the samples of shards, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
+    """The image key and the caption key of shards, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
 
     def __init__(self, image_key: str, caption_key: str) -> None:
         self._images = parse_keys(image_key, allow_json=False)
@@ -161,7 +161,7 @@ class SampleKeys:
         self.fields = frozenset(key.field for key in (*self._images, *self._captions))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        """Decode as :meth:`Source.decode`. ``draw`` 0 is the first caption; others select among the captions of all fields."""
+        """Decode a sample, like :meth:`Source.decode`. If ``draw`` is not 0, select among the captions of all fields."""
         if raw.problem is not None:
             raise BadSampleError(raw.problem)
         image_key = _first_key(raw, self._images, "image")

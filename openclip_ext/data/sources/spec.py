@@ -19,7 +19,7 @@ class DataSpec:
 
     # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data.
     source: str | Sequence[str] | None = flag(None, dest="train_data")
-    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic"; "auto" decides by the ending of the path
+    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic" or "auto" (by the ending of the path)
     # Samples per epoch (--train-num-samples, --val-num-samples). None means all, or 100 for synthetic data.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
@@ -30,8 +30,8 @@ class DataSpec:
     manifest: str | os.PathLike[str] | None = flag(
         None, "manifest of the training shards; it may exclude samples (default: found next to them, or created)"
     )
-    resampled: bool = flag(False, dest="dataset_resampled")  # whether shards are drawn with replacement
-    # Relative weights of the ``::`` components of ``source`` when shards are drawn: "1::2", or a list.
+    resampled: bool = flag(False, dest="dataset_resampled")  # whether shards are sampled with replacement
+    # Relative weights of the ``::`` components of ``source`` when shards are sampled: "1::2", or a list.
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
@@ -48,14 +48,14 @@ class DataSpec:
     cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
     cache_size: float = flag(
         100.0,
-        "GiB of --cache-dir; the least recently used shards are removed",
+        "maximum size of --cache-dir in GiB; the least recently used shards are removed",
         needs="cache_dir",
         exclusive_minimum=0.0,
     )
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
-        """Return the validation data of a command line. For its training data, call ``from_flags(DataSpec, flags)``."""
+        """Return the validation data that flags specify. For the training data, call ``from_flags(DataSpec, flags)``."""
         return from_flags(
             cls,
             flags,
@@ -75,7 +75,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``; ``auto`` is decided by the path's ending. Raise ValueError if unknown."""
+        """``webdataset``, ``csv`` or ``synthetic``; for ``auto``, the path's ending decides. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":
