@@ -1,10 +1,10 @@
-"""A temperature without a learning rate, solved for over a queue of recent embeddings.
+"""A temperature without a learning rate: it is computed from a queue of recent embeddings.
 
-The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
-``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from uniform. It is the dual of a bound on that
-divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: about ``exp(−ρ)`` of the data counts as hard.
-A batch has too few negatives for this τ: with ``m`` negatives the divergence is below ``log m``. A queue of recent
-embeddings has enough.
+The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` with respect to τ.
+``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from the uniform distribution. The objective is the
+dual of a bound on this divergence [NeuCLIP 1; Qiu et al., ICML 2023]. So at the optimal τ the divergence equals ρ, and about
+``exp(−ρ)`` of the data counts as hard. A batch has too few negatives to find this τ, because with ``m`` negatives the
+divergence is below ``log m``. A queue of recent embeddings has enough.
 
 Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: ``docs/methods/solved-temperature.md``.
 """
@@ -24,7 +24,7 @@ from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
-# Steps before the first move, because embeddings of an untrained model carry no information about the temperature.
+# Steps before τ first moves, because the embeddings of an untrained model contain no information about the temperature.
 _WARMUP_STEPS = 100
 # Share of the distance to the solution that log τ moves per step.
 _RATE = 0.01
@@ -39,9 +39,9 @@ _PARTS = {"cpu": 2, "cuda": 8}
 class SolvedTemperature(TemperatureScheme):
     """The τ at which the anchors' softmax over recent embeddings has, on average, a divergence of ρ from uniform.
 
-    ``log τ`` moves a hundredth of the way per step, after the first 100 steps and once the queue is full. The queue does not
-    yet contain the batch then, so an anchor does not meet its own pair, unless the queue is longer than the data set. The
-    model's ``logit_scale`` follows if the loop calls ``finish_logit_scale_step``.
+    After the first 100 steps, and once the queue is full, each step moves ``log τ`` by a hundredth of its distance to the
+    solution. The batch is added to the queue afterwards, so an anchor is not compared with its own pair, unless the queue is
+    longer than the data set. If the loop calls ``finish_logit_scale_step``, the model's ``logit_scale`` is set to ``1/τ``.
     """
 
     solves = True
@@ -86,7 +86,7 @@ class SolvedTemperature(TemperatureScheme):
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return one temperature for all anchors; with ``solve_per_sample`` each anchor's own, once it can be solved for."""
+        """Return one temperature for all anchors; with ``solve_per_sample``, one per anchor once the queue is full."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
         if not (self.solve_per_sample and _may_be_ready(batch)):
@@ -144,7 +144,7 @@ class SolvedTemperature(TemperatureScheme):
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return ρ, and the divergence of the last step if it was solved for. Synchronizes with the device."""
+        """Return ρ and, once ``log τ`` has moved, the divergence before its last move. Synchronizes with the device."""
         divergence = self.divergence.item()
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 

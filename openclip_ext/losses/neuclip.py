@@ -64,7 +64,7 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors, for its features. Prototypes and τ are constant.
+        """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors with respect to its features, at constant prototypes and τ.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
@@ -98,8 +98,8 @@ def estimate_from_prototypes(
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
         multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
-        excluded: The prototype to exclude for each anchor, ``(B,)``, or −1. Needs ``multiplicity``. None (default) excludes
-            none.
+        excluded: Index of the prototype to exclude for each anchor, ``(B,)``; −1 excludes none. Needs ``multiplicity``. None
+            (default) excludes none for all anchors.
     """
     batch, tau = batch_at_tau.batch, batch_at_tau.tau
     number: int | Tensor = directions.shape[1]
@@ -153,7 +153,7 @@ class PrototypeNormalizer(Normalizer):
 
     AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
     paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they
-    started, and the encoders learn to avoid them. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
+    started, and the encoders learn to avoid these prototypes. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -237,10 +237,11 @@ class PrototypeNormalizer(Normalizer):
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
     def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return whether the prototypes predict a new batch better than the queue: 0-d bool.
+        """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
 
-        Neither has used this batch yet. Both are scored by the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``. Its
-        expectation over batches is smallest for the exact normalizers. If the score is NaN, the result is False.
+        Neither the prototypes nor the queue have used this batch. The score of a prediction is the objective of [12],
+        ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``. Its expectation over batches is smallest for the exact normalizers. If a score
+        is NaN, the result is False.
         """
         batch = batch_at_tau.batch
         fitted, recent = (
