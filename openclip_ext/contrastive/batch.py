@@ -103,8 +103,8 @@ class GatheredBatch:
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
-        ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each view
-            are valid, with at least two different labels if there are labels. If False, all samples are masked.
+        ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each
+            view are valid, with at least two different labels if there are labels. If False, all samples are masked.
         index: ``(B,)`` int64, or None.
         first: Position of this process's first sample.
         local_size: Number of this process's samples.

@@ -299,8 +299,8 @@ CASES |= {
 }
 
 
-# Cases that differ from another case only in option values or in other parts. Only two kinds of tests use these cases:
-# comparisons with references, and tests in two processes.
+# Cases that differ from another case only in option values or parts. Only two kinds of tests use them: comparisons with
+# references, and tests in two processes.
 _OTHER_NUMBERS = {
     "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
@@ -345,7 +345,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
         learns = loss.learns_logit_scale
         return steering.WithReference(case.reference(loss), REFERENCE_TABLES, steer, distill, 0.2, learns)
 
-    tolerance = max(case.tolerance, 1e-7)  # because gradients are larger
+    tolerance = max(case.tolerance, 1e-7)  # because gradients are larger with a reference model
     return replace(
         case, reference=reference, tolerance=tolerance, options=case.options | ours | {"reference_dim": REFERENCE_WIDTH}
     )
@@ -362,7 +362,7 @@ STEERED = {
 
 
 def kinds() -> list[str]:
-    """Return the names of one case of each kind."""
+    """Return the names of all cases except those that differ from another case only in option values or parts."""
     assert CASES.keys() >= _OTHER_NUMBERS
     return [name for name in CASES if name not in _OTHER_NUMBERS]
 
@@ -413,7 +413,7 @@ class TwoTowers(nn.Module):
 
 
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
-    """Return steps with random batches of similar pairs. With ``duplicates``, an index occurs 3 times in each third batch."""
+    """Return steps with random batches of similar pairs. With ``duplicates``, an index occurs 3 times in every third batch."""
     random = torch.Generator().manual_seed(seed)
     random_labels = torch.Generator().manual_seed(seed)
     steps = []
@@ -437,7 +437,7 @@ def run_step(
     autocast: torch.dtype | None = None,
     more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call the loss, optionally under autocast; return its value and the gradients in images, texts, scale and ``more``."""
+    """Call the loss; return its value and its gradients with respect to images, texts, scale and ``more``."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
 """Naive references of the global contrastive losses: float64 loops from the papers' equations, without the package's code.
 
 ``step(images, texts, logit_scale, index, epoch)`` of a reference corresponds to one call of a loss. It returns the value and
-the gradients in images, texts and logit scale. Images and texts are float64 ``(B, d)``. Side k is 0 for image anchors and 1
-for text anchors; s_ij is the similarity of anchor i with sample j of the other modality.
+the gradients with respect to images, texts and logit scale. Images and texts are float64 ``(B, d)``. Side k is 0 for image
+anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Sides = list[list[float]]
 
 @dataclass
 class StepResult:
-    """What a reference's step returns: the value, the three gradients, and α of both sides."""
+    """The result of a reference's step: the value, the three gradients, and α of both sides."""
 
     value: float
     images: Tensor
@@ -46,7 +46,7 @@ _equal_captions = EqualCaptions("negative", [])
 
 @contextlib.contextmanager
 def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
-    """Set how all references treat equal captions within this context; pairs with equal ``labels`` have equal captions."""
+    """Set how all references treat equal captions within this context. Equal ``labels`` mean equal captions."""
     global _equal_captions
     _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
     try:
@@ -96,7 +96,7 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
 def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients in images and texts: ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i [NeuCLIP 4]; τ_i may be left out."""
+    """Return ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i for images and texts [NeuCLIP 4]; ``multiply_by_tau=False`` omits τ_i."""
     images, texts = leaves(images, texts)
     total = torch.zeros((), dtype=torch.float64)
     for side in (0, 1):
@@ -123,7 +123,7 @@ def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: fl
 
 
 def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
-    """Return the derivative of each term of :func:`robust_mean` by its τ, with constant u [opt4ml, Algorithm 35]."""
+    """Return each derivative of a term of :func:`robust_mean` with respect to its τ, at constant u [opt4ml, Algorithm 35]."""
 
     def of_anchor(k: int, i: int) -> float:
         s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
@@ -197,13 +197,13 @@ class MiniBatch:
 
 
 class FastClip:
-    """SogCLR (constant τ) and FastCLIP-v0, -v1 and -v3. The estimator's ``update`` returns α = log u of the batch."""
+    """SogCLR and FastCLIP-v0, -v1 and -v3. ``kind`` is ``constant`` (τ), ``global`` (learned τ) or ``unscaled`` (v0)."""
 
     def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; ``kind`` (of the temperature) is constant, global or unscaled."""
+        """Take a step with the temperature ``1/logit_scale``."""
         tau, batch = 1 / logit_scale, len(images)
         taus = [[tau] * batch] * 2
         alpha = self.estimator.update(images, texts, taus, index, epoch)
@@ -228,7 +228,7 @@ class InfoNce:
         self.constant = constant
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; this loss has no state."""
+        """Take a step. This loss has no state."""
         images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
         value = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
@@ -277,7 +277,7 @@ class PerSample:
         self.temperatures = [SampleTemperatures(start, bounds, lr) for _ in range(2)]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale has no effect."""
+        """Take a step. The logit scale has no effect."""
         tau = [side.of(index) for side in self.temperatures]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -298,7 +298,7 @@ class TwoGlobal:
         self.adam = torch.optim.Adam(self.log_tau, lr)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale has no effect."""
+        """Take a step. The logit scale has no effect."""
         tau = [[math.exp(side)] * len(images) for side in self.log_tau]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -324,7 +324,7 @@ class Solved:
         self.newest: list[tuple[Tensor, Tensor]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the first call's logit scale is the initial 1/τ."""
+        """Take a step. The first call's logit scale is the initial 1/τ."""
         batch, eps, sides = len(images), self.estimator.eps, (0, 1)
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2

@@ -47,7 +47,7 @@ class TwoViews:
         return nn.functional.normalize(projected, dim=1)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; ``images`` are the first views, and ``texts`` are the second views."""
+        """Take a step. ``images`` are the first views, and ``texts`` are the second views."""
         first, second = leaves(images, texts)
         views = [self._project(first), self._project(second)]
         if self.learned is not None:
