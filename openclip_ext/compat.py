@@ -2,7 +2,7 @@
 
 OpenCLIP's library ``open_clip`` has a public interface, but its training script ``open_clip_train`` has none. A new OpenCLIP
 release should require changes only in this file. ``check_version`` checks that the installed release is supported. torch and
-OpenCLIP are imported inside functions, because ``--help`` does not need them.
+OpenCLIP are imported inside functions, because the imports are slow and ``--help`` does not need them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_version() -> str:
     """Return OpenCLIP's version.
 
     Raises:
-        ImportError: The installed OpenCLIP is outside ``>=3.3,<4``.
+        ImportError: The installed version is outside ``>=3.3,<4``.
     """
     from open_clip import __version__
 
@@ -79,7 +79,7 @@ def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
 
 
 def set_openclip_defaults(args: argparse.Namespace) -> None:
-    """Set the optimizer's flags that are None to OpenCLIP's defaults, which depend on the model."""
+    """Set optimizer flags that are None to OpenCLIP's defaults for the model. timm's optimizers have no such defaults."""
     from open_clip_train.params import get_default_params
 
     if "timm" not in args.opt:
@@ -129,7 +129,7 @@ def setup_logging(log_path: str | None, level: int) -> None:
 
 
 def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return OpenCLIP's autocast context for ``--precision``."""
+    """Return a function that creates OpenCLIP's autocast context for ``--precision``."""
     from open_clip_train.precision import get_autocast
 
     return get_autocast(precision, device_type=device.type)
@@ -181,7 +181,7 @@ def create_model(
 
 
 def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
-    """Return a model's configuration, in the format of OpenCLIP's JSON files; None if OpenCLIP does not have the model."""
+    """Return a model's configuration in the format of OpenCLIP's JSON files, or None if OpenCLIP does not have the model."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -191,7 +191,7 @@ def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
 
 
 def hub_weights(name: str, cache_dir: str | None) -> str | None:
-    """Return the file of initial weights if the model's name starts with ``local-dir:`` or ``hf-hub:``, else None."""
+    """Return the file of initial weights of a ``local-dir:`` or ``hf-hub:`` model; None for other models or on an error."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)

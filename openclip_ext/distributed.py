@@ -96,7 +96,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """Gather a CPU tensor like :func:`all_gather`, with any backend. Does not synchronize with the GPU."""
+    """Gather a CPU tensor like :func:`all_gather`, without a GPU sync and for any backend. Collective: all ranks call it."""
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
@@ -136,7 +136,7 @@ def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process exited. gloo's error is found by its message."""
+    """Return whether a collective failed because another process exited. gloo's error is recognized by its message."""
     return isinstance(error, dist.DistBackendError) or ("gloo" in str(error) and "by peer" in str(error))
 
 

@@ -45,8 +45,8 @@ class LocalBatch:
         call: Number of earlier calls in training mode. In a compiled graph, it is a 0-d tensor.
         learning: Whether this call is in training mode.
         views: 2 if each image has two views. There are then half as many images as samples. ``image`` contains the first views
-            of all images, then the second views; ``text`` contains the second views, then the first views. So each embedding
-            is on both sides.
+            of all images, then the second views. ``text`` contains the second views, then the first views. So each embedding
+            is an anchor on both sides.
         labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
         in_range: ``(B_local,)`` bool, whether each index is in ``[0, num_samples)``. None for a loss without an index.

@@ -44,7 +44,7 @@ class EmbeddingQueue(nn.Module):
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the candidate samples, their rows, and whether each candidate is valid."""
+        """Return the positions of the samples that may be added, their rows in the queue, and whether they are valid."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity

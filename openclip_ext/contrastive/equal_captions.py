@@ -73,6 +73,6 @@ def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
         i, j = (mask != equal).nonzero()[0].tolist()
         raise ValueError(
             f"positives: inconsistent mask at samples {i} and {j}: expected a symmetric mask with a true diagonal, in which "
-            "two captions equal to a third are equal. Set or clear the pair"
+            "two captions that equal a third caption equal each other. Set or clear this pair"
         )
     return labels

@@ -337,7 +337,7 @@ def incompatibility(
     if normalizer.differentiable and not objective.differentiates_alpha:
         return "the objective treats α as constant, but this normalizer's gradient can reach the encoders"
     if temperature.regularized and not objective.regularized:
-        return "the objective has no regularizer, but these temperatures are learned with one"
+        return "the objective has no regularizer, but these temperatures are learned with a regularizer"
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
         return "this normalizer can use each process's own batch, but these temperatures need the global batch"
     return None

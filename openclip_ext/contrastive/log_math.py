@@ -1,4 +1,4 @@
-"""Arithmetic with logarithms and exponentials that would overflow.
+"""Arithmetic in log space, which avoids overflow.
 
 With ``τ = 0.01`` the exponents ``(s_ij − s_ii)/τ`` reach 200, and ``exp(200)`` is infinite in float32. Normalizers are
 therefore stored as logarithms, and sums of exponentials are shifted by their largest term.
@@ -13,7 +13,7 @@ _LOG2_E = 1 / math.log(2)
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """Return the largest exponent of :func:`saturating_exp`. The square of its exponential is still finite in ``dtype``."""
+    """Return the bound to which :func:`saturating_exp` clamps. The square of its exponential is still finite in ``dtype``."""
     return 0.45 * math.log(torch.finfo(dtype).max)
 
 

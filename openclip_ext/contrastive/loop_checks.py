@@ -1,4 +1,4 @@
-"""Warn once about each mistake of a training loop that changes results without an error.
+"""Warn once about each mistake in a training loop that changes results without an error.
 
 Values of tensors are read only in the first two calls of a loss, because reading synchronizes with the device.
 """

@@ -36,7 +36,7 @@ class StateSize(NamedTuple):
 
 
 class ContrastiveLoss(nn.Module):
-    """Base of all losses.
+    """Base class of all losses.
 
     A subclass implements :meth:`_terms`. If it estimates log-normalizers, it also implements :meth:`log_normalizers`. A call
     in training mode updates the state, so call the loss once per optimizer step. A call in evaluation mode changes nothing. A
@@ -55,7 +55,7 @@ class ContrastiveLoss(nn.Module):
             DistributedDataParallel fails on a parameter without a gradient.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
         initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss needs none.
-        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
+        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
         trains_captions_only: whether a captioner's embeddings get no gradient.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
@@ -97,7 +97,7 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0."""
+        """The current epoch, counted from 0."""
         return int(self._epoch.get())
 
     @property
@@ -122,25 +122,26 @@ class ContrastiveLoss(nn.Module):
         """Compute the loss of a batch; in training mode also update the state once.
 
         Args:
-            image_features, text_features: ``(B_local, d)``, unit norm, any float dtype; for a loss of two views, the
+            image_features, text_features: ``(B_local, d)``, unit norm, any float dtype. For a loss of two views, pass the
                 embeddings of the first and of the second views. Samples with a non-finite feature are masked without a
-                host-device sync, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
-            logit_scale: 0-d or one element, ``1/τ``. If it is not finite and positive, the loss is 0 and nothing changes.
+                host-device sync and reported by :meth:`pop_nonfinite`. OpenCLIP's own losses report them without masking.
+            logit_scale: ``1/τ``, one element. If it is not finite and positive, the loss is 0 and nothing changes.
             logit_bias: OpenCLIP's ``logit_bias``. Only sigmoid losses use it, because it cancels in a softmax.
-            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that do not need it.
+            index: ``(B_local,)`` positions of the samples in the data set. Losses that do not need it ignore it.
             output_dict: whether to return the terms instead of their sum.
-            outputs: other outputs of the model; unused ones are ignored. A loss with ``equal_captions`` uses ``positives``:
-                ``(B_local,)`` int64 labels, equal for equal captions, or, with one process, the ``(B_local, B_local)`` bool
-                mask of the pairs with equal captions. A loss with ``reference_dim`` uses ``reference``: the reference model's
-                embeddings of images and of texts, ``(B_local, reference_dim)`` each.
+            outputs: other outputs of the model, of which unused outputs are ignored. A loss with ``equal_captions`` uses
+                ``positives``: ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also
+                accepts the ``(B_local, B_local)`` bool mask of the pairs with equal captions. A loss with ``reference_dim``
+                uses ``reference``: the reference model's image and text embeddings, ``(B_local, reference_dim)`` each.
 
         Returns:
             The terms by name, including ``contrastive_loss``, or their sum.
 
         Raises:
-            ValueError: wrong shapes or dtypes; fewer than 2 samples; on the CPU, ranks with batches of different sizes; a
-                missing index or missing labels; an index outside of ``[0, num_samples)`` (on a GPU at the next :meth:`metrics`
-                or :meth:`pop_nonfinite`); in the first two calls in training mode, a scale that is not finite and positive.
+            ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; or an index is
+                outside of ``[0, num_samples)`` (on a GPU, the next :meth:`metrics` or :meth:`pop_nonfinite` raises the error).
+                On the CPU also if the ranks' batches have different sizes. In the first two calls in training mode also if
+                the scale is not finite and positive.
             RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
@@ -250,7 +251,7 @@ class ContrastiveLoss(nn.Module):
             return self.state_dict()
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`replicated_state`; the tables stay unchanged."""
+        """Restore a :meth:`replicated_state`. The tables stay unchanged."""
         with exclude_tables(self.tables().values()):
             self.load_state_dict(state)
 
@@ -259,7 +260,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """Load a :meth:`replicated_state`, and this rank's shards of the tables from the shards of all ranks.
 
-        Raise UsageError if they belong to a loss with other options or other data. The error message contains ``source``.
+        Raise UsageError, with ``source`` in the message, if the state is of a loss with other options or other data.
         """
         own = self.tables()
         if tables.keys() != own.keys():
@@ -287,13 +288,13 @@ class ContrastiveLoss(nn.Module):
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Restore a state, as in ``nn.Module``; a float64 state makes the loss float64."""
+        """Restore a state like ``nn.Module.load_state_dict``. If the state is float64, the loss becomes float64."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
 
     def _follow(self, features: Tensor) -> torch.dtype:
-        """Move the state to the features' device and to the highest precision of features, state and float32; return it."""
+        """Move the state to the features' device and to the widest dtype of features, state and float32; return the dtype."""
         state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
@@ -332,7 +333,7 @@ class ContrastiveLoss(nn.Module):
         return batch
 
     def _note_range(self, index: Tensor, in_range: Tensor) -> None:
-        """Raise ValueError for an index out of range. On other devices than the CPU, only record it, to avoid a sync."""
+        """On the CPU, raise ValueError for an index out of range. On other devices, only record it, to avoid a sync."""
         if not index.is_cpu or torch.compiler.is_compiling():
             self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
         elif not in_range.all():

@@ -29,10 +29,10 @@ class NonfiniteLog(nn.Module):
         """Log the non-finite samples of a call.
 
         Args:
-            call: number of the call; a 0-d tensor in a compiled graph.
+            call: number of the call. In a compiled graph, it is a 0-d tensor.
             index: ``(B_local,)`` index of the samples. None means their positions.
             finite: ``(B_local,)`` bool.
-            scale_ok: 0-d bool; False is logged as a call without indices.
+            scale_ok: 0-d bool. False is logged as a call without indices.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and finite.is_cpu and scale_ok and finite.all():
@@ -75,7 +75,7 @@ class NonfiniteLog(nn.Module):
         self.filled += position[-1]
 
     def pop(self) -> list[tuple[int, list[int]]]:
-        """Return the entries since the last call of this method: ``(call, indices)``. Synchronizes with the device."""
+        """Return ``(call, indices)`` for all entries since the last call of this method. Synchronizes with the device."""
         if self._recent:
             self._store_recent()
         number = min(int(self.filled), _CAPACITY)

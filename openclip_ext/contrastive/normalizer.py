@@ -71,12 +71,11 @@ class Normalizer(nn.Module):
         """Start epoch ``epoch`` (from 0). The training loop calls it once per epoch."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return metrics for the logs."""
         return {}
 
 
 class MinibatchNormalizer(Normalizer):
-    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation] of OpenCLIP's loss: biased, without state."""
+    """The biased mini-batch estimate of OpenCLIP's loss, without state [NeuCLIP, section 3, mini-batch approximation]."""
 
     estimates = None
 

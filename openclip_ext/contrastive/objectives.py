@@ -127,7 +127,7 @@ class FastCLIPObjective(Objective):
 
 
 class NeuCLIPObjective(FastCLIPObjective):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]. Its gradient in τ has ``exp(−α)(ε+g)`` instead of the 1 in [13].
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]. In its derivative by τ, ``exp(−α)(ε+g)`` replaces the 1 of [13].
 
     α is treated as constant. The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """

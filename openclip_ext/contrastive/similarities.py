@@ -15,7 +15,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Its product with 0 is 0; for -inf it is NaN.
+# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Unlike -inf, it gives 0 if multiplied by 0.
 MASKED_SIMILARITY = -1e4
 
 # Maximum number of pairs per chunk. About five buffers of this size are in memory at the same time: 0.7 GB in float32.
@@ -34,7 +34,7 @@ def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
 def chunk_bytes(local_size: int, size: int) -> int:
     """Return the bytes of float32 similarities that are in memory at once, for ``local_size`` anchors and ``size`` samples.
 
-    The computation also uses about two buffers of a third of this size.
+    The computation also uses about two more buffers, each of a third of this size.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
@@ -88,8 +88,8 @@ class Similarities:
             with_mean_similarity: Whether to return the mean similarities.
 
         Returns:
-            The gradient ``(2, B_local, d)`` for this process's images and texts, as anchors and as negatives; and the mean
-            similarity of its anchors with their negatives, weighted by the softmax, ``(2, B_local)``, or None.
+            The gradient ``(2, B_local, d)`` with respect to this process's images and texts, both as anchors and as negatives.
+            Also the mean similarity ``(2, B_local)`` of its anchors with their negatives, weighted by the softmax, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])

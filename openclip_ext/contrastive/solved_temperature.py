@@ -26,7 +26,7 @@ from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 
 # Steps before τ first moves, because the embeddings of an untrained model contain no information about the temperature.
 _WARMUP_STEPS = 100
-# Share of the distance to the solution that log τ moves per step.
+# Fraction of the distance to the solution by which log τ moves per step.
 _RATE = 0.01
 # Maximum anchors per side to solve for; enough, because steps are small.
 _ANCHORS = 32
@@ -80,7 +80,7 @@ class SolvedTemperature(TemperatureScheme):
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
         self.queue = EmbeddingQueue(temperature_queue, embed_dim)
-        # NaN means not set yet: the model's temperature is used.
+        # NaN before the first step. The model's temperature is then used.
         self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
@@ -122,7 +122,7 @@ class SolvedTemperature(TemperatureScheme):
         return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
 
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return ``log τ`` at which the divergence, which decreases with τ, is ρ; shaped like ``like``."""
+        """Return the ``log τ`` at which the divergence is ρ, shaped like ``like``. The divergence decreases with τ."""
         lowest, highest = self.bounds
         low, width = torch.full_like(like, lowest), highest - lowest
         parts = _parts(like.device)

@@ -2,8 +2,8 @@
 
 The reference model has unit embeddings ``ê1, ê2`` and similarities ``ŝ_ij = ê1_i·ê2_j``. Steering replaces ``s_ij − s_ii`` in
 every exponent by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``. So a negative has a large weight if the model is worse on it than the
-reference. ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``. So steering needs no code of its own in the
-normalizers: the features have two blocks, first the reference's, then the model's. The reference's block has no gradient.
+reference. Because ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, normalizers need no special code:
+the features have two blocks, first the reference's, then the model's. The reference's block has no gradient.
 
 Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
 

@@ -14,7 +14,7 @@ from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
-# With GlobalTemperature's slow_when_small, the learning rate has this factor at or below this temperature.
+# With GlobalTemperature's slow_when_small, the learning rate is multiplied by the factor at or below the temperature.
 _SLOW_BELOW = 0.03
 _SLOW_FACTOR = 1 / 3
 
@@ -62,7 +62,6 @@ class TemperatureScheme(nn.Module):
         """Adjust the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its value before the step."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return metrics for the logs."""
         rho = self.rho(epoch)
         return {} if rho is None else {"rho": float(rho)}
 
@@ -176,7 +175,7 @@ class TwoGlobalTemperatures(TemperatureScheme):
     """``τ_1`` for all image anchors and ``τ_2`` for all text anchors, each learned with the regularizer ``ρ``.
 
     See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam learns their logarithms with the learning rate ``lr_tau``. A
-    step uses the temperatures from before their update. The model's ``log(1/τ)`` is set to the mean of ``−log τ_1, −log τ_2``.
+    step uses the temperatures from before their update. The model's ``log(1/τ)`` is set to the mean of ``−log τ_k``.
     """
 
     learns_own = True

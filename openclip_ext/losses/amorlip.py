@@ -82,7 +82,7 @@ class TwoSidedMlp(nn.Module):
 
 
 class MlpNormalizer(Normalizer):
-    """``α_i = log λ(e_i) − s_ii/τ_i``, where the MLP ``λ`` has an online, a target and a previous network (Algorithm 1).
+    """``α_i = log λ(e_i) − s_ii/τ_i`` with three MLPs ``λ``: online, target and previous network (AmorLIP, Algorithm 1).
 
     The target network makes the predictions. The previous network is the target network of the last epoch. With the defaults
     for other losses (no previous network, no averaging, a fit in every step), this normalizer is the ablation 'MLP instead of
@@ -137,7 +137,7 @@ class MlpNormalizer(Normalizer):
         self._epoch_step.set(int(state))
 
     def start_epoch(self, epoch: int) -> None:
-        """Copy the target network to the previous network. If ``reinitialize``, initialize online and target again."""
+        """Copy the target network to the previous network. If ``reinitialize``, restart the other two networks."""
         self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:

@@ -23,7 +23,7 @@ class HeadsError(ValueError):
 class ProjectedModel(nn.Module):
     """An OpenCLIP model with the heads ``image`` and ``text``, which project the model's unit embeddings (CLIP-Lite)."""
 
-    # Any, because OpenCLIP's models have no common base class, and neither have heads.
+    # Any, because neither OpenCLIP's models nor heads have a common base class.
     model: Any
     heads: Any
 
@@ -35,7 +35,6 @@ class ProjectedModel(nn.Module):
 
     @property
     def visual(self) -> nn.Module:
-        """The visual tower."""
         return self.model.visual
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
@@ -87,14 +86,15 @@ def read_heads(path: str | Path) -> nn.Module | None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # The file may have an old format or contain a scripted model. Such files have no heads. OpenCLIP reports other errors.
+        # The file may have an old format or contain a scripted model. Such files have no heads. OpenCLIP then loads the file
+        # or reports the error.
         return None
     entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
     return None if entry is None else build_heads(entry, path)
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """Return the model for evaluations. If evaluations use the heads, move them to the model's device and add them."""
+    """Return the model for evaluations: followed by the heads if evaluations use them, else unchanged."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

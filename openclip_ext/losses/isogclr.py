@@ -2,7 +2,7 @@
 
 Qiu et al., *Not All Semantics are Created Equal: Contrastive Self-supervised Learning with Automatic Temperature
 Individualization*, ICML 2023; Algorithm 35 of [opt4ml], the book section *Discriminative Pretraining of Representation
-Models*. With ``ℓ_ij = s_ij − s_ii`` each ``τ_i`` in ``[τ_0, τ_max]`` follows the gradient::
+Models*. With ``ℓ_ij = s_ij − s_ii``, each ``τ_i`` in ``[τ_0, τ_max]`` follows the gradient::
 
     log u_i + ρ − (1/(u_i(B−1))) Σ_j exp(ℓ_ij/τ_i)·ℓ_ij/τ_i
 
@@ -36,7 +36,7 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 
 
 class PerSampleTemperature(TemperatureScheme):
-    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimizing its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
+    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``. Each minimizes its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
 
     Adam learns the temperatures from gradients clamped to ±5, with moments for each sample. A sample occurs once per epoch, so
     bias correction counts epochs. In epoch 0, the moments are the gradient and its square. A step uses the temperatures from

@@ -36,7 +36,7 @@ class TemperaturePart:
 
     Attributes:
         name, build, defaults: As in :class:`NormalizerPart`.
-        long_run_defaults: Defaults for training runs with many optimizer steps. They replace ``defaults``.
+        long_run_defaults: Defaults that override ``defaults`` in training runs with many optimizer steps.
     """
 
     name: str

@@ -147,9 +147,9 @@ class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
     A step with valid samples restarts the prototypes from the ``m`` most recent embeddings if ``t mod T_r = 0`` (also in the
-    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored unnormalized; the cosine
-    normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and the cosine is
-    replaced by a difference of two cosines.
+    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored without normalization, because
+    the cosine normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and a
+    difference of two cosines replaces the cosine.
 
     AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
     paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they
@@ -355,7 +355,7 @@ class _Fit:
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:
-        """Add the gradient of some anchors with respect to the directions. The first chunk overwrites the buffer."""
+        """Add some anchors' part of the gradient with respect to the directions. The first chunk overwrites the buffer."""
         terms = self.terms[:, :, : anchors.stop - anchors.start]
         torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
         largest = log_math.shifted_exp_(terms, dim=1)

@@ -1,6 +1,6 @@
 """OpenCLIP's ``ClipLoss`` and ``SigLipLoss`` with the interface of this package's losses. Their arithmetic is unchanged.
 
-If ``temperature_scheme`` is given, ``openclip`` is composed of parts. It is then the same loss at another temperature.
+If ``temperature_scheme`` is given, ``openclip`` is composed of parts. It is then the same loss with this scheme's temperature.
 
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
@@ -132,7 +132,7 @@ class OpenClipLoss(ContrastiveLoss):
 
 
 class InfoNce(Unscaled):
-    """``−log softmax`` of the positive pair among all pairs of its anchor: ``ClipLoss``, for given log-normalizers."""
+    """The objective of ``ClipLoss``: ``−log softmax`` of the positive pair among all pairs of its anchor."""
 
     estimand = PARTITION_MEAN
 

@@ -82,7 +82,13 @@ PACKAGE_OPTIONS = (
         minimum=0.0,
         flag="--loss-eps",
     ),
-    Option("rho", float, 6.5, "weight of the temperature regularizer; larger means a smaller temperature", symbol="ρ"),
+    Option(
+        "rho",
+        float,
+        6.5,
+        "weight of the temperature regularizer; a larger weight means a smaller temperature",
+        symbol="ρ",
+    ),
     Option(
         "rho_end",
         float,
@@ -115,7 +121,7 @@ PACKAGE_OPTIONS = (
         "lr_tau",
         float,
         None,
-        "learning rate of the temperature (constant); none: the encoders' learning rate, with its schedule",
+        "constant learning rate of the temperature; none: the encoders' learning rate, with its schedule",
         minimum=0.0,
         nullable=True,
     ),
@@ -127,7 +133,7 @@ PACKAGE_OPTIONS = (
         symbol="m",
         minimum=2,
     ),
-    _ablation("solve_per_sample", bool, False, "solve for a separate temperature of each anchor, in every step"),
+    _ablation("solve_per_sample", bool, False, "solve for a separate temperature for each anchor, in every step"),
     Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
@@ -241,15 +247,17 @@ PACKAGE_OPTIONS = (
         "use the fitted prototypes only if they predict a new batch better than recent embeddings do; off: always, as in the "
         "paper",
     ),
-    Option("local_loss", bool, False, "compute only the rows of this process", openclip_flag=True),
-    Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
+    Option("local_loss", bool, False, "compute only this process's rows of the logits", openclip_flag=True),
+    Option(
+        "gather_with_grad", bool, False, "gather the features of all processes with their gradient", openclip_flag=True
+    ),
     Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
     Option(
         "batch_weight",
         float,
         0.5,
-        "share of the current batch in the queue's normalizer; its inverse is an upper bound of the weights",
+        "share of the current batch in the queue's normalizer; 1 divided by this share is an upper bound of the weights",
         symbol="λ",
         minimum=0.0,
         maximum=1.0,

@@ -170,8 +170,8 @@ def create_loss(
         A module. Call it as ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        OptionError: The loss is unknown, none of its parts uses an option, a value is out of range, or the parts are
-            incompatible. It is a ValueError.
+        OptionError: The loss is unknown, it does not use an option, a value is out of range, or the parts are incompatible.
+            OptionError is a ValueError.
         ValueError: ``embed_dim`` or ``num_samples`` is missing.
 
     Example:

@@ -87,7 +87,9 @@ class PredictedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho <= 0:
-            raise OptionError("rho", f"rho={rho}: predicted temperatures need a positive rho, which divides them")
+            raise OptionError(
+                "rho", f"rho={rho}: expected a number > 0, because predicted temperatures are divided by rho"
+            )
         if lr_tau is None:
             raise OptionError("lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate")
         self.weight = rho
@@ -119,7 +121,7 @@ class PredictedTemperature(TemperatureScheme):
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the dropout factors of this call. They are equal on every process, and equal in the prediction and update."""
+        """Return the dropout factors of this call. They are equal on every process, and in the prediction and the update."""
         if not batch.learning:
             return None
         if isinstance(batch.call, Tensor):

@@ -33,7 +33,7 @@ import torch
 WORLD_SIZE = 2
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training.programs"])
-# After one rank has failed, the other rank has this time to fail too. If it does not, it hangs in a collective.
+# After the failure of one rank, the other rank may also fail within this time. Otherwise, it hangs in a collective.
 _GRACE_SECONDS = 5.0
 
 

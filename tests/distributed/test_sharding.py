@@ -102,7 +102,7 @@ def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, 
     """Take all steps except the last in one run, and the last step in a resumed run; return the result."""
     before = Run(case, before_sharded).steps(last=STEPS - 1)
     states = [before.model.state_dict(), parallel.optimizer_state_dict(before.model, before.optimizer)]
-    # In a real run, rank 0 saves these states, and every process reads its file.
+    # In a real run, rank 0 saves these states to a file, which every process reads.
     torch.distributed.broadcast_object_list(states)
     after = Run(case, after_sharded)
     model = after.model if after_sharded else after.model.module
@@ -165,7 +165,7 @@ def trained(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_spread_parameters_train_as_replicas(name):
-    """After three steps, the loss values, the parameters, the optimizer state and the loss state are equal."""
+    """After three steps, loss values, parameters, optimizer state and loss state equal those with replicated parameters."""
     results, others = trained(name)
     weights = [key for key in others[SHARDED] if key.startswith(".model") and key.endswith("weight")]
     assert weights == []  # full weights exist only on rank 0

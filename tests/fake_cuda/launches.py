@@ -48,7 +48,6 @@ class Launches(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Set all counts to zero."""
         self.number = 0
         self.waits: Counter[str] = Counter()
 

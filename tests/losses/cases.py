@@ -1,4 +1,4 @@
-"""Cases of all losses and their options, with naive references. Tests use them in one process, in two, and in resumed runs."""
+"""Cases of all losses and their options, with naive references. Tests run them in one or two processes, and resume them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         loss: name of the loss for ``create_loss``.
-        reference: function that creates the reference from the created loss, whose random initial values it copies.
+        reference: function that creates the reference, with random initial values copied from the created loss.
         options: options for ``create_loss``.
         tolerance: relative and absolute tolerance of the comparison with the reference, in float64.
         prepare: function that changes the created loss in place before its first call.
@@ -90,7 +90,7 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
-    # AdaGrad's first step depends only on the gradient's sign, which amplifies rounding errors of gradients near zero.
+    # AdaGrad's first step depends only on the gradient's sign. This amplifies rounding errors of gradients near zero.
     return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
 
 
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
-# Cases that also run with equal captions masked or as positives. The steps of make_steps contain equal captions.
+# Cases that also run with ``equal_captions`` set to mask and to positive. The steps of make_steps contain equal captions.
 _WITH_POSITIVES = (
     "sogclr",
     "fastclip",
@@ -321,7 +321,7 @@ def unit(features: Tensor) -> Tensor:
     return torch.nn.functional.normalize(features, dim=1)
 
 
-# Embeddings of all samples by a reference model: a table of images, and a table of texts.
+# A reference model's embeddings of all samples: a table of images, and a table of texts.
 REFERENCE_WIDTH = 5
 REFERENCE_TABLES = tuple(
     unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=torch.Generator().manual_seed(side), dtype=torch.float64))

@@ -122,7 +122,7 @@ def test_what_is_no_mistake() -> None:
         _call(create_any(name), image_features=5 * images)
     _call(create_any("openclip"), labels=torch.zeros(6, 3, dtype=torch.int64), logits=torch.zeros(6, 3, 5))
     _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
-    images[2] = float("nan")  # NaN has its own report
+    images[2] = float("nan")  # NaN is reported by pop_nonfinite instead
     for dtype in (torch.float16, torch.bfloat16):
         _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
@@ -206,7 +206,7 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
 
 
 def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a custom loop, the loss warns about them. In an integration, whose trainer should connect them, it is an error."""
+    """In a custom loop, they cause a warning. In an integration, whose trainer should connect them, they are an error."""
     model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
     model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

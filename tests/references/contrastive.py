@@ -134,14 +134,14 @@ def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: 
 
 
 def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
-    """Return γ in an epoch [opt4ml, "Scheduler of γ"]; γ is constant if ``decay_epochs`` is None."""
+    """Return γ in an epoch [opt4ml, "Scheduler of γ"]. If ``decay_epochs`` is None, γ is constant."""
     if decay_epochs is None or epoch >= decay_epochs:
         return gamma
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
 
 
 def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
-    """Map each sample to its value; if a sample occurs several times in a batch, to the mean of its values."""
+    """Map each sample to its value. If a sample occurs several times in a batch, map it to the mean of its values."""
     found: dict[int, list[float]] = {}
     for sample, value in zip(index, values, strict=True):
         found.setdefault(sample, []).append(value)
@@ -167,7 +167,7 @@ class MovingAverage:
 
 
 class Scent:
-    """SCENT's proximal step for the divergence of exp(−ν). Its solution: u⁺ = u·(1 + η·(ε+g))/(1 + η·u), where η = e^κ."""
+    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
 
     def __init__(self, eps: float, kappa: float) -> None:
         self.eps, self.eta = eps, math.exp(kappa)
@@ -192,7 +192,6 @@ class MiniBatch:
         self.eps = eps
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Return the mini-batch estimates."""
         return batch_estimates(images, texts, tau, self.eps)
 
 
@@ -255,7 +254,7 @@ class SampleTemperatures:
         return [self.tau.get(sample, self.start) for sample in index]
 
     def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:
-        """Update the temperature of each sample once; a sample that occurs several times uses its mean slope."""
+        """Update the temperature of each sample once. If a sample occurs several times, use its mean slope."""
         beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
         for sample, slope in by_sample(index, slopes).items():
             gradient = max(-5.0, min(5.0, slope))
@@ -314,7 +313,7 @@ class TwoGlobal:
 class Solved:
     """SogCLR with a temperature τ that solves ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    By default, all anchors share τ, and log τ moves to the solution by a hundredth of the distance per step. With
+    By default, all anchors share τ, and each step moves log τ by a hundredth of its distance to the solution. With
     ``per_sample``, each anchor uses the solution for its own similarities.
     """
 

@@ -80,7 +80,7 @@ class Recent:
         return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Return texts and images (m, d). If there are fewer than m samples, they repeat from the oldest."""
+        """Return texts and images (m, d). If there are fewer than m samples, they are repeated, starting with the oldest."""
         chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
         return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
 

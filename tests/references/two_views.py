@@ -72,7 +72,7 @@ class TwoViews:
         return total.item(), total
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """Compute ``dcl`` of [opt4ml] for both views. An anchor uses its new u; an image stores the mean u of its views."""
+        """Compute ``dcl`` of [opt4ml] for both views. An anchor uses its new u. An image stores the mean u of its views."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
