@@ -95,8 +95,7 @@ class GatheredBatch:
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii``. With :attr:`positive_means`, ``(2, B)`` mean similarities of each anchor with
-            its positives.
+        positive: ``(B,)`` similarities ``s_ii``. With :attr:`positive_means`, ``(2, B)`` means over each anchor's positives.
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
         count: 0-d, number of valid samples. If there are fewer than 2 per view, it is 2 per view.
@@ -175,8 +174,7 @@ class GatheredBatch:
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
         """Return the mean of ``values`` ``(..., B)`` over valid samples, along the last dimension.
 
-        ``values`` must be finite, even for masked samples. If ``values`` covers only ``anchors``, return the contribution of
-        these anchors to the mean.
+        ``values`` must be finite, even for masked samples. If ``values`` covers only ``anchors``, return their contribution.
         """
         return values @ self.share[anchors]
 

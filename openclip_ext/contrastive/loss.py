@@ -38,9 +38,9 @@ class StateSize(NamedTuple):
 class ContrastiveLoss(nn.Module):
     """Base class of all losses.
 
-    A subclass implements :meth:`_terms`. If it estimates log-normalizers, it also implements :meth:`log_normalizers`. A call
-    in training mode updates the state, so call the loss once per optimizer step. A call in evaluation mode changes nothing. A
-    loss is not thread-safe.
+    A subclass implements :meth:`_terms` and, if it estimates log-normalizers, :meth:`log_normalizers`. In training mode, call
+    the loss once per optimizer step, because each call updates the state. A call in evaluation mode changes nothing. A loss is
+    not thread-safe.
 
     Attributes:
         embed_dim: required embedding dimension. None means any.

@@ -11,8 +11,8 @@ where ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions have d
 - ``fastclip-v0``: one learned temperature; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
 - ``fastclip-v1``: one constant temperature;
 - ``fastclip-v2``: one learned temperature per sample (``isogclr.py``);
-- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ [NeuCLIP 13]. At ``τ ≤ 0.03``, its learning rate is divided
-  by three.
+- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ and, at ``τ ≤ 0.03``, a third of the learning rate
+  [NeuCLIP 13].
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 

@@ -72,8 +72,7 @@ class Method:
         normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
         objective: The objective. None means the objective of the normalizer.
         normalizer_defaults, temperature_defaults: Defaults for options of the default parts, not of other parts.
-        training_defaults: Defaults of the training program that differ from the paper's. They apply only with the default
-            normalizer.
+        training_defaults: Defaults of the training program that differ from the paper's, only with the default normalizer.
         training_scheme: Default temperature scheme of the training program. Empty means the paper's scheme.
         fixed: Arguments of the parts that are not options.
         whole: The form of the loss without replaceable parts, or None.

@@ -239,9 +239,8 @@ class PrototypeNormalizer(Normalizer):
     def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
 
-        Neither the prototypes nor the queue have used this batch. The score of a prediction is the objective of [12],
-        ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``. Its expectation over batches is smallest for the exact normalizers. If a score
-        is NaN, the result is False.
+        Neither predictor has used this batch yet. Its score is the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``,
+        whose expectation over batches is smallest for the exact normalizers. If a score is NaN, the result is False.
         """
         batch = batch_at_tau.batch
         fitted, recent = (

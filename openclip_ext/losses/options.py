@@ -82,13 +82,7 @@ PACKAGE_OPTIONS = (
         minimum=0.0,
         flag="--loss-eps",
     ),
-    Option(
-        "rho",
-        float,
-        6.5,
-        "weight of the temperature regularizer; a larger weight means a smaller temperature",
-        symbol="ρ",
-    ),
+    Option("rho", float, 6.5, "weight of the temperature regularizer; a larger rho lowers the temperature", symbol="ρ"),
     Option(
         "rho_end",
         float,
@@ -248,9 +242,7 @@ PACKAGE_OPTIONS = (
         "paper",
     ),
     Option("local_loss", bool, False, "compute only this process's rows of the logits", openclip_flag=True),
-    Option(
-        "gather_with_grad", bool, False, "gather the features of all processes with their gradient", openclip_flag=True
-    ),
+    Option("gather_with_grad", bool, False, "gather the features with their gradient", openclip_flag=True),
     Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
     Option(

@@ -1,8 +1,8 @@
 """TempNet: temperatures predicted from the embeddings by a small network, with FastCLIP's moving averages.
 
 Qiu et al., *To Cool or not to Cool? Temperature Network Meets Large Foundation Models via DRO*, ICML 2024; 'CLIP with a
-Temperature Prediction Network' in [opt4ml]. On each side, with the detached embedding ``e``, 256 learned prototypes ``P``
-with unit rows, and learned numbers ``φ, a, b, c``::
+Temperature Prediction Network' in [opt4ml]. ``e`` is the detached embedding. Each side learns a linear layer, 256 prototypes
+``P`` with unit rows, and the numbers ``φ, a, b, c``::
 
     x = dropout_0.5(sigmoid(Linear e)),   w = softmax(x Pᵀ/exp φ),   q = sigmoid(x Pᵀ)
     τ = (a·(w·q) + b − c·mean q)/ρ,   clamped to [temperature_min, temperature_max]
@@ -65,7 +65,7 @@ class TemperatureNetwork(nn.Module):
 
 
 class PredictedTemperature(TemperatureScheme):
-    """TempNet: a network predicts ``τ_k,i`` from the anchor's embedding.
+    """TempNet: temperatures ``τ_k,i`` that a network predicts from the anchor's embedding.
 
     Adam trains the network with the learning rate ``lr_tau·0.9^epoch``. A step uses the predictions from before its update.
     """
@@ -87,9 +87,7 @@ class PredictedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho <= 0:
-            raise OptionError(
-                "rho", f"rho={rho}: expected a number > 0, because predicted temperatures are divided by rho"
-            )
+            raise OptionError("rho", f"rho={rho}: expected rho > 0, because predicted temperatures are divided by rho")
         if lr_tau is None:
             raise OptionError("lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate")
         self.weight = rho
