@@ -118,7 +118,7 @@ def set_backends() -> None:
 
 
 def setup_logging(log_path: str | None, level: int) -> None:
-    """Log in OpenCLIP's format, to the terminal and to ``log_path``."""
+    """Log to the terminal and to ``log_path``, in OpenCLIP's format."""
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)

@@ -1,7 +1,7 @@
 """The samples of one step in three stages: passed by the caller, gathered from all processes, and compared at temperatures.
 
-In many tensors, the first dimension of size 2 is the side: 0 for image anchors, which are compared with texts, and 1 for text
-anchors, which are compared with images.
+In many tensors, the first dimension has size 2 and is the side: 0 for image anchors, which are compared with texts, and 1 for
+text anchors, which are compared with images.
 """
 
 import functools

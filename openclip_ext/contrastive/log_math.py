@@ -13,7 +13,7 @@ _LOG2_E = 1 / math.log(2)
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """Return the bound to which :func:`saturating_exp` clamps. The square of its exponential is still finite in ``dtype``."""
+    """Return the largest exponent that :func:`saturating_exp` uses. The square of its exponential is finite in ``dtype``."""
     return 0.45 * math.log(torch.finfo(dtype).max)
 
 

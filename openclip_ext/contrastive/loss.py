@@ -48,13 +48,13 @@ class ContrastiveLoss(nn.Module):
         needs_index: whether ``forward`` needs the samples' index.
         needs_positives: whether ``forward`` needs ``positives``, labels or a mask of equal captions.
         keeps_state: whether a call in training mode changes the loss itself.
-        depends_on_epoch: whether the loss has schedules that depend on :meth:`start_epoch`.
+        depends_on_epoch: whether the loss has schedules that depend on the epoch, see :meth:`start_epoch`.
         expects_unit_norm: whether the features must have unit norm.
         uses_logit_scale: whether the value depends on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
             DistributedDataParallel fails on a parameter without a gradient.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
-        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss needs none.
+        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss does not use it.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
         trains_captions_only: whether a captioner's embeddings get no gradient.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
@@ -129,19 +129,19 @@ class ContrastiveLoss(nn.Module):
             logit_bias: OpenCLIP's ``logit_bias``. Only sigmoid losses use it, because it cancels in a softmax.
             index: ``(B_local,)`` positions of the samples in the data set. Losses that do not need it ignore it.
             output_dict: whether to return the terms instead of their sum.
-            outputs: other outputs of the model, of which unused outputs are ignored. A loss with ``equal_captions`` uses
-                ``positives``: ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also
-                accepts the ``(B_local, B_local)`` bool mask of the pairs with equal captions. A loss with ``reference_dim``
-                uses ``reference``: the reference model's image and text embeddings, ``(B_local, reference_dim)`` each.
+            outputs: other outputs of the model, which most losses ignore. A loss with ``equal_captions`` uses ``positives``:
+                ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also accepts the
+                ``(B_local, B_local)`` bool mask of the pairs with equal captions. A loss with ``reference_dim`` uses
+                ``reference``: the reference model's image and text embeddings, ``(B_local, reference_dim)`` each.
 
         Returns:
             The terms by name, including ``contrastive_loss``, or their sum.
 
         Raises:
-            ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; or an index is
-                outside of ``[0, num_samples)`` (on a GPU, the next :meth:`metrics` or :meth:`pop_nonfinite` raises the error).
-                On the CPU also if the ranks' batches have different sizes. In the first two calls in training mode also if
-                the scale is not finite and positive.
+            ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; an index is outside
+                of ``[0, num_samples)`` (on a GPU, the next :meth:`metrics` or :meth:`pop_nonfinite` raises this error); the
+                ranks' batches on the CPU have different sizes; or, in the first two calls in training mode, the scale is not
+                finite and positive.
             RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:

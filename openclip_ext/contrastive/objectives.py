@@ -127,9 +127,9 @@ class FastCLIPObjective(Objective):
 
 
 class NeuCLIPObjective(FastCLIPObjective):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]. In its derivative by τ, ``exp(−α)(ε+g)`` replaces the 1 of [13].
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], with its exact derivative at constant α instead of [13].
 
-    α is treated as constant. The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
+    The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ def chunk_bytes(local_size: int, size: int) -> int:
 class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
-    An anchor's pairs with its positive, with samples of equal labels, with masked samples and, if there are two views, with
-    itself have the similarity :data:`MASKED_SIMILARITY`.
+    These pairs have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal labels, pairs
+    with a masked sample, and, if there are two views, an anchor and itself.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -89,7 +89,7 @@ class Similarities:
 
         Returns:
             The gradient ``(2, B_local, d)`` with respect to this process's images and texts, both as anchors and as negatives.
-            Also the mean similarity ``(2, B_local)`` of its anchors with their negatives, weighted by the softmax, or None.
+            Also each local anchor's mean similarity to its negatives, weighted by the softmax, ``(2, B_local)``, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])

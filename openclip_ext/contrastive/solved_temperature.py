@@ -30,7 +30,7 @@ _WARMUP_STEPS = 100
 _RATE = 0.01
 # Maximum anchors per side to solve for; enough, because steps are small.
 _ANCHORS = 32
-# Number of intervals between the bounds of log τ: a precision of 0.1 % of τ. Each iteration splits the interval into parts.
+# Number of intervals between the bounds of log τ, for a precision of 0.1 % of τ. Each iteration splits an interval into parts.
 # More parts need more arithmetic, which is slow on a CPU, but fewer kernels, which is fast on a GPU.
 _INTERVALS = 2**12
 _PARTS = {"cpu": 2, "cuda": 8}
@@ -150,7 +150,7 @@ class SolvedTemperature(TemperatureScheme):
 
 
 def _may_be_ready(batch: GatheredBatch) -> bool:
-    """Return False before ``_WARMUP_STEPS`` calls. There are never more steps than calls, and this check needs no sync."""
+    """Return False before ``_WARMUP_STEPS`` calls. This check needs no sync. There are never more steps than calls."""
     return isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS
 
 

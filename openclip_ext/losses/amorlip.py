@@ -46,8 +46,8 @@ _GRAPH_TENSORS = 8
 class TwoSidedMlp(nn.Module):
     """``log λ(e)`` for both sides: one MLP each, evaluated together.
 
-    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus the
-    input, ReLU, Linear(d, 1).
+    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, addition
+    of the input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:
@@ -84,8 +84,8 @@ class TwoSidedMlp(nn.Module):
 class MlpNormalizer(Normalizer):
     """``α_i = log λ(e_i) − s_ii/τ_i`` with three MLPs ``λ``: online, target and previous network (AmorLIP, Algorithm 1).
 
-    The target network makes the predictions. The previous network is the target network of the last epoch. With the defaults
-    for other losses (no previous network, no averaging, a fit in every step), this normalizer is the ablation 'MLP instead of
+    The target network makes the predictions. The previous network is the target network of the last epoch. With its defaults
+    in other losses (no previous network, no averaging, a fit in every step), this normalizer is the ablation 'MLP instead of
     NPN' of the NeuCLIP paper.
     """
 

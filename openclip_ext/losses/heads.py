@@ -57,7 +57,7 @@ class ProjectedModel(nn.Module):
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """Return the entry of a checkpoint that contains the heads."""
+    """Return the checkpoint entry for the heads."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 

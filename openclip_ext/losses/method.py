@@ -72,11 +72,11 @@ class Method:
         normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
         objective: The objective. None means the objective of the normalizer.
         normalizer_defaults, temperature_defaults: Defaults for options of the default parts, not of other parts.
-        training_defaults: Defaults of the training program that differ from the paper's, only with the default normalizer.
+        training_defaults: Other defaults in the training program. They apply only with the default normalizer.
         training_scheme: Default temperature scheme of the training program. Empty means the paper's scheme.
         fixed: Arguments of the parts that are not options.
         whole: The form of the loss without replaceable parts, or None.
-        two_views: The loss of this name for two views of each image, without texts, or None.
+        two_views: The variant of this loss for two views of each image, without texts, or None.
         head: Class of the loss's ``model_head()``, or None. Its attribute ``kind`` is its name in checkpoints.
         parts: Normalizers and temperature schemes that the method's file adds.
         options: Options that the method's file adds to those in ``losses/options.py``.

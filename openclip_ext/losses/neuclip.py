@@ -130,7 +130,7 @@ def estimate_from_prototypes(
 
 
 def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
-    """Return ``(2, B)``: ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((cos − s_ii)/τ_i)``."""
+    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((e_i·Ŵ_j − s_ii)/τ_i)``, ``(2, B)``."""
     if isinstance(prototypes, Tensor):
         return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
     return batch_at_tau.positive_exponent + math.log(prototypes)
@@ -203,7 +203,7 @@ class PrototypeNormalizer(Normalizer):
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Number of steps with valid samples. It is counted on the device to avoid a host-device sync.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        # Whether the last step predicted with the fitted prototypes. With verify_fit, it may have predicted with the queue.
+        # Whether the last step predicted with the fitted prototypes. If not (only with verify_fit), it used the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
@@ -239,8 +239,8 @@ class PrototypeNormalizer(Normalizer):
     def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
 
-        Neither predictor has used this batch yet. Its score is the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``,
-        whose expectation over batches is smallest for the exact normalizers. If a score is NaN, the result is False.
+        Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
+        exact normalizers minimize the expectation of this score over batches. If a score is NaN, the result is False.
         """
         batch = batch_at_tau.batch
         fitted, recent = (

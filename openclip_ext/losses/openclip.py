@@ -32,7 +32,7 @@ _CAPTIONS = {"logits", "labels"}
 
 
 class OpenClipLoss(ContrastiveLoss):
-    """``open_clip.ClipLoss``, or ``CoCaLoss`` or ``DistillClipLoss`` if the model has the outputs that these need.
+    """``open_clip.ClipLoss``, or ``CoCaLoss`` for captioners, or ``DistillClipLoss`` for models with a teacher's outputs.
 
     With ``equal_captions="mask"``, other samples with the anchor's caption are excluded from the anchor's softmax. With
     ``"positive"``, the loss is the mean cross-entropy over all samples with the anchor's caption.

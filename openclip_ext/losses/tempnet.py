@@ -119,7 +119,7 @@ class PredictedTemperature(TemperatureScheme):
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the dropout factors of this call. They are equal on every process, and in the prediction and the update."""
+        """Return the dropout factors of this call. Every process, the prediction and the update use the same factors."""
         if not batch.learning:
             return None
         if isinstance(batch.call, Tensor):

@@ -206,7 +206,7 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
 
 
 def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a custom loop, they cause a warning. In an integration, whose trainer should connect them, they are an error."""
+    """They cause a warning in a custom loop, but an error in an integration, because its trainer should connect them."""
     model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
     model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

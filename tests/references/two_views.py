@@ -15,7 +15,7 @@ def negatives_of(views: list[Tensor], i: int) -> list[Tensor]:
 
 
 class TwoViews:
-    """SimCLR, SogCLR or iSogCLR, after a projector.
+    """SimCLR, SogCLR or iSogCLR on projected embeddings.
 
     Args:
         projector: the package's projector, whose parameters are copied: Linear, ReLU, Linear.
