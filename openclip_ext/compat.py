@@ -174,7 +174,7 @@ def create_model(
     )
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
-        # OpenCLIP 3.3 does not initialize this parameter: it never calls the initialization function with this formula.
+        # OpenCLIP 3.3 does not initialize this parameter, because it never calls its function with this formula.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
         logging.info("text_decoder.text_projection initialized: OpenCLIP leaves it uninitialized")
     return built
