@@ -139,9 +139,8 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; an index is outside
-                of ``[0, num_samples)`` (on a GPU, the next :meth:`metrics` or :meth:`pop_nonfinite` raises this error); the
-                ranks' batches on the CPU have different sizes; or, in the first two calls in training mode, the scale is not
-                finite and positive.
+                of ``[0, num_samples)`` (on a GPU, raised by the next :meth:`metrics` or :meth:`pop_nonfinite`); on the CPU,
+                the ranks' batch sizes differ; in the first two training calls, the scale is not finite and positive.
             RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:

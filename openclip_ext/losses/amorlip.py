@@ -46,8 +46,8 @@ _GRAPH_TENSORS = 8
 class TwoSidedMlp(nn.Module):
     """``log λ(e)`` for both sides: one MLP each, evaluated together.
 
-    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, addition
-    of the input, ReLU, Linear(d, 1).
+    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, adding
+    the input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:

@@ -86,8 +86,7 @@ def read_heads(path: str | Path) -> nn.Module | None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # The file may have an old format or contain a scripted model. Such files have no heads. OpenCLIP then loads the file
-        # or reports the error.
+        # The file may have an old format or contain a scripted model. Such files have no heads, and OpenCLIP may load them.
         return None
     entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
     return None if entry is None else build_heads(entry, path)

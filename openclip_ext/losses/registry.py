@@ -219,8 +219,8 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
     """Return a loss's options with the training program's defaults. Some differ from the defaults of :func:`create_loss`.
 
     The training program may use another temperature scheme than the paper. It uses the paper's scheme if ``given`` chooses a
-    part or contains an option of this scheme, or if ``pretrained`` (the model already has a learned temperature). ``steps``
-    is the number of optimizer steps of the run.
+    part, ``equal_captions`` or ``views``, or sets an option of this scheme, or if ``pretrained`` (the model already has a
+    learned temperature). ``steps`` is the number of optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
     if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:

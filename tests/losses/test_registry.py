@@ -18,8 +18,7 @@ from openclip_ext.losses.registry import check_options, create_loss, list_losses
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
-# One loss per objective, tested with all combinations of parts. The other losses are tested only with combinations that
-# contain one of their default parts.
+# One loss per objective, tested with all combinations of parts. For other losses, one part is always the default part.
 OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 
 
