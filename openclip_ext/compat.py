@@ -1,9 +1,8 @@
-"""All uses of undocumented parts of OpenCLIP, and some uses of undocumented parts of torch.
+"""All code that uses undocumented parts of OpenCLIP, and some code that uses undocumented parts of torch.
 
-``open_clip`` has a public interface. ``open_clip_train``, the training script in the same package, has none. All code that
-uses ``open_clip_train``, or undocumented parts of ``open_clip``, is here: for a new OpenCLIP release, only this file changes.
-``check_version`` checks that the installed version is a tested one. torch and OpenCLIP are imported inside functions, because
-``--help`` does not need them.
+OpenCLIP's library ``open_clip`` has a public interface, but its training script ``open_clip_train`` has none. A new OpenCLIP
+release should require changes only in this file. ``check_version`` checks that the installed release is supported. torch and
+OpenCLIP are imported inside functions, because the imports are slow and ``--help`` does not need them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 OPENCLIP_LOWEST = (3, 3)
 OPENCLIP_BELOW = (4, 0)
 
-# Names of OpenCLIP's own losses on our command line. The first one is the default.
+# Names of OpenCLIP's own losses in --loss. The first one is the default.
 OPENCLIP_LOSSES = ("openclip", "siglip")
-# With --siglip, arguments for the initial values of the model's parameters (from open_clip_train/main.py).
+# Initial values of the model's parameters with --siglip (from open_clip_train/main.py).
 SIGLIP_START = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10}
 # SigLipLoss's functions that send features to a neighbor rank. The bidirectional function sends two tensors.
 SIGLIP_EXCHANGES = (
@@ -40,7 +39,7 @@ def check_version() -> str:
     """Return OpenCLIP's version.
 
     Raises:
-        ImportError: The installed OpenCLIP is outside ``>=3.3,<4``.
+        ImportError: The installed version is outside ``>=3.3,<4``.
     """
     from open_clip import __version__
 
@@ -59,8 +58,8 @@ def check_version() -> str:
 def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
     """Return a parser of class ``kind`` with OpenCLIP's training flags, without importing ``open_clip``.
 
-    ``open_clip_train.params.parse_args`` creates the parser and parses arguments in one function. So it is called without
-    arguments, and the parser that it creates is captured.
+    OpenCLIP's ``parse_args`` both creates the parser and parses arguments. This function calls it with an empty command line
+    and captures the parser that it creates.
     """
     from open_clip_train import params
 
@@ -80,7 +79,7 @@ def openclip_parser(kind: type[argparse.ArgumentParser]) -> Any:
 
 
 def set_openclip_defaults(args: argparse.Namespace) -> None:
-    """Set missing flags of the optimizer to OpenCLIP's defaults, which depend on the model. OpenCLIP also does this."""
+    """Set optimizer flags that are None to OpenCLIP's defaults for the model. timm's optimizers have no such defaults."""
     from open_clip_train.params import get_default_params
 
     if "timm" not in args.opt:
@@ -93,10 +92,10 @@ def set_openclip_defaults(args: argparse.Namespace) -> None:
 
 
 def init_device(args: argparse.Namespace) -> torch.device:
-    """Start ``torch.distributed`` under torchrun or SLURM; set ``args.rank`` and related flags; return the device.
+    """Initialize ``torch.distributed`` under torchrun or SLURM, set ``args.rank`` and related flags, and return the device.
 
-    The device is made PyTorch's current device, because with ``--device cuda:1``, OpenCLIP leaves ``cuda:0`` as the current
-    device. The device always has an index, which OpenCLIP omits in a single process.
+    The device also becomes PyTorch's current device. With ``--device cuda:1``, OpenCLIP alone would leave ``cuda:0`` as the
+    current device. The returned device always has an index, which OpenCLIP omits in a single process.
     """
     import torch
     from open_clip_train.distributed import init_distributed_device
@@ -109,7 +108,7 @@ def init_device(args: argparse.Namespace) -> torch.device:
 
 
 def set_backends() -> None:
-    """Set the same backend options for NVIDIA GPUs as OpenCLIP: TF32 matrix products and the fastest convolutions."""
+    """Allow TF32 matrix products and the fastest convolutions on NVIDIA GPUs, like OpenCLIP's training script."""
     import torch
 
     if torch.cuda.is_available():
@@ -119,7 +118,7 @@ def set_backends() -> None:
 
 
 def setup_logging(log_path: str | None, level: int) -> None:
-    """Log in OpenCLIP's format, to the terminal and to ``log_path``."""
+    """Log to the terminal and to ``log_path``, in OpenCLIP's format."""
     from open_clip_train.logger import setup_logging as setup
 
     setup(log_path, level)
@@ -130,7 +129,7 @@ def setup_logging(log_path: str | None, level: int) -> None:
 
 
 def autocast_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return OpenCLIP's autocast context for ``--precision``."""
+    """Return a function that creates OpenCLIP's autocast context for ``--precision``."""
     from open_clip_train.precision import get_autocast
 
     return get_autocast(precision, device_type=device.type)
@@ -140,7 +139,7 @@ def autocast_context(precision: str, device: torch.device) -> Callable[[], Abstr
 
 
 def check_augmentation(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields of ``--aug-cfg`` that OpenCLIP does not have."""
+    """Raise ValueError if ``--aug-cfg`` has fields that OpenCLIP does not support."""
     from open_clip.transform import AugmentationCfg
 
     try:
@@ -175,15 +174,14 @@ def create_model(
     )
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
-        # OpenCLIP 3.3 does not initialize this parameter. The formula is from its function for this purpose, which it never
-        # calls.
+        # OpenCLIP 3.3 does not initialize this parameter, because it never calls its function with this formula.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
         logging.info("text_decoder.text_projection initialized: OpenCLIP leaves it uninitialized")
     return built
 
 
 def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
-    """Return a model's configuration, in the format of OpenCLIP's JSON files; None if OpenCLIP does not have the model."""
+    """Return a model's configuration in the format of OpenCLIP's JSON files, or None if OpenCLIP does not have the model."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -193,7 +191,7 @@ def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:
 
 
 def hub_weights(name: str, cache_dir: str | None) -> str | None:
-    """Return the file of initial weights if the model's name starts with ``local-dir:`` or ``hf-hub:``, else None."""
+    """Return the file of initial weights of a ``local-dir:`` or ``hf-hub:`` model; None for other models or on an error."""
     from open_clip import factory
 
     schema, identifier = factory.parse_model_name(name)
@@ -202,13 +200,13 @@ def hub_weights(name: str, cache_dir: str | None) -> str | None:
     if schema == "hf-hub":
         try:
             return factory.download_pretrained_from_hf(identifier, cache_dir=cache_dir)
-        except Exception:  # OpenCLIP also ignores all errors, because the hub client raises many types
+        except Exception:  # the hub client raises many types of errors, and OpenCLIP also ignores all of them
             return None
     return None
 
 
 def changed_preprocessing(model: Any) -> dict[str, Any]:
-    """Return the arguments of ``create_model_and_transforms`` by which a model's preprocessing differs from the default."""
+    """Return the model's non-default preprocessing settings, as arguments of ``create_model_and_transforms``."""
     from dataclasses import asdict
 
     from open_clip.transform import PreprocessCfg
@@ -219,7 +217,7 @@ def changed_preprocessing(model: Any) -> dict[str, Any]:
 
 
 def converts_to_rgb(step: Any) -> bool:
-    """Return whether a step of OpenCLIP's transform does nothing else than convert an image to RGB."""
+    """Return whether a step of OpenCLIP's image transform only converts the image to RGB."""
     from open_clip.transform import MaybeConvertMode
 
     return isinstance(step, MaybeConvertMode)
@@ -231,10 +229,10 @@ def drops_patches(model: Any) -> bool:
 
 
 def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -> None:
-    """Freeze a text tower. This also works for captioners (CoCa), for which OpenCLIP has no function.
+    """Freeze the text tower of a model, which may be a captioner (CoCa). OpenCLIP's function does not support captioners.
 
     Raises:
-        UsageError: It is one of OpenCLIP's own towers, and its LayerNorm parameters should stay trainable.
+        UsageError: ``freeze_layer_norm`` is False, but the tower is not from Hugging Face.
     """
     from open_clip.hf_model import HFTextEncoder
 
@@ -273,9 +271,9 @@ def unused_by_captions(model: Any) -> list[nn.Parameter]:
 
 
 def embedding_dim(model_name: str, model: nn.Module | None = None) -> int:
-    """Return the embedding dimension of a model, or, if no model is given, of the model's configuration.
+    """Return a model's embedding dimension, from ``model`` if possible, else from the configuration of ``model_name``.
 
-    The model is preferred, because OpenCLIP would download the configuration of a hub model.
+    ``model`` is preferred, because OpenCLIP would have to download the configuration of a hub model.
 
     Raises:
         ValueError: Neither the model nor the configuration has an embedding dimension.
@@ -309,7 +307,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-# --- inside torch, tested with 2.6 to 2.14 -------------------------------------------------------------------------------
+# --- undocumented parts of torch, tested with versions 2.6 to 2.14 ---------------------------------------------------------
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -318,7 +316,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return all BatchNorm layers of a model, of every type."""
+    """Return a model's BatchNorm layers of all types (1d, 2d, 3d, synchronized)."""
     from torch import nn
 
     return [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
@@ -366,7 +364,7 @@ def create_scheduler(
         lr: Learning rate after the warm-up.
         warmup: Number of steps of the linear warm-up.
         steps: Number of optimizer steps of the full run.
-        cooldown_steps, cooldown_power, cooldown_end: Parameters of the end of ``const-cooldown``.
+        cooldown_steps, cooldown_power, cooldown_end: Parameters of the final phase of ``const-cooldown``.
     """
     from open_clip_train import scheduler
 
@@ -388,7 +386,7 @@ def remote_sync(local: str, remote: str, protocol: str) -> bool:
 
 
 def start_remote_sync(every_seconds: int, local: str, remote: str, protocol: str) -> Any:
-    """Start OpenCLIP's background process, which copies the run folder at intervals."""
+    """Start and return OpenCLIP's background process, which copies the run folder every ``every_seconds`` seconds."""
     from open_clip_train.file_utils import start_sync_process
 
     process = start_sync_process(every_seconds, local, remote, protocol)
@@ -405,11 +403,11 @@ def extend_script(
     parse_args: Callable[[Callable], Callable],
     train_one_epoch: Callable[[Callable], Callable],
 ) -> None:
-    """Replace functions of OpenCLIP's training script, in all modules that import them. A second call has no effect.
+    """Replace three functions of OpenCLIP's training script in all modules that import them. A second call has no effect.
 
     Args:
-        create_loss, parse_args, train_one_epoch: Functions that receive OpenCLIP's function of this name, and return the
-            function that replaces it. The replacement must use ``functools.wraps``.
+        create_loss, parse_args, train_one_epoch: Each receives OpenCLIP's function of the same name and returns the
+            replacement, which must use ``functools.wraps``.
     """
     import open_clip
     import open_clip.factory
@@ -425,7 +423,7 @@ def extend_script(
 
 
 def _replace(name: str, extended: Callable[[Callable], Callable], *modules: Any) -> None:
-    """Set the replaced function in all modules, unless the first module already has a replaced function."""
+    """Replace a function in all modules. If the first module already has a replacement, use that replacement."""
     function = getattr(modules[0], name)
     if not hasattr(function, "__wrapped__"):
         function = extended(function)

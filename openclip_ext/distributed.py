@@ -22,7 +22,7 @@ T = TypeVar("T")
 # Long, because other ranks wait while one rank evaluates or saves for hours. A stopped rank is detected earlier, because
 # its heartbeat is missing (``training/runtime/heartbeat.py``).
 _CONTROL_TIMEOUT = timedelta(hours=48)
-# Timeouts of a collective on GPUs: in the first step, which may compile and tune for long, and in later steps.
+# Timeouts of a collective on GPUs: in the first step, in which compilation may take long, and in later steps.
 START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)
 
 
@@ -51,16 +51,16 @@ def check_world_size(created_with: int) -> None:
 
 
 def unconnected_processes() -> int:
-    """Return the number of processes that a launcher has started, if there are several and no process group; else 0."""
+    """Return the number of processes that a launcher started, if there are several but no process group; else 0."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched if launched > 1 and not is_initialized() else 0
 
 
 def check_equal_sizes(batch: Tensor) -> None:
-    """Raise ValueError on all ranks if the batch sizes of the ranks differ. In this case, gloo would abort the processes.
+    """Raise ValueError on all ranks if their batch sizes differ. Without this check, gloo would abort the processes.
 
-    Only batches on a CPU are checked, and not in a compiled graph. On a GPU, the check's communication may take as long as a
-    step.
+    Batches on a GPU are not checked, because the check's communication may take as long as a step. Compiled graphs do not
+    check batches either.
     """
     if world_size() > 1 and batch.is_cpu and not torch.compiler.is_compiling():
         sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
@@ -96,7 +96,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """Gather a CPU tensor like :func:`all_gather`, with any backend. Does not synchronize with the GPU."""
+    """Gather a CPU tensor like :func:`all_gather`, without a GPU sync and for any backend. Collective: all ranks call it."""
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
@@ -123,7 +123,7 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 
 
 def _control_group() -> dist.ProcessGroup:
-    """Return a gloo process group for objects and barriers. It needs no GPU work, and has a long timeout."""
+    """Return a gloo process group for objects and barriers. It does not use the GPU, and has a long timeout."""
     return _control_group_of(dist.group.WORLD)
 
 
@@ -136,7 +136,7 @@ def _control_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process exited. gloo's error has no type of its own."""
+    """Return whether a collective failed because another process exited. gloo's error is recognized by its message."""
     return isinstance(error, dist.DistBackendError) or ("gloo" in str(error) and "by peer" in str(error))
 
 
@@ -180,12 +180,12 @@ def on_master(action: Callable[[], T]) -> T:
 
 
 def any_rank(flag: int) -> int:
-    """Return the maximum of a small non-negative number over all ranks. Does not synchronize with the GPU."""
+    """Return the maximum of a non-negative number over all ranks, without a GPU sync. Collective: all ranks call it."""
     return any_rank_soon(flag)()
 
 
 def any_rank_soon(flag: int) -> Callable[[], int]:
-    """Start :func:`any_rank`, and return a function that waits for its result."""
+    """Start :func:`any_rank`, and return a function that waits for the result. Collective: all ranks call it."""
     if world_size() == 1:
         return lambda: flag
     box = torch.tensor(flag)
@@ -212,6 +212,6 @@ def set_patience(patience: timedelta) -> None:
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this function, if necessary for hours. Collective: all ranks call it."""
+    """Wait until all ranks have called this function, for hours if necessary. Collective: all ranks call it."""
     if world_size() > 1:
         dist.barrier(group=_control_group())

@@ -1,7 +1,7 @@
-"""The samples of one step, in three stages: passed by the caller, gathered from all processes, compared at temperatures.
+"""The samples of one step in three stages: passed by the caller, gathered from all processes, and compared at temperatures.
 
-The leading dimension of 2 in many tensors is the side: 0 for image anchors, which are compared with texts, and 1 for text
-anchors, which are compared with images.
+In many tensors, the first dimension has size 2 and is the side: 0 for image anchors, which are compared with texts, and 1 for
+text anchors, which are compared with images.
 """
 
 import functools
@@ -19,7 +19,7 @@ from openclip_ext.state.sharded_table import group_count, group_mean
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
-    """Return a cached property. ``functools.cached_property`` has a lock before Python 3.12, which Dynamo cannot trace."""
+    """Return a cached property. Before Python 3.12, ``functools.cached_property`` has a lock, which Dynamo cannot trace."""
     kept = "_" + compute.__name__
 
     @functools.wraps(compute)
@@ -41,16 +41,16 @@ class LocalBatch:
         index: ``(B_local,)`` int64. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: Dtype of the computation.
-        epoch: Epoch of the run, from 0. In a compiled graph a 0-d tensor, see :class:`HostNumber`.
-        call: Number of earlier calls in training mode. In a compiled graph a 0-d tensor.
+        epoch: Epoch of the run, from 0. In a compiled graph, it is a 0-d tensor (see :class:`HostNumber`).
+        call: Number of earlier calls in training mode. In a compiled graph, it is a 0-d tensor.
         learning: Whether this call is in training mode.
         views: 2 if each image has two views. There are then half as many images as samples. ``image`` contains the first views
-            of all images, then the second views; ``text`` contains the second views, then the first views. So each embedding
-            is on both sides.
+            of all images, then the second views. ``text`` contains the second views, then the first views. So each embedding
+            is an anchor on both sides.
         labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
-        in_range: ``(B_local,)`` bool, whether an index is in the data set. None without an index.
-        num_samples: Size of the data set. None without an index.
+        in_range: ``(B_local,)`` bool, whether each index is in ``[0, num_samples)``. None for a loss without an index.
+        num_samples: Size of the data set. None for a loss without an index.
     """
 
     image: Tensor
@@ -75,7 +75,7 @@ class LocalBatch:
         return (scale > 0) & (scale < math.inf)
 
     def detached(self) -> "LocalBatch":
-        """Return a copy without graph and index, which can be stored after the step."""
+        """Return a copy to store after the step. It has no autograd graph and no index."""
         return replace(
             self,
             image=self.image.detach(),
@@ -95,15 +95,15 @@ class GatheredBatch:
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii``; with :attr:`positive_means`, ``(2, B)`` means over the positives.
+        positive: ``(B,)`` similarities ``s_ii``. With :attr:`positive_means`, ``(2, B)`` means over each anchor's positives.
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
-        count: 0-d, number of valid samples, at least 2 of each view.
+        count: 0-d, number of valid samples. If there are fewer than 2 per view, it is 2 per view.
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
-        ok: 0-d bool, whether the logit scale is finite and positive, and at least two samples of each view are valid, with
-            different labels if there are labels. If False, all samples are masked.
+        ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each
+            view are valid, with at least two different labels if there are labels. If False, all samples are masked.
         index: ``(B,)`` int64, or None.
         first: Position of this process's first sample.
         local_size: Number of this process's samples.
@@ -174,7 +174,7 @@ class GatheredBatch:
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
         """Return the mean of ``values`` ``(..., B)`` over valid samples, along the last dimension.
 
-        ``values`` must be finite, even for masked samples. If they are only of ``anchors``, return their part of the mean.
+        ``values`` must be finite, even for masked samples. If ``values`` covers only ``anchors``, return their contribution.
         """
         return values @ self.share[anchors]
 
@@ -250,7 +250,7 @@ class BatchAtTemperature:
 
 @torch.no_grad()
 def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
-    """Return the samples of all processes (if ``gather``) or of this process, masked, in the dtype of the loss."""
+    """Return the samples of all processes (if ``gather``) or of this process, in the loss's dtype. Mask invalid samples."""
     world_size = distributed.world_size() if gather else 1
     features = torch.stack([batch.image.detach(), batch.text.detach()])
     index, labels, valid = batch.index, batch.labels, batch.finite
@@ -272,7 +272,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     if labels is not None:
         equal = group_count(labels, valid)
         negatives = (count - equal).clamp(min=1)
-        # If one valid sample has no negative, all labels are equal, and no sample has a negative.
+        # If one valid sample has no negative, all valid samples have the same label, so none of them has a negative.
         ok = ok & (valid & (equal < number)).any()
     valid = valid & ok
     ignored = ~valid
@@ -307,7 +307,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 def finite_rows(features: Tensor) -> Tensor:
     """Return whether both sides of each sample have only finite features, ``(B,)`` bool. ``features`` is ``(2, B, d)``."""
-    # The maximum is NaN if a feature is NaN, and then the comparison is False. This is much faster than isfinite and all.
+    # If a feature is NaN, the maximum is NaN and the comparison is False. This is much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 

@@ -16,11 +16,11 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
-    """Raise ValueError unless both features are floating-point ``(B_local, d)``, with ``d = embed_dim`` if it is given."""
+    """Raise ValueError unless both features are floating-point ``(B_local, d)``; if given, ``embed_dim`` must equal ``d``."""
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1]:
         raise ValueError(
-            f"image and text features: expected two of shape (batch, width), found {shapes[0]} and {shapes[1]}"
+            f"image and text features: expected two tensors of shape (batch, width), found {shapes[0]} and {shapes[1]}"
         )
     if not shapes[0][0]:
         raise ValueError(
@@ -37,9 +37,9 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
 
 
 def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tensor:
-    """Return the logit scale as a 0-d tensor on the device of ``like``; ValueError unless it is one number."""
+    """Return the logit scale as a 0-d tensor on the device of ``like``. Raise ValueError unless it is one number."""
     if logit_scale is not None and not isinstance(logit_scale, Tensor):
-        # torch.full fills the tensor with a kernel. A copy from the host would synchronize.
+        # torch.full fills the tensor on the device. Copying a number from the host would synchronize.
         return torch.full((), logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if logit_scale is None or logit_scale.numel() != 1:
         found = None if logit_scale is None else tuple(logit_scale.shape)
@@ -48,7 +48,7 @@ def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tenso
 
 
 def check_index(index: Tensor | None, features: Tensor) -> Tensor:
-    """Return the index ``(B_local,)`` on the features' device; ValueError unless it is int64 of this shape."""
+    """Return the index ``(B_local,)`` int64 on the features' device. Raise ValueError for other shapes or non-integers."""
     if index is None:
         raise ValueError(
             "index: missing. A loss with per-sample state needs index=, an int64 tensor (batch,) of positions in the data set"
@@ -65,12 +65,12 @@ _HAVE_VALUES: tuple[type[Tensor], ...] = (Tensor, torch.nn.Parameter)
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Return whether Python can read a tensor's values. This is not possible in compilation, graph capture or fake tensors."""
+    """Return whether Python can read a tensor's values: not while compiling or capturing a graph, and not of fake tensors."""
     if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in _HAVE_VALUES:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass is running. There, ``torch.utils.checkpoint`` repeats parts of the forward pass."""
+    """Return whether a backward pass is running. In it, ``torch.utils.checkpoint`` repeats parts of the forward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""A queue of the most recent samples' embeddings. NeuCLIP's prototypes restart from it; queueclip uses it directly."""
+"""A queue of the most recent embeddings, for NeuCLIP's prototypes, for queueclip and for solved temperatures."""
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from openclip_ext.contrastive.batch import GatheredBatch
 class EmbeddingQueue(nn.Module):
     """Ring buffer (first in, first out) of the embeddings of the ``capacity`` most recent samples.
 
-    Masked samples are not added. If a batch is larger than the capacity, its first valid samples are added, in order.
+    Masked samples are not added. If a batch is larger than the capacity, only its first valid samples are added.
 
     Attributes:
-        rows: ``(2, capacity, d)``: texts, with which image anchors are compared, and images, for text anchors.
-        next: 0-d, the row of the next sample.
+        rows: ``(2, capacity, d)``: texts for image anchors, and images for text anchors.
+        next: 0-d, the row that the next sample will overwrite.
         filled: 0-d, the number of rows in use.
     """
 
@@ -44,7 +44,7 @@ class EmbeddingQueue(nn.Module):
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the candidate samples, their rows, and whether each candidate is valid."""
+        """Return the positions of the samples that may be added, their rows in the queue, and whether they are valid."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity

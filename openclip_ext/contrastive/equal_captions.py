@@ -1,9 +1,8 @@
 """How a loss treats two samples with equal captions.
 
-In web data, several samples may have equal captions. By default, every loss here, like OpenCLIP's loss, uses the image of
-another sample with the same caption as a negative. A loss that receives labels (equal for equal captions), or a mask of pairs
-with equal captions, has three choices. ``P_i`` are the samples with the label of anchor ``i``, including ``i``; ``N_i`` are
-all other samples:
+In web data, several samples may have equal captions. By default, all losses treat samples with equal captions as negatives of
+each other, like OpenCLIP's loss. With labels (equal for equal captions), or with a mask of the pairs with equal captions, a
+loss has three choices. ``P_i`` are the samples with the label of anchor ``i``, including ``i``. ``N_i`` are all other samples.
 
 - ``negative``: the negatives are all ``j ≠ i``; labels are not used;
 - ``mask``: the negatives are ``N_i``, in every sum and in every count;
@@ -30,13 +29,13 @@ NEGATIVE, POSITIVE = "negative", "positive"
 def read_labels(positives: object, batch: LocalBatch) -> Tensor:
     """Return ``positives`` as labels, ``(B_local,)`` int64, on the device of the features.
 
-    ``positives`` are ``(B_local,)`` int64 labels, or a ``(B_local, B_local)`` bool mask of the pairs with equal captions. The
-    mask's consistency is checked always on the CPU. On other devices, where the check synchronizes, it is only checked in the
-    first two calls in training mode.
+    ``positives`` are ``(B_local,)`` int64 labels, or a ``(B_local, B_local)`` bool mask of the pairs with equal captions. On
+    the CPU, every mask is checked for consistency. On other devices, where the check synchronizes, masks are checked only
+    until the loss has been called twice in training mode.
 
     Raises:
-        ValueError: ``positives`` is missing, has a wrong shape or dtype, or is an inconsistent mask; or there are several
-            processes, which a mask does not support.
+        ValueError: ``positives`` is missing, has a wrong shape or dtype, is an inconsistent mask, or is a mask although there
+            are several processes.
     """
     size = len(batch.image)
     if positives is None:
@@ -74,6 +73,6 @@ def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
         i, j = (mask != equal).nonzero()[0].tolist()
         raise ValueError(
             f"positives: inconsistent mask at samples {i} and {j}: expected a symmetric mask with a true diagonal, in which "
-            "two captions equal to a third are equal. Set or clear the pair"
+            "two captions that equal a third caption equal each other. Set or clear this pair"
         )
     return labels

@@ -1,14 +1,14 @@
-"""Global contrastive loss: an objective of estimated log-normalizers, with a temperature scheme.
+"""The global contrastive loss, which combines an objective, a normalizer and a temperature scheme.
 
-A step has these parts: gather the embeddings, get the temperatures from the scheme, sum over each anchor's negatives
-(:class:`Similarities`), get ``α`` from the normalizer, and compute the gradients of the objective.
+A step gathers the embeddings, gets the temperatures from the scheme, sums over each anchor's negatives
+(:class:`Similarities`), gets ``α`` from the normalizer, and computes the gradients of the objective.
 
 The gradient is exact, although the backward pass has no communication. For given ``α`` and ``τ``, the gradient is linear in
 the weights of the pairs. So a process that has all embeddings and all ``α_i`` can compute the gradient with respect to its own
 embeddings, both as anchors and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars.
 The gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
-gradients of the parameters. Their average is then the gradient of a single process with the full batch. The gradient of a
-global temperature is the mean over this process's own anchors.
+gradients of the parameters. The average then equals the gradient that a single process would compute with the full batch. The
+gradient of a global temperature is the mean over this process's own anchors.
 """
 
 import math
@@ -52,7 +52,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the 0-d mean of ``values``. Its gradient with respect to ``tensor`` is ``gradient``, for each of ``pairs``."""
+    """Return the 0-d mean of ``values``. Each of ``pairs`` is a tensor and the mean's gradient with respect to this tensor."""
     tensors, gradients = zip(*pairs, strict=True)
     return _WithGradients.apply(values, len(pairs), *tensors, *gradients)
 
@@ -64,7 +64,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     Args:
         objective, normalizer, temperature: The parts.
-        embed_dim, num_samples: Sizes, if a part of the loss needs them.
+        embed_dim, num_samples: Embedding dimension and size of the data set, if a part of the loss needs them.
         views: As in :class:`LocalBatch`.
         reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
         equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
@@ -172,7 +172,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _estimate(self, batch_at_tau: BatchAtTemperature) -> tuple[Estimate, Tensor]:
         """Return the normalizer's estimate and ``exp(−α)(ε+g)`` ``(2, B)``. In training mode, update the normalizer first."""
         estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
-        # The estimate of a masked sample is arbitrary. With 0 instead, all following values are finite.
+        # The estimate of a masked sample is arbitrary. Replacing it by 0 keeps all later values finite.
         alpha = estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0)
         return replace(estimate, alpha=alpha), log_math.saturating_exp(batch_at_tau.log_estimate - alpha)
 
@@ -189,7 +189,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         With ``with_gap``, also return ``Σ_j w_ij (s_ij − s_ii)`` of this process's anchors, ``(2, B_local)``.
         """
         batch, objective = batch_at_tau.batch, self.objective
-        # 0.5, because the value is the mean of two sides. DistributedDataParallel divides by the number of processes.
+        # The 0.5 is from the mean over two sides. The number of processes cancels DistributedDataParallel's division.
         half = 0.5 * batch.world_size
         factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
         if estimate.batch_share:
@@ -200,7 +200,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         gradients, mean_similarity = similarities.gradients(batch_at_tau.log_sums, factor * weight_sum, with_gap)
         in_positive = (factor * objective.positive_pair(batch_at_tau, estimate.alpha, weight_sum))[:, batch.local]
         if batch.positive_means is None:
-            # Without several positives per anchor, no additional buffer of the features' size is needed.
+            # With one positive per anchor, no additional buffer of the features' size is needed.
             own = batch.features[:, batch.local].flip(0)
             gradients.addcmul_(in_positive.sum(dim=0)[:, None], own)
         else:
@@ -215,7 +215,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _tau_gradient(
         self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
     ) -> Tensor:
-        """Return ``(2, B_local)``: the derivative of each anchor's term with respect to its temperature, in this process."""
+        """Return the derivative of each local anchor's term with respect to its temperature, ``(2, B_local)``."""
         of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
         tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
         gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
@@ -296,9 +296,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call, for the logs. Synchronizes with the device.
 
-        ``infonce`` is the mini-batch InfoNCE loss at the same temperatures, over the same samples. ``chance`` is the value of
-        InfoNCE if all embeddings are equal. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``. It is 1 if the estimate agrees
-        with the batch.
+        ``infonce`` is the mini-batch InfoNCE loss of the last call's samples at their temperatures. ``chance`` is the value of
+        InfoNCE if all embeddings are equal. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``, which is 1 if the estimated α
+        agree with the batch.
         """
         self._raise_if_out_of_range()
         if self._last is None:
@@ -337,7 +337,7 @@ def incompatibility(
     if normalizer.differentiable and not objective.differentiates_alpha:
         return "the objective treats α as constant, but this normalizer's gradient can reach the encoders"
     if temperature.regularized and not objective.regularized:
-        return "the objective has no regularizer, but these temperatures are learned with one"
+        return "the objective has no regularizer, but these temperatures are learned with a regularizer"
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
         return "this normalizer can use each process's own batch, but these temperatures need the global batch"
     return None

@@ -1,4 +1,4 @@
-"""A number of the host that changes between steps, without a new compilation."""
+"""A number on the host that can change between steps without recompiling a graph."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from torch import Tensor
 class HostNumber:
     """An integer that is a Python number in eager mode and a 0-d tensor on the CPU in a compiled graph.
 
-    ``torch.compile`` would compile a graph for each value of a Python number. The tensor is float64, because products of
-    int64 tensors with Python numbers are float32.
+    ``torch.compile`` would compile a new graph for each value of a Python number. The tensor is float64, because the product
+    of an int64 tensor and a Python float is float32.
     """
 
     def __init__(self, value: int = 0) -> None:
-        # Both have the same memory. A dispatch mode, as of fake tensors, does not see NumPy.
+        # The array and the tensor share memory. Eager code uses the array, because a FakeTensorMode cannot intercept it.
         self._number = np.array(value, dtype=np.float64)
         self._tensor = torch.from_numpy(self._number)
 
@@ -36,7 +36,7 @@ class HostNumber:
 
 
 def choose(condition: bool | Tensor, if_true: float, if_false: float) -> float | Tensor:
-    """Return one of two numbers by a condition on a :class:`HostNumber`; in a compiled graph as a float64 tensor."""
+    """Return one of two numbers, depending on a :class:`HostNumber`. In a compiled graph, return a 0-d float64 tensor."""
     if isinstance(condition, Tensor):
         low, high = (torch.full((), value, dtype=torch.float64) for value in (if_false, if_true))
         return torch.where(condition, high, low)

@@ -1,7 +1,7 @@
 """Adam for the networks inside a loss.
 
-``torch.optim`` stores its state outside of modules: ``state_dict``, ``.double()`` and ``.to()`` of the loss miss it, and it
-cannot skip a step without a host-device sync. This one has the same formulas with tensors as state.
+An optimizer of ``torch.optim`` is not a module, so ``state_dict``, ``.double()`` and ``.to()`` of the loss do not include its
+state. It also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same formulas and neither problem.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,10 +36,10 @@ class InnerAdam(nn.Module):
             buffer.zero_()
 
     def step(self, network: nn.Module, objectives: Sequence[Objective], lr: float | Tensor, ok: Tensor) -> None:
-        """Make one step of the network on the sum of the objectives, with the graph of one objective in memory at a time.
+        """Make one step on the sum of the objectives. Only one objective's graph is in memory at a time.
 
-        An objective computes a 0-d term of the loss with the network that it is called with. If ``ok`` (0-d bool) is False,
-        nothing changes.
+        Each objective receives the network as a function, and returns a 0-d tensor. If ``ok`` (0-d bool) is False, nothing
+        changes.
         """
         parameters: list[Tensor] = list(network.parameters())
         find_gradients = _gradients_in_a_graph if torch.compiler.is_compiling() else _gradients
@@ -53,7 +53,7 @@ class InnerAdam(nn.Module):
     def apply_gradients(
         self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor, ok: Tensor
     ) -> None:
-        """Make one step on given gradients, with one kernel in eager mode; it changes nothing if ``ok`` is False."""
+        """Make one step with the given gradients. If ``ok`` is False, nothing changes. Eager mode uses one fused kernel."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")
@@ -82,7 +82,7 @@ class InnerAdam(nn.Module):
         self.steps.copy_(steps[0])
 
     def _apply_in_a_graph(self, tensors: Iterable[tuple[Tensor, ...]], lr: float | Tensor, ok: Tensor) -> None:
-        """Do what PyTorch's fused kernel does, which Dynamo cannot trace."""
+        """Make the same step as PyTorch's fused kernel, which Dynamo cannot trace."""
         self.steps.add_(ok)
         beta1, beta2 = ADAM_BETAS
         rate = lr / (1 - beta1**self.steps)
@@ -106,7 +106,7 @@ def _gradients(network: nn.Module, objective: Objective) -> tuple[Tensor, ...]:
 
 
 def _gradients_in_a_graph(network: nn.Module, objective: Objective) -> tuple[Tensor, ...]:
-    """Do what :func:`_gradients` does, with what Dynamo can trace; it takes longer in eager mode."""
+    """Return the same gradients as :func:`_gradients`. Dynamo can trace this function, but it is slower in eager mode."""
     names, parameters = zip(*network.named_parameters(), strict=True)
 
     def value(*values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-space arithmetic: no state, no communication.
+"""Arithmetic in log space, which avoids overflow.
 
 With ``τ = 0.01`` the exponents ``(s_ij − s_ii)/τ`` reach 200, and ``exp(200)`` is infinite in float32. Normalizers are
 therefore stored as logarithms, and sums of exponentials are shifted by their largest term.
@@ -13,14 +13,14 @@ _LOG2_E = 1 / math.log(2)
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """Return the upper bound of :func:`saturating_exp`: the square of its exponential is finite in ``dtype``."""
+    """Return the largest exponent that :func:`saturating_exp` uses. The square of its exponential is finite in ``dtype``."""
     return 0.45 * math.log(torch.finfo(dtype).max)
 
 
 def saturating_exp(exponent: Tensor) -> Tensor:
     """Return ``exp`` of exponents clamped to :func:`max_exponent`.
 
-    An estimate can be so wrong that the true weight overflows. The weight then saturates and stays finite.
+    If an estimate is very wrong, the exact weight may overflow. The clamped weight stays finite.
     """
     return exponent.clamp(max=max_exponent(exponent.dtype)).exp()
 
@@ -49,9 +49,9 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float | Tensor) -> Tensor:
 
 
 def exp_(exponents: Tensor) -> Tensor:
-    """Overwrite exponents with their exponentials, for large tensors.
+    """Overwrite exponents with their exponentials.
 
-    On a CPU, PyTorch's ``exp`` uses MKL, which is four times slower on AMD processors than PyTorch's own ``exp2``.
+    On a CPU, PyTorch's ``exp`` uses MKL. On AMD processors, it is four times slower than PyTorch's own ``exp2``.
     """
     return exponents.mul_(_LOG2_E).exp2_() if exponents.is_cpu else exponents.exp_()
 
@@ -64,7 +64,7 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
 
 
 def cosine_decay(start: float, end: float, epoch: int | Tensor, epochs: int) -> float | Tensor:
-    """Return a half cosine from ``start`` at epoch 0 to ``end`` at epoch ``epochs`` and later."""
+    """Return the value at ``epoch`` of a half cosine, from ``start`` at epoch 0 to ``end`` at epoch ``epochs`` and later."""
     if isinstance(epoch, Tensor):
         return end + 0.5 * (start - end) * (1 + (math.pi * (epoch / epochs).clamp(0, 1)).cos())
     progress = min(max(epoch, 0) / epochs, 1.0)

@@ -1,4 +1,4 @@
-"""Warn once about each mistake of a training loop that changes results without an error.
+"""Warn once about each mistake in a training loop that changes results without an error.
 
 Values of tensors are read only in the first two calls of a loss, because reading synchronizes with the device.
 """
@@ -15,22 +15,23 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
 
 CHECKED_CALLS = 2
-# Accepted difference from unit norm. Half-precision features have a smaller difference.
+# Accepted difference from unit norm. Rounding to half precision causes a smaller difference.
 _TOLERANCE = 0.05
-# The largest value of OpenCLIP's parameter log(1/τ). A value up to this is probably a logarithm that was passed by mistake,
-# because a logit scale is rarely so small: it starts at 10 or 14.3.
+# The largest value of OpenCLIP's parameter log(1/τ). A logit scale up to this value is probably a logarithm that was passed by
+# mistake. A correct logit scale is rarely so small, because it starts at 10 or 14.3.
 _LARGEST_LOG_SCALE = math.log(100)
 
-_STATE = "Each such call updates its state, as one optimizer step. "
+_STATE = "Each such call updates the state of the loss like an optimizer step. "
 _WARNINGS = {
     "processes": "{processes} processes were started (WORLD_SIZE), but torch.distributed.init_process_group was not called: "
-    "each compares only its own samples. Call it before the loss is created",
+    "each process compares only its own samples. Call it before the loss is created",
     "no epoch": "start_epoch() was not called before the first training step, but schedules of this loss depend on the epoch. "
     "Call loss.start_epoch(epoch) at the start of each epoch, from 0",
     "no gradient": f"the loss was called in training mode under torch.no_grad(). {_STATE}"
-    "To read its value, call it after loss.eval(), then call loss.train()",
+    "To read the value of the loss, call the loss after loss.eval(), then call loss.train()",
     "no backward": f"the loss was called again in training mode before the backward pass of the previous call. {_STATE}"
-    "To read its value, call it after loss.eval(). To accumulate gradients, call it once on the features of all micro-batches",
+    "To read the value of the loss, call the loss after loss.eval(). To accumulate gradients, call the loss once on the "
+    "features of all micro-batches",
     "scale": "logit_scale: expected 1/temperature, such as 14.3 at the start of training, found {scale:.4g}. If this is "
     "OpenCLIP's parameter, a logarithm, pass model.logit_scale.exp()",
     "length": "image_features, text_features: expected rows of unit norm, found norms from {shortest:.4g} to {longest:.4g}. "
@@ -64,7 +65,7 @@ class LoopChecks:
     def check_values(
         self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
     ) -> None:
-        """Warn if features have no unit norm or the logit scale looks like its log. Raise ValueError for an invalid scale."""
+        """Warn if features lack unit norm or the logit scale looks like its log. Raise ValueError for an invalid scale."""
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])

@@ -20,7 +20,7 @@ from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
-# OpenCLIP keeps the temperature in [0.01, 1].
+# OpenCLIP's bounds of log(1/τ), which keep the temperature τ in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
 
 
@@ -36,31 +36,32 @@ class StateSize(NamedTuple):
 
 
 class ContrastiveLoss(nn.Module):
-    """Base of all losses.
+    """Base class of all losses.
 
-    A subclass implements :meth:`_terms`, and :meth:`log_normalizers` if it estimates any. A call in training mode is one
-    optimizer step and updates the state. A call in evaluation mode changes nothing. A loss is not thread-safe.
+    A subclass implements :meth:`_terms` and, if it estimates log-normalizers, :meth:`log_normalizers`. In training mode, call
+    the loss once per optimizer step, because each call updates the state. A call in evaluation mode changes nothing. A loss is
+    not thread-safe.
 
     Attributes:
         embed_dim: required embedding dimension. None means any.
         num_samples: size of the index space. None means that the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
-        needs_positives: whether ``forward`` needs ``positives``, which captions are equal.
-        keeps_state: whether a call in training mode changes the loss, in addition to the training's optimizer.
-        depends_on_epoch: whether the loss has schedules that depend on :meth:`start_epoch`.
+        needs_positives: whether ``forward`` needs ``positives``, labels or a mask of equal captions.
+        keeps_state: whether a call in training mode changes the loss itself.
+        depends_on_epoch: whether the loss has schedules that depend on the epoch, see :meth:`start_epoch`.
         expects_unit_norm: whether the features must have unit norm.
         uses_logit_scale: whether the value depends on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
             DistributedDataParallel fails on a parameter without a gradient.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
-        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss needs none.
-        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient; if not, freeze it.
+        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss does not use it.
+        uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
         trains_captions_only: whether a captioner's embeddings get no gradient.
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
         follows_autocast: whether the loss uses the caller's autocast instead of the dtype of the features.
         reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0 means none.
-        steers: whether the similarities are differences to the reference's similarities.
+        steers: whether the loss subtracts the reference model's similarities from the model's similarities.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
             instead of ``log(ε + g)``.
     """
@@ -96,7 +97,7 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0."""
+        """The current epoch, counted from 0."""
         return int(self._epoch.get())
 
     @property
@@ -121,33 +122,33 @@ class ContrastiveLoss(nn.Module):
         """Compute the loss of a batch; in training mode also update the state once.
 
         Args:
-            image_features, text_features: ``(B_local, d)``, unit norm, any float dtype; for a loss of two views, the
+            image_features, text_features: ``(B_local, d)``, unit norm, any float dtype. For a loss of two views, pass the
                 embeddings of the first and of the second views. Samples with a non-finite feature are masked without a
-                host-device sync, and reported by :meth:`pop_nonfinite` (OpenCLIP's own losses only report them).
-            logit_scale: 0-d or one element, ``1/τ``. If it is not finite and positive, the loss is 0 and nothing changes.
-            logit_bias: OpenCLIP's; it cancels in a softmax, and only sigmoid losses use it.
-            index: ``(B_local,)`` positions of the samples in the data set; ignored by losses that do not need it.
+                host-device sync and reported by :meth:`pop_nonfinite`. OpenCLIP's own losses report them without masking.
+            logit_scale: ``1/τ``, one element. If it is not finite and positive, the loss is 0 and nothing changes.
+            logit_bias: OpenCLIP's ``logit_bias``. Only sigmoid losses use it, because it cancels in a softmax.
+            index: ``(B_local,)`` positions of the samples in the data set. Losses that do not need it ignore it.
             output_dict: whether to return the terms instead of their sum.
-            outputs: other outputs of the model; unused ones are ignored. A loss with ``equal_captions`` uses ``positives``:
-                ``(B_local,)`` int64 labels, equal for equal captions, or, with one process, the ``(B_local, B_local)`` bool
-                mask of the pairs with equal captions. A loss with ``reference_dim`` uses ``reference``: the reference model's
-                embeddings of images and of texts, ``(B_local, reference_dim)`` each.
+            outputs: other outputs of the model, which most losses ignore. A loss with ``equal_captions`` uses ``positives``:
+                ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also accepts the
+                ``(B_local, B_local)`` bool mask of the pairs with equal captions. A loss with ``reference_dim`` uses
+                ``reference``: the reference model's image and text embeddings, ``(B_local, reference_dim)`` each.
 
         Returns:
             The terms by name, including ``contrastive_loss``, or their sum.
 
         Raises:
-            ValueError: wrong shapes or dtypes; fewer than 2 samples; on the CPU, ranks with batches of different sizes; a
-                missing index or missing labels; an index outside of ``[0, num_samples)`` (on a GPU at the next :meth:`metrics`
-                or :meth:`pop_nonfinite`); in the first two calls in training mode, a scale that is not finite and positive.
+            ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; an index is outside
+                of ``[0, num_samples)`` (on a GPU, raised by the next :meth:`metrics` or :meth:`pop_nonfinite`); on the CPU,
+                the ranks' batch sizes differ; in the first two training calls, the scale is not finite and positive.
             RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
-            UserWarning: a probable mistake of the training loop (``contrastive/loop_checks.py``). The first two calls in
-                training mode synchronize with the device to find it.
+            UserWarning: a probable mistake in the training loop (``contrastive/loop_checks.py``). To find mistakes, the first
+                two calls in training mode synchronize with the device.
         """
         if self.training and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # Losses can train networks of their own, which inference mode and its tensors do not allow.
+            # A loss may train its own network, which is not possible in inference mode or with tensors created in it.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
                 *inputs, named = compat.map_tensors(
@@ -170,7 +171,7 @@ class ContrastiveLoss(nn.Module):
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             if watched:
                 self._checks.finish_call(terms.values())
-            size = len(image_features)  # a batch of two views has twice as many samples
+            size = len(image_features)  # with two views, the batch has twice as many samples
             names = index if batch.index is None else batch.index[:size]
             is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
             self.nonfinite.add(batch.call, names if is_index else None, batch.finite[:size], batch.scale_ok)
@@ -186,16 +187,18 @@ class ContrastiveLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Estimate the log-normalizers ``α`` of this process's samples from the stored state, without changing it.
 
-        Collective: all ranks call it, with equally many samples. The arguments are as for :meth:`forward`. Raises
-        Raise NotImplementedError if the loss has no normalizers.
+        For the arguments, see :meth:`forward`. Collective: all ranks call it with the same number of samples.
 
         Returns:
             ``(B_local,)`` for the images and for the texts, or for the first and the second views.
+
+        Raises:
+            NotImplementedError: The loss has no normalizers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no normalizers")
 
     def get_extra_state(self) -> Tensor:
-        """Return the counters ``(epoch, calls)``, as a tensor because safetensors stores nothing else."""
+        """Return the counters ``(epoch, calls)`` as a tensor, because safetensors stores only tensors."""
         return torch.tensor([self.epoch, self.calls])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -212,7 +215,7 @@ class ContrastiveLoss(nn.Module):
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
-        """Clamp the model's parameter ``log(1/τ)`` after ``optimizer.step()``; ``before`` is its earlier value, if known."""
+        """Clamp the model's parameter ``log(1/τ)`` after ``optimizer.step()``; ``before`` is its value before the step."""
         parameter.clamp_(*_OPENCLIP_BOUNDS)
 
     def metrics(self) -> dict[str, float]:
@@ -222,8 +225,8 @@ class ContrastiveLoss(nn.Module):
     def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
         """Return ``(call, indices)`` of this process's non-finite samples since the last call of this method.
 
-        Calls count from 0. A sample without an index is reported by its position in the batch. An entry without indices means
-        that ``logit_scale`` was not finite and positive. Synchronizes with the device.
+        Calls are numbered from 0. A sample without an index is reported by its position in the batch. An entry without indices
+        means that ``logit_scale`` was not finite and positive. Synchronizes with the device.
 
         Raises:
             ValueError: an index was out of range.
@@ -247,7 +250,7 @@ class ContrastiveLoss(nn.Module):
             return self.state_dict()
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`replicated_state`; the tables stay unchanged."""
+        """Restore a :meth:`replicated_state`. The tables stay unchanged."""
         with exclude_tables(self.tables().values()):
             self.load_state_dict(state)
 
@@ -256,7 +259,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """Load a :meth:`replicated_state`, and this rank's shards of the tables from the shards of all ranks.
 
-        Raises UsageError, with ``source``, if they belong to a loss with other options or other data.
+        Raise UsageError, with ``source`` in the message, if the state is of a loss with other options or other data.
         """
         own = self.tables()
         if tables.keys() != own.keys():
@@ -284,13 +287,13 @@ class ContrastiveLoss(nn.Module):
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Restore a state, as in ``nn.Module``; a float64 state makes the loss float64."""
+        """Restore a state like ``nn.Module.load_state_dict``. If the state is float64, the loss becomes float64."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
 
     def _follow(self, features: Tensor) -> torch.dtype:
-        """Move the state to the input's device and dtype: at least float32, and never below the state's dtype."""
+        """Move the state to the features' device and to the widest dtype of features, state and float32; return the dtype."""
         state = [value for value in (*self.parameters(), *self.buffers()) if value.is_floating_point()]
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
@@ -329,7 +332,7 @@ class ContrastiveLoss(nn.Module):
         return batch
 
     def _note_range(self, index: Tensor, in_range: Tensor) -> None:
-        """Raise ValueError for an index out of range: on the CPU now, elsewhere in :meth:`_raise_if_out_of_range`."""
+        """On the CPU, raise ValueError for an index out of range. On other devices, only record it, to avoid a sync."""
         if not index.is_cpu or torch.compiler.is_compiling():
             self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
         elif not in_range.all():
@@ -347,7 +350,7 @@ class ContrastiveLoss(nn.Module):
             )
 
     def _check_loop(self, batch: LocalBatch) -> bool:
-        """Warn of mistakes of the training loop; return whether to watch for the backward pass of this call."""
+        """Warn about mistakes in the training loop; return whether to watch for the backward pass of this call."""
         if self.depends_on_epoch and not self._checks.epoch_is_known:
             self._checks.warn("no epoch")
         if self.keeps_state and not torch.is_grad_enabled():

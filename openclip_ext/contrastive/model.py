@@ -13,7 +13,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 
 # Name of the model's parameter ``log(1/τ)``.
 LOGIT_SCALE = "logit_scale"
-# Names of the model's outputs that are one number instead of a row per sample.
+# Names of the model's outputs that are single numbers. The other outputs have one row per sample.
 SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
@@ -34,7 +34,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     if loss.trains_captions_only and compat.is_captioner(model):
         for parameter in compat.unused_by_captions(model):
             parameter.requires_grad_(False)
-    if loss.views > 1:  # such a loss uses images only, and so only the visual tower
+    if loss.views > 1:  # such a loss uses only images, so only the visual tower is trained
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
 
@@ -43,7 +43,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Do not update BatchNorm's running statistics inside the ``with`` block.
 
-    For the first of two forward passes of the same batch, which must update the statistics only once.
+    Use it for the first of two forward passes of a batch, because a batch must update the statistics only once.
     """
     layers: list[Any] = compat.batch_norms(model)
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]

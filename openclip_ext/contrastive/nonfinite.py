@@ -1,12 +1,12 @@
-"""Samples that are not finite: excluded from a step, and listed without a host-device sync."""
+"""A log of the samples that steps exclude because they are not finite. It needs no host-device sync."""
 
 import torch
 from torch import Tensor, nn
 
-# Entries kept between two log lines; later ones are only counted.
+# Entries kept between two log lines; later entries are only counted.
 _CAPACITY = 256
 _LOGIT_SCALE = -1
-# Calls that are stored as they are. Their entries are computed together, to launch fewer kernels.
+# Number of calls whose arguments are stored before their entries are computed together, to launch fewer kernels.
 _MOST_RECENT = 64
 
 
@@ -18,7 +18,7 @@ class NonfiniteLog(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # The last entry receives what is finite or does not fit, so that no shape depends on data.
+        # All finite samples, and all entries beyond the capacity, are written to the last row. So no shape depends on data.
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
         self._recent: list[tuple[int | Tensor, Tensor, Tensor, Tensor]] = []
@@ -29,10 +29,10 @@ class NonfiniteLog(nn.Module):
         """Log the non-finite samples of a call.
 
         Args:
-            call: number of the call; a 0-d tensor in a compiled graph.
+            call: number of the call. In a compiled graph, it is a 0-d tensor.
             index: ``(B_local,)`` index of the samples. None means their positions.
             finite: ``(B_local,)`` bool.
-            scale_ok: 0-d bool; False is logged as a call without indices.
+            scale_ok: 0-d bool. False is logged as a call without indices.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and finite.is_cpu and scale_ok and finite.all():
@@ -45,12 +45,12 @@ class NonfiniteLog(nn.Module):
         if len(self._recent) == _MOST_RECENT:
             self._store_recent()
         self._recent.append((call.long() if isinstance(call, Tensor) else call, names, finite, scale_ok))
-        if is_compiling:  # a list that grows would be compiled again
+        if is_compiling:  # the graph would be recompiled whenever the list grows
             self._store_recent()
             self._is_compiled = True
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
-        """Remove the entries of the last logged call, if it has this number, except where ``skip_if`` (0-d bool) is True."""
+        """Remove the entries of the last logged call if its number is ``call``, unless ``skip_if`` (0-d bool) is True."""
         if self._is_compiled:
             is_used = torch.arange(_CAPACITY, device=self.entries.device) < self.filled
             number = (is_used & (self.entries[:-1, 0] == call)).sum()
@@ -75,7 +75,7 @@ class NonfiniteLog(nn.Module):
         self.filled += position[-1]
 
     def pop(self) -> list[tuple[int, list[int]]]:
-        """Return the entries since the last call of this method: ``(call, indices)``. Synchronizes with the device."""
+        """Return ``(call, indices)`` for all entries since the last call of this method. Synchronizes with the device."""
         if self._recent:
             self._store_recent()
         number = min(int(self.filled), _CAPACITY)

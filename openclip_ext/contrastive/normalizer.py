@@ -25,7 +25,8 @@ class Estimate:
         feature_gradient: Function for the other part of the gradient of ``α``. It maps weights ``(2, B_local)`` of this
             process's anchors to ``Σ weight·∇α`` for this process's images and texts, ``(2, B_local, d)``. None (default)
             means no gradient.
-        tau_slope: ``∂α/∂τ`` of this process's anchors, ``(2, B_local)``, if it is part of the temperature's gradient, or None.
+        tau_slope: ``∂α/∂τ`` of this process's anchors, ``(2, B_local)``. None (default) means that the temperature's gradient
+            treats ``α`` as constant.
     """
 
     alpha: Tensor
@@ -47,8 +48,8 @@ class Normalizer(nn.Module):
         depends_on_epoch: Whether it has schedules that depend on the epoch.
         differentiable: Whether its estimate can have a gradient with respect to the embeddings.
         refuses_labels: The reason why it cannot exclude samples with equal labels; empty if it can.
-        contrasts_locally: Whether the encoders' loss can use only each process's own samples. :meth:`step` then updates the
-            state with ``batch_at_tau.of_all_processes()``.
+        contrasts_locally: Whether the encoders' loss compares only each process's own samples. :meth:`step` then updates the
+            state with ``batch_at_tau.of_all_processes()``. On a class: whether an option can choose this.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -70,12 +71,11 @@ class Normalizer(nn.Module):
         """Start epoch ``epoch`` (from 0). The training loop calls it once per epoch."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return metrics for the logs."""
         return {}
 
 
 class MinibatchNormalizer(Normalizer):
-    """The mini-batch estimate [NeuCLIP, section 3, mini-batch approximation] of OpenCLIP's loss: biased, without state."""
+    """The biased mini-batch estimate of OpenCLIP's loss, without state [NeuCLIP, section 3, mini-batch approximation]."""
 
     estimates = None
 
@@ -85,7 +85,7 @@ class MinibatchNormalizer(Normalizer):
 
 @torch.no_grad()
 def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
-    """Return a batch at the model's temperature, for losses that only need it for logs. ``gather``: see `gather_batch`."""
+    """Return a batch at the model's temperature, for losses that need it only for logs. For ``gather``, see `gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))

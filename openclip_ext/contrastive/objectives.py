@@ -1,9 +1,9 @@
-"""Objectives: what a loss minimizes for given log-normalizers ``α``, and which quantity ``α`` estimates.
+"""Objectives: functions that losses minimize for given log-normalizers ``α``. Each declares the quantity that ``α`` estimates.
 
-Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)``. ``α`` is treated as constant, and the pairs have weights
-``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in a factor, in the positive pair, and in the gradient with
-respect to the temperature. Training uses only the gradient of an objective; the value is only logged. Equation numbers in
-[brackets] are from the papers.
+Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` over sides ``k`` and anchors ``i``. ``α`` is treated as
+constant, and the pairs have weights ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in the factor of these
+weights and in the gradients for the positive pair and for the temperature. Training uses only the gradient of an objective;
+its value is only logged. Equation numbers in [brackets] are from the papers.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class Estimand:
         formula: Formula of ``α``, for error messages.
         from_batch: Function that returns the mini-batch estimate of ``α``, ``(2, B)``, without ε.
         log_divisor: Function that returns the log of the divisor of ``Σ_j exp((s_ij − s_ii)/τ_i)``, 0-d or ``(2, B)``.
-        includes_positive: Whether the positive pair is one of the terms.
+        includes_positive: Whether the positive pair is one of the terms of the estimand.
     """
 
     formula: str
@@ -40,7 +40,7 @@ NEGATIVES_MEAN = Estimand(
     from_batch=lambda batch_at_tau: batch_at_tau.log_g,
     log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
 )
-# The mean over all B pairs of an anchor, relative to the positive pair: Z_i·exp(−c·s_ii).
+# The mean of exp((s_ij − s_ii)/τ) over all B pairs of an anchor, including the positive pair.
 PARTITION_MEAN = Estimand(
     "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
     from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
@@ -53,8 +53,8 @@ class Objective(ABC):
     """The function that a loss minimizes for given log-normalizers.
 
     Tensors have one value per anchor of both sides, ``(2, B)``. Arguments are finite, even for masked samples. Results must
-    also be finite, because masked samples are removed with a weight of 0. ``weight_ratio`` is
-    ``exp(mini-batch estimate − α)``. It is 1 if the mini-batch estimate equals α.
+    also be finite, because masked samples are removed by a weight of 0. ``weight_ratio`` is ``exp(mini-batch estimate − α)``,
+    which is 1 if the mini-batch estimate equals ``α``.
 
     Attributes:
         estimand: The quantity that ``α`` estimates. A subclass must declare it.
@@ -127,9 +127,9 @@ class FastCLIPObjective(Objective):
 
 
 class NeuCLIPObjective(FastCLIPObjective):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12]. Its gradient in τ has ``exp(−α)(ε+g)`` instead of the 1 in [13].
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], with its exact derivative at constant α instead of [13].
 
-    α is treated as constant. The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
+    The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """
 
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Multiplied by 0, it is 0; -inf would be NaN.
+# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Unlike -inf, it gives 0 if multiplied by 0.
 MASKED_SIMILARITY = -1e4
 
 # Maximum number of pairs per chunk. About five buffers of this size are in memory at the same time: 0.7 GB in float32.
@@ -32,9 +32,9 @@ def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """Return the float32 bytes of similarities in memory at a time, for ``local_size`` anchors and ``size`` samples.
+    """Return the bytes of float32 similarities that are in memory at once, for ``local_size`` anchors and ``size`` samples.
 
-    The computation also uses about two buffers of a third of this size.
+    The computation also uses about two more buffers, each of a third of this size.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
@@ -42,8 +42,8 @@ def chunk_bytes(local_size: int, size: int) -> int:
 class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
-    These pairs are masked with :data:`MASKED_SIMILARITY`: an anchor with its positive, with samples of equal labels, and, if
-    there are two views, with itself.
+    These pairs have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal labels, pairs
+    with a masked sample, and, if there are two views, an anchor and itself.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -77,9 +77,9 @@ class Similarities:
     def gradients(
         self, log_sums: Tensor, coefficients: Tensor, with_mean_similarity: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` for the embeddings.
+        """Return the gradient of ``Σ_k,i coefficient_k,i · Σ_j softmax_j(s_ij/τ_i)·s_ij`` with respect to the embeddings.
 
-        The softmax is treated as constant. The sum is over all anchors of the batch. Call this method once, after
+        The softmax is treated as constant. The sum is over all anchors ``i`` of both sides ``k``. Call this method once, after
         :meth:`log_sums`.
 
         Args:
@@ -88,8 +88,8 @@ class Similarities:
             with_mean_similarity: Whether to return the mean similarities.
 
         Returns:
-            The gradient ``(2, B_local, d)`` for this process's images and texts, as anchors and as negatives; and the mean
-            similarity of its anchors with their negatives, weighted by the softmax, ``(2, B_local)``, or None.
+            The gradient ``(2, B_local, d)`` with respect to this process's images and texts, both as anchors and as negatives.
+            Also each local anchor's mean similarity to its negatives, weighted by the softmax, ``(2, B_local)``, or None.
         """
         batch = self.batch
         features = torch.empty_like(batch.features[:, batch.local])

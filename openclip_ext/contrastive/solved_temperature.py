@@ -1,10 +1,10 @@
-"""A temperature without a learning rate, solved for over a queue of recent embeddings.
+"""A temperature without a learning rate: it is computed from a queue of recent embeddings.
 
-The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` in τ, where
-``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from uniform. It is the dual of a bound on that
-divergence [NeuCLIP 1; Qiu et al., ICML 2023], so at the optimum it equals ρ: about ``exp(−ρ)`` of the data counts as hard.
-A batch has too few negatives for this τ: with ``m`` negatives the divergence is below ``log m``. A queue of recent
-embeddings has enough.
+The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` with respect to τ.
+``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from the uniform distribution. The objective is the
+dual of a bound on this divergence [NeuCLIP 1; Qiu et al., ICML 2023]. So at the optimal τ the divergence equals ρ, and about
+``exp(−ρ)`` of the data counts as hard. A batch has too few negatives to find this τ, because with ``m`` negatives the
+divergence is below ``log m``. A queue of recent embeddings has enough.
 
 Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: ``docs/methods/solved-temperature.md``.
 """
@@ -24,13 +24,13 @@ from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
-# Steps before the first move, because embeddings of an untrained model carry no information about the temperature.
+# Steps before τ first moves, because the embeddings of an untrained model contain no information about the temperature.
 _WARMUP_STEPS = 100
-# Share of the distance to the solution that log τ moves per step.
+# Fraction of the distance to the solution by which log τ moves per step.
 _RATE = 0.01
 # Maximum anchors per side to solve for; enough, because steps are small.
 _ANCHORS = 32
-# Number of intervals between the bounds of log τ: a precision of 0.1 % of τ. Each iteration splits the interval into parts.
+# Number of intervals between the bounds of log τ, for a precision of 0.1 % of τ. Each iteration splits an interval into parts.
 # More parts need more arithmetic, which is slow on a CPU, but fewer kernels, which is fast on a GPU.
 _INTERVALS = 2**12
 _PARTS = {"cpu": 2, "cuda": 8}
@@ -39,9 +39,9 @@ _PARTS = {"cpu": 2, "cuda": 8}
 class SolvedTemperature(TemperatureScheme):
     """The τ at which the anchors' softmax over recent embeddings has, on average, a divergence of ρ from uniform.
 
-    ``log τ`` moves a hundredth of the way per step, after the first 100 steps and once the queue is full. The queue does not
-    yet contain the batch then, so an anchor does not meet its own pair, unless the queue is longer than the data set. The
-    model's ``logit_scale`` follows if the loop calls ``finish_logit_scale_step``.
+    After the first 100 steps, and once the queue is full, each step moves ``log τ`` by a hundredth of its distance to the
+    solution. The batch is added to the queue afterwards, so an anchor is not compared with its own pair, unless the queue is
+    longer than the data set. If the loop calls ``finish_logit_scale_step``, the model's ``logit_scale`` is set to ``1/τ``.
     """
 
     solves = True
@@ -80,13 +80,13 @@ class SolvedTemperature(TemperatureScheme):
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
         self.queue = EmbeddingQueue(temperature_queue, embed_dim)
-        # NaN means not set yet: the model's temperature is used.
+        # NaN before the first step. The model's temperature is then used.
         self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return one temperature for all anchors; with ``solve_per_sample`` each anchor's own, once it can be solved for."""
+        """Return one temperature for all anchors; with ``solve_per_sample``, one per anchor once the queue is full."""
         stored = self.log_tau.exp().to(batch.features.dtype)
         tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
         if not (self.solve_per_sample and _may_be_ready(batch)):
@@ -122,7 +122,7 @@ class SolvedTemperature(TemperatureScheme):
         return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
 
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return ``log τ`` at which the divergence, which decreases with τ, is ρ; shaped like ``like``."""
+        """Return the ``log τ`` at which the divergence is ρ, shaped like ``like``. The divergence decreases with τ."""
         lowest, highest = self.bounds
         low, width = torch.full_like(like, lowest), highest - lowest
         parts = _parts(like.device)
@@ -144,13 +144,13 @@ class SolvedTemperature(TemperatureScheme):
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return ρ, and the divergence of the last step if it was solved for. Synchronizes with the device."""
+        """Return ρ and, once ``log τ`` has moved, the divergence before its last move. Synchronizes with the device."""
         divergence = self.divergence.item()
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
 def _may_be_ready(batch: GatheredBatch) -> bool:
-    """Return False before ``_WARMUP_STEPS`` calls. There are never more steps than calls, and this check needs no sync."""
+    """Return False before ``_WARMUP_STEPS`` calls. This check needs no sync. There are never more steps than calls."""
     return isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS
 
 

@@ -1,9 +1,9 @@
 """A frozen reference model inside the loss: steering (DRRho-CLIP, Wei et al. 2025, arXiv:2505.06699) and distillation.
 
 The reference model has unit embeddings ``ê1, ê2`` and similarities ``ŝ_ij = ê1_i·ê2_j``. Steering replaces ``s_ij − s_ii`` in
-every exponent by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``: a negative has a large weight if the model is worse on it than the
-reference. ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``. So the same code computes it, with any
-normalizer, if features have two blocks: first the reference's, then the model's. The reference's block has no gradient.
+every exponent by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``. So a negative has a large weight if the model is worse on it than the
+reference. Because ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, normalizers need no special code:
+the features have two blocks, first the reference's, then the model's. The reference's block has no gradient.
 
 Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
 
@@ -68,7 +68,8 @@ def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
 class Distilled:
     """The distillation term and its gradients. ``values`` ``(2,)`` is the mean cross entropy of each side's anchors.
 
-    ``gradients`` ``(2, B_local, d)`` are with respect to this process's images and texts; ``scale_gradient``, 0-d, to ``1/τ``.
+    ``gradients`` ``(2, B_local, d)`` are with respect to this process's images and texts. ``scale_gradient``, 0-d, is with
+    respect to ``1/τ``.
     """
 
     values: Tensor

@@ -1,6 +1,6 @@
 """The interface of temperature schemes, and the schemes with a constant or a global temperature.
 
-OpenCLIP's models have the parameter ``log(1/τ)`` and pass ``logit_scale``, its exponential.
+OpenCLIP's models learn the parameter ``log(1/τ)``. They pass its exponential ``logit_scale`` to the loss.
 """
 
 import math
@@ -14,22 +14,22 @@ from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
-# GlobalTemperature's slow_when_small: learning-rate factor at or below this temperature.
+# With GlobalTemperature's slow_when_small, the learning rate is multiplied by the factor at or below the temperature.
 _SLOW_BELOW = 0.03
 _SLOW_FACTOR = 1 / 3
 
 
 class TemperatureScheme(nn.Module):
-    """A source of temperatures, which may learn them. Keyword-only arguments of the constructor are options of the loss.
+    """A source of temperatures, fixed or learned. Keyword-only arguments of the constructor are options of the loss.
 
     Attributes:
         needs_index: whether it needs ``batch.index``.
         depends_on_epoch: whether it has schedules that depend on the epoch.
         uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
-        learns_logit_scale: whether the model's ``logit_scale`` is the (global) temperature and learned.
+        learns_logit_scale: whether the model's ``logit_scale`` is the global temperature and gets a gradient.
         learns_own: whether it has its own temperatures, which :meth:`update` learns.
         solves: whether :meth:`solve` computes temperatures from the embeddings.
-        regularized: whether it is learned with the objective's regularizer ``ρ``.
+        regularized: whether the temperature is learned with the objective's regularizer ``ρ``.
         logit_scale_lr: constant learning rate of the model's parameter. None means the encoders' learning rate.
         initial_logit_scale: initial value of the model's parameter ``log(1/τ)``. None means the model's value.
     """
@@ -49,20 +49,19 @@ class TemperatureScheme(nn.Module):
         raise NotImplementedError
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
-        """Learn from the derivative of the regularized objective in each anchor's temperature, ``(2, B)``."""
+        """Learn from the derivative of the regularized objective with respect to each anchor's temperature, ``(2, B)``."""
 
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
-        """Compute the next step's temperatures from the embeddings of a training step (of all processes)."""
+        """Compute the next step's temperatures from all processes' embeddings of a training step."""
 
     def rho(self, epoch: int | Tensor) -> float | Tensor | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Clamp the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its earlier value."""
+        """Adjust the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its value before the step."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return metrics for the logs."""
         rho = self.rho(epoch)
         return {} if rho is None else {"rho": float(rho)}
 
@@ -84,7 +83,7 @@ def check_bounds(lower: float, upper: float) -> None:
 
 
 def check_own_temperature(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
-    """Return initial value and learning rate of temperatures outside of the model; raise OptionError if one is missing."""
+    """Return the initial value and the learning rate of a loss's own temperatures; raise OptionError if one is None."""
     if temperature is None or lr_tau is None:
         missing = "temperature" if temperature is None else "lr_tau"
         raise OptionError(missing, f"{missing}=None: {whose} need a value")
@@ -92,7 +91,7 @@ def check_own_temperature(temperature: float | None, lr_tau: float | None, whose
 
 
 class ConstantTemperature(TemperatureScheme):
-    """A constant ``τ``; with ``temperature=None`` that of ``logit_scale``, without a gradient."""
+    """A constant ``τ``. With ``temperature=None``, it is the temperature of ``logit_scale``, without a gradient."""
 
     def __init__(self, *, temperature: float | None) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class ConstantTemperature(TemperatureScheme):
 
 
 class UnregularizedTemperature(TemperatureScheme):
-    """A single ``τ ≥ τ_0``, learned through the model's ``logit_scale``, without a regularizer."""
+    """A single ``τ`` between two bounds, learned through the model's ``logit_scale``, without a regularizer."""
 
     learns_logit_scale = True
     uses_logit_scale = True
@@ -133,7 +132,7 @@ class UnregularizedTemperature(TemperatureScheme):
 class GlobalTemperature(UnregularizedTemperature):
     """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
 
-    With ``slow_when_small`` the learning rate is a third in steps that start with ``τ ≤ 0.03``.
+    With ``slow_when_small``, the learning rate is divided by three in steps that start with ``τ ≤ 0.03``.
     """
 
     regularized = True
@@ -166,7 +165,7 @@ class GlobalTemperature(UnregularizedTemperature):
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         if self.slow_when_small and before is not None:
-            # A third of AdamW's step is a step at a third of the learning rate, because there is no weight decay.
+            # Without weight decay, a third of AdamW's step equals a step with a third of the learning rate.
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)
             parameter.copy_(before + factor * (parameter - before))
         super().finish_logit_scale_step(parameter, before)
@@ -175,8 +174,8 @@ class GlobalTemperature(UnregularizedTemperature):
 class TwoGlobalTemperatures(TemperatureScheme):
     """``τ_1`` for all image anchors and ``τ_2`` for all text anchors, each learned with the regularizer ``ρ``.
 
-    See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam with the learning rate ``lr_tau`` learns their logarithms.
-    A step uses the temperatures from before its update. The model's ``logit_scale`` follows the mean of both logarithms.
+    See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam learns their logarithms with the learning rate ``lr_tau``. A
+    step uses the temperatures from before their update. The model's ``log(1/τ)`` is set to the mean of ``−log τ_k``.
     """
 
     learns_own = True
@@ -214,4 +213,4 @@ class TwoGlobalTemperatures(TemperatureScheme):
 
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        parameter.fill_(0).sub_(self.log_tau.mean())  # for the model's checkpoints
+        parameter.fill_(0).sub_(self.log_tau.mean())  # the model's checkpoints should contain a matching temperature

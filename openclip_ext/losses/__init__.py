@@ -1,1 +1,1 @@
-"""The methods, one file each: paper, equations, parts, defaults, and the ``METHOD`` for ``registry.py``."""
+"""The methods. The file of a method contains the paper, the equations, the parts, and ``METHOD`` with the defaults."""

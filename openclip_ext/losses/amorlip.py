@@ -1,14 +1,14 @@
 """AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.
 
 Sun et al., *AmorLIP: Efficient Language-Image Pretraining via Amortization*, arXiv:2505.18983, 2025; equation numbers in
-[brackets] are from this paper. With ``c = 1/τ`` and the partition function ``Z_i = (1/B) Σ_j exp(c·s_ij)``, including the
-positive pair, one MLP per side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ(e_i) − c·s_ii``.
+[brackets] are from this paper. With ``c = 1/τ``, the partition function is ``Z_i = (1/B) Σ_j exp(c·s_ij)``, including the
+positive pair. One MLP per side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i = log λ(e_i) − c·s_ii``.
 
 - Stage I, every ``T_online`` steps: ``T_λ`` Adam updates towards ``Z_comb = β_t·λ_prev(e) + (1−β_t)·Z``              [12]
 - every ``T_target`` steps: ``target ← α·target + (1−α)·online``                                                      [11]
 - Stage II, every step, with the target network's ``λ``, by default on each process's own batch:                       [6]
   ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``.
-  The ½ is not in the paper: every loss here averages the two sides.
+  The ½ is not in the paper. It is here because all losses of this package average the two sides.
 
 Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
 
@@ -39,15 +39,15 @@ from openclip_ext.losses.method import Method, NormalizerPart
 
 # Approximate number of steps until the network is accurate again after a re-initialization.
 _STEPS_UNTIL_ACCURATE = 1000
-# Tensors with the embedding dimension in the graph of a fit.
+# Number of tensors of the embeddings' size in the graph of a fit.
 _GRAPH_TENSORS = 8
 
 
 class TwoSidedMlp(nn.Module):
     """``log λ(e)`` for both sides: one MLP each, evaluated together.
 
-    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, plus the
-    input, ReLU, Linear(d, 1).
+    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, adding
+    the input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:
@@ -61,7 +61,7 @@ class TwoSidedMlp(nn.Module):
 
     @torch.no_grad()
     def initialize(self, random: torch.Generator | None) -> None:
-        """Set the initial values of ``nn.Linear`` and ``nn.LayerNorm``, drawn on the CPU to be equal on all devices."""
+        """Initialize like ``nn.Linear`` and ``nn.LayerNorm``, with values drawn on the CPU to be equal on all devices."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             bound = 1 / math.sqrt(weight.shape[1])
             for parameter in (weight, bias):
@@ -82,10 +82,11 @@ class TwoSidedMlp(nn.Module):
 
 
 class MlpNormalizer(Normalizer):
-    """``α_i = log λ(e_i) − s_ii/τ_i`` with an MLP ``λ``, its target network, and last epoch's (AmorLIP, Algorithm 1).
+    """``α_i = log λ(e_i) − s_ii/τ_i`` with three MLPs ``λ``: online, target and previous network (AmorLIP, Algorithm 1).
 
-    The target network predicts. With the defaults for other losses (no previous network, no averaging, a fit in every step)
-    this is the ablation 'MLP instead of NPN' of the NeuCLIP paper.
+    The target network makes the predictions. The previous network is the target network of the last epoch. With its defaults
+    in other losses (no previous network, no averaging, a fit in every step), this normalizer is the ablation 'MLP instead of
+    NPN' of the NeuCLIP paper.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -136,7 +137,7 @@ class MlpNormalizer(Normalizer):
         self._epoch_step.set(int(state))
 
     def start_epoch(self, epoch: int) -> None:
-        """Copy the target network to the previous one; with ``reinitialize`` restart the online and the target network."""
+        """Copy the target network to the previous network. If ``reinitialize``, restart the other two networks."""
         self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:
@@ -163,10 +164,10 @@ class MlpNormalizer(Normalizer):
             )
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Fit if due, on the global batch; average the target network if due; predict."""
+        """Fit the online network to the global batch if due, update the target network if due, and predict."""
         step, batch = self._epoch_step.get(), batch_at_tau.batch
         fits, averages = step % self.fit_every == 0, step % self.target_every == 0
-        # A compiled graph, in which both are tensors, has no branches: it computes each fit, and uses those that are due.
+        # In a compiled graph, both conditions are tensors. The graph computes a fit in every step and applies it only if due.
         if not isinstance(fits, bool):
             self._fit(batch_at_tau.of_all_processes(), batch.ok & fits)
             self._average_target(batch.scale_ok & averages)
@@ -213,9 +214,9 @@ class MlpNormalizer(Normalizer):
 def amortization_objective(
     name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor, *, l2_log_weight: float
 ) -> Tensor:
-    """Return what the network minimizes, per anchor.
+    """Return the value of the network's objective for each anchor.
 
-    The divergences use the batch's pairs as samples of P, so that their weight is ``Z/Z_comb``.
+    The divergences use the batch's pairs as samples of P, and therefore have the weight ``Z/Z_comb``.
 
     Args:
         name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified`` [NeuCLIP 12].
@@ -223,7 +224,7 @@ def amortization_objective(
         log_target: ``log Z_comb`` [12].
         log_batch: ``log Z`` of the batch.
         tau: temperatures.
-        l2_log_weight: weight of l2-log, which is added to the divergences (Appendix C: 0.1).
+        l2_log_weight: weight of the l2-log term that is added to the divergences (Appendix C: 0.1).
     """
     log_ratio = log_target - log_lambda
     if name == "unified":
@@ -274,7 +275,7 @@ class Partition(Objective):
 
 
 class PartitionNormalizer(MlpNormalizer):
-    """The MLP of the paper, which predicts the partition function, including the positive pair."""
+    """The MLP of the AmorLIP paper. It predicts the partition function, in which the positive pair is a term."""
 
     estimates = (PARTITION_MEAN,)
     contrasts_locally = True

@@ -61,7 +61,7 @@ class Projection(nn.Module):
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Map like :meth:`forward`, but with the statistics of the valid samples (at least two), for training.
+        """Map like :meth:`forward`, but for training, with the statistics of the batch's valid samples (at least two).
 
         Returns:
             The projections, and the batch's mean and unbiased variance for the running statistics, ``(2, projection_dim)``.
@@ -169,6 +169,6 @@ METHOD = Method(
     whole=WholeLoss(
         ClipLiteLoss,
         {"temperature": 0.07},
-        {"equal_captions": "Its bound needs as many negative pairs as positive ones, one for each sample"},
+        {"equal_captions": "Its bound needs as many negative pairs as positive pairs: one negative for each sample"},
     ),
 )

@@ -1,4 +1,4 @@
-"""FastCLIP v0 to v3: a moving average for each sample. Its weight γ has a schedule.
+"""FastCLIP v0 to v3: a moving average for each sample, with a schedule of its weight γ.
 
 Wei et al., *FastCLIP: A Suite of Optimization Techniques to Accelerate CLIP Training with Limited Resources*,
 arXiv:2407.01445, 2024; Algorithm 2 and equations [3, 4, 13] of NeuCLIP. For each sample and side::
@@ -11,7 +11,8 @@ where ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions have d
 - ``fastclip-v0``: one learned temperature; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
 - ``fastclip-v1``: one constant temperature;
 - ``fastclip-v2``: one learned temperature per sample (``isogclr.py``);
-- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ; its learning rate is a third at ``τ ≤ 0.03``  [NeuCLIP 13]
+- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ and, at ``τ ≤ 0.03``, a third of the learning rate
+  [NeuCLIP 13].
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 

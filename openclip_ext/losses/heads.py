@@ -1,4 +1,4 @@
-"""Projection heads, which a loss trains together with the model: how checkpoints store them and evaluations use them.
+"""Projection heads, which a loss trains together with the model: their format in checkpoints and their use in evaluations.
 
 A checkpoint contains the heads under :data:`HEADS_KEY`, next to the ``state_dict`` that stock OpenCLIP loads:
 ``{"kind": kind of a METHOD's head, "config": plain types, "state_dict": tensors}``.
@@ -21,9 +21,9 @@ class HeadsError(ValueError):
 
 
 class ProjectedModel(nn.Module):
-    """An OpenCLIP model followed by the heads ``image`` and ``text``, whose inputs are its unit embeddings (CLIP-Lite)."""
+    """An OpenCLIP model with the heads ``image`` and ``text``, which project the model's unit embeddings (CLIP-Lite)."""
 
-    # Any, because OpenCLIP's models have no common base class, and neither have heads.
+    # Any, because neither OpenCLIP's models nor heads have a common base class.
     model: Any
     heads: Any
 
@@ -35,7 +35,6 @@ class ProjectedModel(nn.Module):
 
     @property
     def visual(self) -> nn.Module:
-        """The visual tower."""
         return self.model.visual
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
@@ -58,13 +57,13 @@ class ProjectedModel(nn.Module):
 
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
-    """Return the entry of a checkpoint that contains the heads."""
+    """Return the checkpoint entry for the heads."""
     return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads from a checkpoint entry. HeadsError, whose message contains ``source``, if they are unknown."""
-    # Only registered classes are accepted, because a file must not decide what is imported.
+    """Build the heads from a checkpoint entry. Raise HeadsError with ``source`` in the message if their kind is unknown."""
+    # Only registered classes are accepted, because a file must not decide which code is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
@@ -87,14 +86,14 @@ def read_heads(path: str | Path) -> nn.Module | None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # The file may have an old format or be scripted. Such files have no heads. OpenCLIP loads them or reports the error.
+        # The file may have an old format or contain a scripted model. Such files have no heads, and OpenCLIP may load them.
         return None
     entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
     return None if entry is None else build_heads(entry, path)
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """Return the model for evaluations: followed by the heads, on the model's device, if evaluations use the heads."""
+    """Return the model for evaluations: followed by the heads if evaluations use them, else unchanged."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

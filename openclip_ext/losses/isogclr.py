@@ -2,11 +2,11 @@
 
 Qiu et al., *Not All Semantics are Created Equal: Contrastive Self-supervised Learning with Automatic Temperature
 Individualization*, ICML 2023; Algorithm 35 of [opt4ml], the book section *Discriminative Pretraining of Representation
-Models*. With ``ℓ_ij = s_ij − s_ii`` each ``τ_i`` in ``[τ_0, τ_max]`` follows the gradient::
+Models*. With ``ℓ_ij = s_ij − s_ii``, each ``τ_i`` in ``[τ_0, τ_max]`` follows the gradient::
 
     log u_i + ρ − (1/(u_i(B−1))) Σ_j exp(ℓ_ij/τ_i)·ℓ_ij/τ_i
 
-With ``views=2``, as in the algorithm, the pairs are two views of each image, which share its temperature.
+With ``views=2``, as in the algorithm, the pairs are two views of each image. Both views share the image's temperature.
 
 Naive float64 versions: ``PerSample`` in ``tests/references/contrastive.py``, ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
@@ -36,11 +36,11 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 
 
 class PerSampleTemperature(TemperatureScheme):
-    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``, each minimizing its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
+    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``. Each minimizes its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
 
-    Adam, with moments for each sample, uses the gradient clamped to ±5. A sample occurs once per epoch, so bias correction
-    counts epochs; in epoch 0 the moments are the gradient itself. A step uses the temperatures from before its update. An
-    index that occurs more than once in the global batch learns from the mean of its gradients.
+    Adam learns the temperatures from gradients clamped to ±5, with moments for each sample. A sample occurs once per epoch, so
+    bias correction counts epochs. In epoch 0, the moments are the gradient and its square. A step uses the temperatures from
+    before their update. If an index occurs several times in the global batch, its temperatures learn from the mean gradient.
 
     The table needs 24 bytes per sample, sharded over the processes.
     """
@@ -72,7 +72,7 @@ class PerSampleTemperature(TemperatureScheme):
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the stored temperatures; the initial temperature for unused samples."""
+        """Return the stored temperatures; for samples without a stored value, the initial temperature."""
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
@@ -82,7 +82,7 @@ class PerSampleTemperature(TemperatureScheme):
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
         betas = (choose(batch.epoch > 0, beta, 0.0) for beta in _BETAS)
-        # lerp needs a weight of its own dtype and device.
+        # The weight of lerp must have the dtype and the device of the other arguments.
         beta1, beta2 = (beta.to(mean) if isinstance(beta, Tensor) else beta for beta in betas)
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)

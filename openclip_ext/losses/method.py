@@ -1,4 +1,4 @@
-"""Classes with which each file in this folder declares its methods, one or more."""
+"""The classes with which the files in this folder declare their methods."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ class TemperaturePart:
 
     Attributes:
         name, build, defaults: As in :class:`NormalizerPart`.
-        long_run_defaults: Other defaults for training runs of many optimizer steps.
+        long_run_defaults: Defaults that override ``defaults`` in training runs with many optimizer steps.
     """
 
     name: str
@@ -47,12 +47,12 @@ class TemperaturePart:
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """A loss that is not composed of a normalizer and a temperature scheme.
+    """A loss whose normalizer and temperature scheme the user cannot choose.
 
     Attributes:
         build, defaults: As in :class:`NormalizerPart`.
         refused: Common options that the loss does not support, with the reason.
-        parts: Classes of an objective, a normalizer and a temperature scheme from which the loss is built.
+        parts: Classes of the objective, the normalizer and the temperature scheme of the loss, if it is built from these.
     """
 
     build: type[ContrastiveLoss]
@@ -63,20 +63,20 @@ class WholeLoss:
 
 @dataclass(frozen=True)
 class Method:
-    """A loss with a name. It is composed of parts, or a :class:`WholeLoss`, or has both forms.
+    """A named loss, which is composed of parts that the user can replace, or is a :class:`WholeLoss`, or has both forms.
 
-    With both forms, the whole loss is used unless the user chooses a part.
+    If it has both forms, the whole loss is used unless the user chooses a part.
 
     Attributes:
         name: Value of ``--loss``.
         normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
         objective: The objective. None means the objective of the normalizer.
         normalizer_defaults, temperature_defaults: Defaults for options of the default parts, not of other parts.
-        training_defaults: Defaults of the training program that differ from the paper's. They apply to the default normalizer.
-        training_scheme: Temperature scheme of the training program. Empty means the paper's scheme.
+        training_defaults: Other defaults in the training program. They apply only with the default normalizer.
+        training_scheme: Default temperature scheme of the training program. Empty means the paper's scheme.
         fixed: Arguments of the parts that are not options.
-        whole: The loss that is not composed of parts, or None.
-        two_views: The loss of this name for two views of each image, without texts, or None.
+        whole: The form of the loss without replaceable parts, or None.
+        two_views: The variant of this loss for two views of each image, without texts, or None.
         head: Class of the loss's ``model_head()``, or None. Its attribute ``kind`` is its name in checkpoints.
         parts: Normalizers and temperature schemes that the method's file adds.
         options: Options that the method's file adds to those in ``losses/options.py``.

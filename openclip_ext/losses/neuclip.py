@@ -64,7 +64,7 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` over this process's anchors, for its features. Prototypes and τ are constant.
+        """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors with respect to its features, at constant prototypes and τ.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
@@ -98,8 +98,8 @@ def estimate_from_prototypes(
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
         multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
-        excluded: The prototype to exclude for each anchor, ``(B,)``, or −1. Needs ``multiplicity``. None (default) excludes
-            none.
+        excluded: Index of the prototype to exclude for each anchor, ``(B,)``; −1 excludes none. Needs ``multiplicity``. None
+            (default) excludes none for all anchors.
     """
     batch, tau = batch_at_tau.batch, batch_at_tau.tau
     number: int | Tensor = directions.shape[1]
@@ -130,7 +130,7 @@ def estimate_from_prototypes(
 
 
 def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
-    """Return ``(2, B)``: ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((cos − s_ii)/τ_i)``."""
+    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((e_i·Ŵ_j − s_ii)/τ_i)``, ``(2, B)``."""
     if isinstance(prototypes, Tensor):
         return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
     return batch_at_tau.positive_exponent + math.log(prototypes)
@@ -147,13 +147,13 @@ class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
     A step with valid samples restarts the prototypes from the ``m`` most recent embeddings if ``t mod T_r = 0`` (also in the
-    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored unnormalized; the cosine
-    normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and the cosine is
-    replaced by a difference of two cosines.
+    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored without normalization, because
+    the cosine normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and a
+    difference of two cosines replaces the cosine.
 
     AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
     paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they
-    started, and the encoders learn to avoid them. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
+    started, and the encoders learn to avoid these prototypes. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -203,7 +203,7 @@ class PrototypeNormalizer(Normalizer):
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Number of steps with valid samples. It is counted on the device to avoid a host-device sync.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        # Whether the last step predicted with the fitted prototypes. With verify_fit, it may have predicted with the queue.
+        # Whether the last step predicted with the fitted prototypes. If not (only with verify_fit), it used the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
@@ -237,10 +237,10 @@ class PrototypeNormalizer(Normalizer):
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
     def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return whether the prototypes predict a new batch better than the queue: 0-d bool.
+        """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
 
-        Neither has used this batch yet. Both are scored by the objective of [12], ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)``. Its
-        expectation over batches is smallest for the exact normalizers. If the score is NaN, the result is False.
+        Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
+        exact normalizers minimize the expectation of this score over batches. If a score is NaN, the result is False.
         """
         batch = batch_at_tau.batch
         fitted, recent = (
@@ -354,7 +354,7 @@ class _Fit:
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:
-        """Add the gradient of some anchors with respect to the directions. The first chunk overwrites the buffer."""
+        """Add some anchors' part of the gradient with respect to the directions. The first chunk overwrites the buffer."""
         terms = self.terms[:, :, : anchors.stop - anchors.start]
         torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
         largest = log_math.shifted_exp_(terms, dim=1)

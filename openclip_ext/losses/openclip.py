@@ -1,6 +1,6 @@
-"""OpenCLIP's own losses, ``ClipLoss`` and ``SigLipLoss``, with the interface of all losses and unchanged arithmetic.
+"""OpenCLIP's ``ClipLoss`` and ``SigLipLoss`` with the interface of this package's losses. Their arithmetic is unchanged.
 
-With one of our values of ``temperature_scheme``, ``openclip`` is composed of parts: the same loss at another temperature.
+If ``temperature_scheme`` is given, ``openclip`` is composed of parts. It is then the same loss with this scheme's temperature.
 
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
@@ -32,10 +32,10 @@ _CAPTIONS = {"logits", "labels"}
 
 
 class OpenClipLoss(ContrastiveLoss):
-    """``open_clip.ClipLoss``; ``CoCaLoss`` or ``DistillClipLoss`` for models with the outputs that these need.
+    """``open_clip.ClipLoss``, or ``CoCaLoss`` for captioners, or ``DistillClipLoss`` for models with a teacher's outputs.
 
-    ``mask`` excludes other samples with an anchor's caption from its softmax. With ``positive`` the loss is the mean of the
-    cross-entropy over all samples with its caption.
+    With ``equal_captions="mask"``, other samples with the anchor's caption are excluded from the anchor's softmax. With
+    ``"positive"``, the loss is the mean cross-entropy over all samples with the anchor's caption.
     """
 
     follows_autocast = True
@@ -79,9 +79,9 @@ class OpenClipLoss(ContrastiveLoss):
         self._logit_scale = batch.logit_scale.detach()
         weight = self.coca.clip_loss_weight if "caption_loss" in terms else 1.0
         self._infonce = terms["contrastive_loss"].detach()
-        # Division by 1 would make inductor of PyTorch 2.14 return the loss without its graph.
+        # Division by 1 would make the inductor compiler of PyTorch 2.14 return the loss without its graph.
         if weight != 1:
-            # CoCa without its contrastive part computes no InfoNCE.
+            # If CoCa's contrastive weight is 0, it does not compute InfoNCE.
             self._infonce = self._infonce / weight if weight else torch.tensor(math.nan)
         return terms
 
@@ -95,7 +95,7 @@ class OpenClipLoss(ContrastiveLoss):
         return loss(**features, **used, output_dict=True)
 
     def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
-        """Return ``open_clip.ClipLoss`` with fewer candidates, or with more targets."""
+        """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``) or with more targets (``positive``)."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(f"equal_captions={self.equal_captions} does not support CoCa or distillation models")
         labels = read_labels(outputs.get("positives"), batch)
@@ -132,7 +132,7 @@ class OpenClipLoss(ContrastiveLoss):
 
 
 class InfoNce(Unscaled):
-    """``−log softmax`` of the positive pair among all pairs of its anchor: ``ClipLoss``, for given log-normalizers."""
+    """The objective of ``ClipLoss``: ``−log softmax`` of the positive pair among all pairs of its anchor."""
 
     estimand = PARTITION_MEAN
 
@@ -159,7 +159,7 @@ class SiglipLoss(ContrastiveLoss):
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``infonce`` and ``chance`` within this process's samples, and the temperature, of the last call."""
+        """Return the last call's temperature, and ``infonce`` and ``chance`` of this process's samples."""
         return {} if self._last is None else minibatch_metrics(self._last)
 
 

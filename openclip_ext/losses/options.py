@@ -1,7 +1,7 @@
-"""The names of this package's losses and their options, as data. Imports no torch.
+"""The names and options of this package's losses, without importing torch.
 
-Flags, tables in the documentation and the checks of :func:`openclip_ext.create_loss` use them. The keyword-only arguments of
-a part's constructor are its options.
+They define the flags, the tables in the documentation and the checks of :func:`openclip_ext.create_loss`. The options of a
+part are the keyword-only arguments of its constructor.
 """
 
 import difflib
@@ -56,13 +56,13 @@ PACKAGE_OPTIONS = (
         "steer",
         bool,
         True,
-        "with a reference model: give negatives on which the model is worse than the reference a larger weight",
+        "with a reference model: give a larger weight to negatives on which the model is worse than the reference",
     ),
     Option(
         "distill",
         float,
         0.0,
-        "with a reference model: weight of the cross entropy between its softmax over the batch and the model's",
+        "with a reference model: weight of the cross entropy between the two models' softmax distributions over the batch",
         minimum=0.0,
     ),
     Option(
@@ -82,7 +82,7 @@ PACKAGE_OPTIONS = (
         minimum=0.0,
         flag="--loss-eps",
     ),
-    Option("rho", float, 6.5, "weight of the temperature regularizer; larger means a smaller temperature", symbol="ρ"),
+    Option("rho", float, 6.5, "weight of the temperature regularizer; a larger rho lowers the temperature", symbol="ρ"),
     Option(
         "rho_end",
         float,
@@ -104,7 +104,7 @@ PACKAGE_OPTIONS = (
         "temperature",
         float,
         None,
-        "initial temperature, or the value of a constant temperature; none: the model's (OpenCLIP: 0.07)",
+        "initial temperature, or the value of a constant temperature; none: the model's temperature (OpenCLIP: 0.07)",
         symbol="τ",
         exclusive_minimum=0.0,
         nullable=True,
@@ -115,7 +115,7 @@ PACKAGE_OPTIONS = (
         "lr_tau",
         float,
         None,
-        "learning rate of the temperature (constant); none: the encoders' learning rate, with its schedule",
+        "constant learning rate of the temperature; none: the encoders' learning rate, with its schedule",
         minimum=0.0,
         nullable=True,
     ),
@@ -127,7 +127,7 @@ PACKAGE_OPTIONS = (
         symbol="m",
         minimum=2,
     ),
-    _ablation("solve_per_sample", bool, False, "solve for a separate temperature of each anchor, in every step"),
+    _ablation("solve_per_sample", bool, False, "solve for a separate temperature for each anchor, in every step"),
     Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
@@ -157,7 +157,7 @@ PACKAGE_OPTIONS = (
         "alpha_tau_gradient",
         bool,
         False,
-        "also pass this gradient to a learned temperature (NeuCLIP's line 11, read literally)",
+        "with alpha_gradient: also pass the gradient to a learned temperature (NeuCLIP's line 11, read literally)",
     ),
     _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
@@ -238,18 +238,18 @@ PACKAGE_OPTIONS = (
         "verify_fit",
         bool,
         False,
-        "use the fitted prototypes only if, before the fit, they predict the step's batch better than recent embeddings "
-        "do; off: as published",
+        "use the fitted prototypes only if they predict a new batch better than recent embeddings do; off: always, as in the "
+        "paper",
     ),
-    Option("local_loss", bool, False, "compute only the rows of this process", openclip_flag=True),
-    Option("gather_with_grad", bool, False, "gather the features with gradient", openclip_flag=True),
+    Option("local_loss", bool, False, "compute only this process's rows of the logits", openclip_flag=True),
+    Option("gather_with_grad", bool, False, "gather the features with their gradient", openclip_flag=True),
     Option("coca_caption_loss_weight", float, 2.0, "weight of CoCa's caption loss", openclip_flag=True),
     Option("coca_contrastive_loss_weight", float, 1.0, "weight of CoCa's contrastive loss", openclip_flag=True),
     Option(
         "batch_weight",
         float,
         0.5,
-        "share of the current batch in the queue's normalizer; its inverse is an upper bound of the weights",
+        "share of the current batch in the queue's normalizer; 1 divided by this share is an upper bound of the weights",
         symbol="λ",
         minimum=0.0,
         maximum=1.0,
@@ -258,7 +258,7 @@ PACKAGE_OPTIONS = (
         "leave_own_out",
         bool,
         False,
-        "exclude the anchor's positive pair from the queue; smaller estimation error, but no bound of the weights",
+        "exclude the anchor's positive pair from the queue: the estimation error is smaller, but the weights are unbounded",
     ),
     Option(
         "kappa",
@@ -298,19 +298,19 @@ SUMMARIES = {
     "amorlip": "AmorLIP: log-normalizers predicted from the embedding by a multi-layer perceptron.",
     "cliplite": "CLIP-Lite: a Jensen-Shannon bound on the mutual information, one negative per pair, without normalizers.",
     "fastclip": "FastCLIP: a moving average for each sample, with a schedule of its weight γ, and one learned temperature.",
-    "fastclip-v0": "FastCLIP-v0: as fastclip, without the factor τ and without ρ in the loss.",
-    "fastclip-v1": "FastCLIP-v1: as fastclip, at a constant temperature.",
-    "fastclip-v2": "FastCLIP-v2: as fastclip, with a learned temperature for each sample and side.",
+    "fastclip-v0": "FastCLIP-v0: like fastclip, but without the factor τ and without ρ in the loss.",
+    "fastclip-v1": "FastCLIP-v1: like fastclip, but at a constant temperature.",
+    "fastclip-v2": "FastCLIP-v2: like fastclip, but with a learned temperature for each sample and side.",
     "fastclip-v3": "FastCLIP-v3: another name of fastclip.",
     "isogclr": "iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.",
     "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
     "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
     "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. There is no paper.",
-    "scent": "SCENT: as fastclip, with a weight γ of the moving average that depends on each sample's normalizer.",
+    "scent": "SCENT: like fastclip, but the weight γ of the moving average depends on each sample's normalizer.",
     "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
     "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",
     "sogclr": "SogCLR: a moving average for each sample instead of the batch's normalizer, at a constant temperature.",
-    "tempnet": "TempNet: temperatures predicted from the embeddings by a small network, over FastCLIP's moving averages.",
+    "tempnet": "TempNet: temperatures predicted from the embeddings by a small network, with FastCLIP's moving averages.",
 }
 
 

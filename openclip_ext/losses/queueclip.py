@@ -7,8 +7,8 @@ batch's own estimate, which has the share λ (a defensive mixture)::
     exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
 
 Because of the batch's share, the weights ``exp(−α)(ε+g)`` are at most ``1/λ``. The gradients of both parts of ``α`` flow to
-the encoders, so the queue is a control variate for the batch: with ``r = g_batch/g_queue``, the coefficients of
-``∇log g_batch`` and ``∇log g_queue`` sum to one.
+the encoders, so the queue is a control variate for the batch: the coefficients of ``∇log g_batch`` and ``∇log g_queue`` sum
+to one.
 
 Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
 
@@ -42,7 +42,7 @@ class QueueNormalizer(Normalizer):
     estimates = (NEGATIVES_MEAN,)
     differentiable = True
     refuses_labels = (
-        "the queue contains embeddings of earlier steps without their captions, and would push equal ones apart"
+        "the queue contains embeddings of earlier steps without their captions, so equal captions would be pushed apart"
     )
 
     def __init__(
@@ -103,7 +103,7 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # The queue is a control variate only if its gradient flows. A learned temperature has NeuCLIP's learning rate.
+    # The queue is a control variate only if its gradient reaches the encoders. lr_tau is NeuCLIP's learning rate.
     parts=(
         NormalizerPart(
             "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}

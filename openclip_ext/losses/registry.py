@@ -47,8 +47,8 @@ _SHARED_PARTS = (
     TemperaturePart("global", UnregularizedTemperature),
     TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
     # Early in training, embeddings are close together. This would move a solved temperature down to its lower bound, so the
-    # bound is higher than for other schemes. In a short run, the temperature changes little, and a high temperature is best.
-    # A long run has better results with a lower initial temperature.
+    # bound is higher than for other schemes. In a short run, the temperature changes little, so a high initial temperature is
+    # best. A long run gives better results with a lower initial temperature.
     TemperaturePart(
         "solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}, {"temperature": 0.07}
     ),
@@ -75,7 +75,7 @@ def _discover_methods() -> Iterator[Method]:
 
 
 def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
-    """Return all normalizers or all temperature schemes (``kind``) for losses, or only those with the given name."""
+    """Return all normalizers or all temperature schemes (``kind``), or only those with the given name."""
     parts = itertools.chain(_SHARED_PARTS, *(method.parts for method in METHODS.values()))
     return [part for part in parts if isinstance(part, kind) and name in (None, part.name)]
 
@@ -112,7 +112,7 @@ def register_method(method: Method) -> None:
 
 
 def find_method(name: str) -> Method:
-    """Return the method of a loss. ``name`` is in :func:`list_losses`, or ``my.module:METHOD``, which is then imported.
+    """Return the method of a loss. ``name`` is one of :func:`list_losses`, or ``my.module:METHOD``, which is imported.
 
     Raises:
         OptionError: The loss or the module does not exist.
@@ -170,8 +170,8 @@ def create_loss(
         A module. Call it as ``loss(image_features, text_features, logit_scale, index=index, output_dict=True)``.
 
     Raises:
-        OptionError: (a ValueError) The loss is unknown, no part of it uses an option, a value is out of range, or the parts
-            are incompatible.
+        OptionError: The loss is unknown, it does not use an option, a value is out of range, or the parts are incompatible.
+            OptionError is a ValueError.
         ValueError: ``embed_dim`` or ``num_samples`` is missing.
 
     Example:
@@ -198,7 +198,7 @@ def create_loss(
 def check_options(name: str, **options: Any) -> ContrastiveLoss:
     """Create a loss with small sizes, to check its options and read its attributes before the sizes are known.
 
-    OptionError as in :func:`create_loss`.
+    Raise OptionError for the same reasons as :func:`create_loss`.
     """
     composition, values = _checked_values(name, options)
     with warnings.catch_warnings():
@@ -207,9 +207,10 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
 
 
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
-    """Return all options of a loss with their defaults; OptionError as in :func:`create_loss`.
+    """Return all options of a loss with their defaults. Raise OptionError for the same reasons as :func:`create_loss`.
 
-    Of ``options``, only those that choose parts have an effect: ``normalizer``, ``temperature_scheme``, ``views``.
+    The result depends only on the options ``normalizer``, ``temperature_scheme`` and ``views``, and on whether an option of a
+    reference model is given.
     """
     return _compose(name, options).defaults()
 
@@ -217,9 +218,9 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
 def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
     """Return a loss's options with the training program's defaults. Some differ from the defaults of :func:`create_loss`.
 
-    The training program may use another temperature scheme than the paper. The paper's scheme is used if an option of this
-    scheme is in ``given``, or if ``pretrained`` (the model already has a learned temperature). ``steps`` is the number of
-    optimizer steps of the run.
+    The training program may use another temperature scheme than the paper. It uses the paper's scheme if ``given`` chooses a
+    part, ``equal_captions`` or ``views``, or sets an option of this scheme, or if ``pretrained`` (the model already has a
+    learned temperature). ``steps`` is the number of optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
     if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:
@@ -354,7 +355,7 @@ def _compatible_parts(
 
 
 def _keywords(build: type) -> set[str]:
-    """Return the names of a class's keyword-only arguments, including those of base classes that it accepts."""
+    """Return the names of a class's keyword-only arguments, including those that it passes on to base classes."""
     names: set[str] = set()
     for cls in inspect.getmro(build):
         parameters = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
@@ -365,7 +366,7 @@ def _keywords(build: type) -> set[str]:
 
 
 def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
-    """Return the classes of a loss, and the values of all its options; raise OptionError for a wrong option."""
+    """Return the classes of a loss and the values of all its options. Raise OptionError for a wrong option."""
     options = _with_rho(options)
     composition = _compose(name, options)
     defaults = composition.defaults()

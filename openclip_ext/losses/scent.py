@@ -1,8 +1,8 @@
 """SCENT: FastCLIP-v3 with a moving average whose weight γ depends on each sample's normalizer.
 
 Wei et al., *A Geometry-Aware Efficient Algorithm for Compositional Entropic Risk Minimization*, ICML 2026, arXiv:2602.02877.
-The dual of each anchor's loss, ``min_ν exp(−ν)(ε + g) + ν`` with ``u = exp(ν)``, takes one step of proximal mirror descent
-with the Bregman divergence of ``exp(−ν)`` and step size ``exp(κ)``::
+Each anchor's loss has the dual ``min_ν exp(−ν)(ε + g) + ν`` with ``u = exp(ν)``. For each batch, SCENT makes one step of
+proximal mirror descent on the dual, with the Bregman divergence of ``exp(−ν)`` and the step size ``exp(κ)``::
 
     u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch)),    γ_i = sigmoid(log u_i + κ),    α_i = log of the new u_i
 
@@ -33,7 +33,7 @@ class ScentNormalizer(SampleAverages):
     def __init__(self, *, num_samples: int, kappa: float) -> None:
         super().__init__(num_samples)
         self.kappa = kappa
-        # Logits of the last step's γ, and which samples are valid. They are used only for logs, and are not saved.
+        # Logits of the last step's γ, and a mask of the valid samples. They are used only for logs, and are not saved.
         self._last: tuple[Tensor, Tensor] | None = None
 
     def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
@@ -44,7 +44,7 @@ class ScentNormalizer(SampleAverages):
         return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return quantiles of γ in the last step. New samples use their new u. Synchronizes with the device."""
+        """Return quantiles of γ in the last step. The γ of a new sample uses its first u. Synchronizes with the device."""
         if self._last is None:
             return {}
         logit, valid = self._last

@@ -55,7 +55,7 @@ class Projector(nn.Module):
 
 
 class TwoViewLoss(GlobalContrastiveLoss):
-    """A global contrastive loss of ``2·B`` views. Each view is an anchor; its positive is the other view of the same image.
+    """A global contrastive loss of ``2·B`` views. The positive of each view is the other view of the same image.
 
     The negatives of an anchor are the ``2·(B−1)`` views of all other images. There are ``2·B`` positive pairs: each first view
     with its second view, and each second view with its first view. The pair of an anchor with itself is masked. Both anchors

@@ -1,12 +1,13 @@
-"""TempNet: temperatures predicted from the embeddings by a small network, over FastCLIP's moving averages.
+"""TempNet: temperatures predicted from the embeddings by a small network, with FastCLIP's moving averages.
 
 Qiu et al., *To Cool or not to Cool? Temperature Network Meets Large Foundation Models via DRO*, ICML 2024; 'CLIP with a
-Temperature Prediction Network' in [opt4ml]. Per side, with ``e`` detached and 256 prototypes ``P`` with unit rows::
+Temperature Prediction Network' in [opt4ml]. ``e`` is the detached embedding. Each side learns a linear layer, 256 prototypes
+``P`` with unit rows, and the numbers ``φ, a, b, c``::
 
     x = dropout_0.5(sigmoid(Linear e)),   w = softmax(x Pᵀ/exp φ),   q = sigmoid(x Pᵀ)
     τ = (a·(w·q) + b − c·mean q)/ρ,   clamped to [temperature_min, temperature_max]
 
-The network minimizes ``mean_i τ_i·stop_grad(∂_i)``, ``∂_i`` the derivative of the objective in ``τ_i``.
+The network minimizes ``mean_i τ_i·stop_grad(∂_i)``, where ``∂_i`` is the derivative of the objective with respect to ``τ_i``.
 
 Naive float64 version: ``TempNet`` in ``tests/references/networks.py``. Page: ``docs/methods/tempnet.md``.
 
@@ -34,7 +35,7 @@ _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# Tensors with the embedding dimension, and with the number of prototypes, in the graph of an update.
+# Number of tensors ``(2, B, d)``, and also of tensors ``(2, B, 256)``, in the graph of an update.
 _GRAPH_TENSORS = 4
 
 
@@ -64,9 +65,9 @@ class TemperatureNetwork(nn.Module):
 
 
 class PredictedTemperature(TemperatureScheme):
-    """TempNet: ``τ_k,i`` from the anchor's own embedding; trained by Adam with the learning rate ``lr_tau·0.9^epoch``.
+    """TempNet: temperatures ``τ_k,i`` that a network predicts from the anchor's embedding.
 
-    A step uses the temperatures from before its update.
+    Adam trains the network with the learning rate ``lr_tau·0.9^epoch``. A step uses the predictions from before its update.
     """
 
     depends_on_epoch = True
@@ -86,7 +87,7 @@ class PredictedTemperature(TemperatureScheme):
         super().__init__()
         check_bounds(temperature_min, temperature_max)
         if rho <= 0:
-            raise OptionError("rho", f"rho={rho}: predicted temperatures need a positive rho, which divides them")
+            raise OptionError("rho", f"rho={rho}: expected rho > 0, because predicted temperatures are divided by rho")
         if lr_tau is None:
             raise OptionError("lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate")
         self.weight = rho
@@ -100,7 +101,7 @@ class PredictedTemperature(TemperatureScheme):
         return self.weight
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Predict temperatures from the anchors' embeddings, in training with dropout."""
+        """Predict temperatures from the anchors' embeddings. In training mode, use dropout."""
         return self.network(batch.features, self.weight, self._dropout_factors(batch)).clamp(*self.bounds)
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
@@ -118,7 +119,7 @@ class PredictedTemperature(TemperatureScheme):
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the dropout factors of this call, equal on every process and in the update."""
+        """Return the dropout factors of this call. Every process, the prediction and the update use the same factors."""
         if not batch.learning:
             return None
         if isinstance(batch.call, Tensor):

@@ -1,4 +1,4 @@
-"""Behavior of the normalizers that the comparison with references (tests/losses) does not test."""
+"""Properties of the normalizers that the comparisons with references (tests/losses) do not cover."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The solved temperature: convergence, bounds, and the model's parameter. tests/losses compares it with its equations."""
+"""The solved temperature: convergence, bounds, and the model's parameter. tests/losses compares it with a naive reference."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_the_initial_temperature_depends_on_the_length_of_the_run(
 
 
 def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
-    """Return the mean of KL(softmax(s_i/τ) ‖ uniform) over all anchors i; the positive pair is excluded."""
+    """Return the mean of KL(softmax(s_i/τ) ‖ uniform) over all anchors i, without their positive pairs."""
     similarities = images @ texts.T
     number = len(images)
     others = ~torch.eye(number, dtype=torch.bool)
@@ -95,7 +95,7 @@ def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> flo
 
 @pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
 def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
-    """If α is exact and the divergence equals ρ, the derivative of the regularized objective by the temperature is 0."""
+    """If α is exact and the divergence equals ρ, the regularized objective's derivative with respect to τ is 0."""
     random = torch.Generator().manual_seed(1)
     images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
     for tau in (0.05, 0.3):

@@ -1,4 +1,4 @@
-"""Temperature schemes: the effect on the model's logit scale, bounds, and schedules."""
+"""Temperature schemes: their effect on the model's logit scale, their bounds and their schedules."""
 
 import math
 
@@ -17,7 +17,7 @@ def _parameter(tau: float) -> nn.Parameter:
 @pytest.mark.parametrize(
     ("names", "before", "after", "options", "expected"),
     [
-        # Below 0.03, a third of the learning rate is used; above 0.03, the full learning rate.
+        # If τ is below 0.03 before the step, a third of the learning rate is used, else the full learning rate.
         ("fastclip scent amorlip", 0.05, 0.04, {}, 0.04),
         ("fastclip scent amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
         ("fastclip scent amorlip", 0.031, 0.02, {}, 0.02),

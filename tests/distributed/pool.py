@@ -2,8 +2,8 @@
 
 The fork server imports torch and OpenCLIP only once, because these imports take longer than most tests.
 
-``two_ranks().run(function, *arguments)`` calls a module's function on each rank and returns the results in rank order. The
-processes start at the first call, and again after a failure. Each pytest-xdist worker has its own pool.
+``two_ranks().run(function, *arguments)`` calls a top-level function on each rank and returns the results in rank order. The
+processes start at the first call, and restart after a failure. Each pytest-xdist worker has its own pool.
 """
 
 import atexit
@@ -33,7 +33,7 @@ import torch
 WORLD_SIZE = 2
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training.programs"])
-# After one rank failed, another rank may also fail within this time; otherwise it hangs in a collective.
+# After the failure of one rank, the other rank may also fail within this time. Otherwise, it hangs in a collective.
 _GRACE_SECONDS = 5.0
 
 
@@ -89,7 +89,7 @@ class RankPool:
         return [torch.load(io.BytesIO(answer.result()), weights_only=True) for answer in answers]
 
     def close(self) -> None:
-        """Kill the processes of the pool; the next call starts new ones."""
+        """Kill the processes of the pool. The next call of :meth:`run` starts new processes."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 def _prepare(log: str) -> None:
     torch.set_num_threads(1)
-    # Restore the default start method: data workers from the fork server could outlive this process.
+    # Restore the default start method, because data workers from the fork server could outlive this process.
     set_start_method(None, force=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
@@ -165,7 +165,7 @@ def _call(
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.chdir(folder)
-    # Earlier calls changed the random state. OpenCLIP also adds two log handlers per run and never removes them.
+    # Earlier calls may have changed the random state. OpenCLIP also adds two log handlers per run and never removes them.
     torch.manual_seed(0)
     logging.getLogger().handlers.clear()
     result = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Losses on two processes equal one process with the full batch: values, gradients (averaged over ranks) and state."""
+"""Losses on two processes equal losses on one process with the full batch: values, gradients (averaged) and state."""
 
 import functools
 from typing import Any
@@ -15,8 +15,9 @@ from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference
 from tests.references import networks
 
 STEPS = 5
-# AmorLIP with stage II in each process, which differs from one process by design; and the suffix of cases with NaN or inf.
+# AmorLIP with a separate stage II in each process. By design, its result differs from the result of one process.
 LOCAL_AMORLIP = "amorlip-local"
+# Suffix of cases with NaN or inf.
 NONFINITE = "-nonfinite"
 # Suffix of cases that process anchors in chunks.
 CHUNKS = "-chunks"
@@ -94,7 +95,7 @@ def two_processes(name: str) -> list[dict[str, Any]]:
 
 
 def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
-    """Return a step's gradients as one process has them; as in DDP, gradients are averaged over ranks."""
+    """Return a step's gradients in the form of one process. As in DDP, gradients are averaged over ranks."""
     gradients = [rank["gradients"][step] for rank in ranks]
     features = [torch.cat([gradient[side] for gradient in gradients]) / WORLD_SIZE for side in (0, 1)]
     return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
@@ -143,7 +144,7 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
 
 
 def _uneven(name: str) -> str:
-    """Call a loss with 4 samples on rank 0 and 3 on rank 1, like a last batch without drop_last; return the error."""
+    """Call a loss with 4 samples on rank 0 and 3 on rank 1, as in a last batch without drop_last; return the error."""
     loss = _case(name).create()
     features = torch.nn.functional.normalize(torch.randn(4 - dist.get_rank(), 8), dim=1)
     try:

@@ -1,4 +1,4 @@
-"""The pool of ranks returns results in order. If a rank fails, the pool reports this rank and then works again."""
+"""The pool returns results in rank order. If a rank fails, the pool reports this rank, and the next call works again."""
 
 import os
 import time

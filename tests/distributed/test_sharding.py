@@ -1,4 +1,4 @@
-"""FSDP2 on two processes equals DDP, with every loss and in every way to compute a step.
+"""Training with FSDP2 on two processes equals training with DDP, for every loss and every way to compute a step.
 
 FSDP2 loads DDP's state, and DDP loads FSDP2's state.
 """
@@ -50,8 +50,8 @@ LOOKAHEAD = replace(
     tiny.OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
 )
 
-# These losses, one of each kind, also use micro-batches. The first cases, with one layer, test every loss quickly: a loss does
-# not depend on how parameters are sharded. The other cases have two layers.
+# These losses, one of each kind, also use micro-batches. The first cases test every loss with one layer, which is fast and
+# sufficient, because a loss does not depend on how parameters are sharded. The other cases have two layers.
 ACCUMULATED = ("siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
 CASES = {
     **{loss: _case(loss, layers=1) for loss in tiny.LOSSES if loss not in ACCUMULATED},
@@ -79,7 +79,7 @@ CASES = {
 
 
 class Run(tiny.TinyTraining):
-    """A training that takes a few steps of a case."""
+    """A training run that takes a few steps of a case."""
 
     def __init__(self, case: Case, sharded: bool, keep_whole: bool = False) -> None:
         super().__init__(case[0], replace(case[1], sharded=sharded), keep_whole)
@@ -92,17 +92,17 @@ class Run(tiny.TinyTraining):
         return self
 
     def result(self) -> dict[str, Tensor]:
-        """Return all tensors of the training, the loss values of its steps, and the loss scale if there is a scaler."""
+        """Return all tensors of the training state, the loss values of the steps, and the gradient scaler's scale, if any."""
         scaler = self.step.scaler
         scale = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}
         return self.state() | tiny.tensors({"values": self.values} | scale)
 
 
 def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, Tensor]:
-    """Take all steps but the last in one run, and the last step in a resumed run; return the result."""
+    """Take all steps except the last in one run, and the last step in a resumed run; return the result."""
     before = Run(case, before_sharded).steps(last=STEPS - 1)
     states = [before.model.state_dict(), parallel.optimizer_state_dict(before.model, before.optimizer)]
-    # In a real run, rank 0 saves these states, and every process reads its file.
+    # In a real run, rank 0 saves these states to a file, which every process reads.
     torch.distributed.broadcast_object_list(states)
     after = Run(case, after_sharded)
     model = after.model if after_sharded else after.model.module
@@ -114,7 +114,7 @@ def resumed(case: Case, before_sharded: bool, after_sharded: bool) -> dict[str, 
 
 
 def evaluated() -> list[str]:
-    """Return what differs between the trained model and the full copy for evaluations, which only rank 0 has."""
+    """Return the names of tensors that differ between the trained model and rank 0's full copy for evaluations."""
     run = Run(CASES["fastclip"], sharded=True, keep_whole=True).steps()
     for _ in range(2):
         with parallel.whole_model(run.model, needed=True) as model:
@@ -165,7 +165,7 @@ def trained(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_spread_parameters_train_as_replicas(name):
-    """After three steps, loss values, parameters, optimizer and loss state are equal, as are their names and shapes."""
+    """After three steps, loss values, parameters, optimizer state and loss state equal those with replicated parameters."""
     results, others = trained(name)
     weights = [key for key in others[SHARDED] if key.startswith(".model") and key.endswith("weight")]
     assert weights == []  # full weights exist only on rank 0
@@ -202,7 +202,7 @@ def test_what_cannot_be_spread_is_refused_with_the_reason():
         parallel.check_shardable("adamw", has_scaler=True, has_head=True)
 
 
-# The blocks of the image tower, and 12 of the text tower. The 4 stages of a timm tower also count as blocks.
+# Numbers of blocks in the image tower, plus 12 in the text tower. The 4 stages of a timm tower also count as blocks.
 @pytest.mark.parametrize(("model", "number"), [("RN50", 16 + 12), ("convnext_base", 4 + 36 + 12)])
 def test_blocks_of_towers(model, number):
     with torch.device("meta"):

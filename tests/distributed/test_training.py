@@ -1,4 +1,4 @@
-"""Training on two processes or with accumulation equals one process with the full batch: every loss, float64."""
+"""For every loss, float64 training on two processes or with accumulation equals one process with the full batch."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ STEPS = 5
 SCHEDULE = ScheduleConfig(name="cosine", lr=tiny.OPTIMIZER.lr, warmup=2, epochs=1)
 
 
-# Losses that contrast only the samples of their process. Two processes equal the mean over two blocks of one process.
+# Losses that compare only the samples of their process. Two processes equal the mean over two blocks in one process.
 LOCAL = {"cliplite"}
 BLOCK_CASES = {
     **{loss: (loss, tiny.LOSSES[loss]) for loss in LOCAL},
@@ -57,7 +57,7 @@ one_process = functools.cache(run)
 
 @functools.cache
 def run_in_blocks(name: str, blocks: int) -> dict[str, Tensor]:
-    """Train in one process; in each step, average the loss and the loss's statistics over ``blocks`` parts of a batch."""
+    """Train in one process. In each step, average the loss and its floating-point state over ``blocks`` parts of a batch."""
     model, loss = _start(name)
     optimizer = create_optimizer(model, tiny.OPTIMIZER, None, loss.model_head())
     schedule = create_schedule(SCHEDULE, optimizer, STEPS, None)

@@ -1,8 +1,8 @@
 """Upper bounds on the kernel launches of a step with each loss.
 
 ``python -m tests.fake_cuda.bounds`` counts the launches and rewrites ``bounds.json``. Tests allow 5 % more, because versions
-of PyTorch differ slightly. Options have their defaults, except that fits and restarts happen every second step, so that they
-are measured. The step with the most launches counts.
+of PyTorch differ slightly. Options have their defaults, but fits and restarts happen every second step, so that they are
+measured. The stored number is the largest of all steps except the first.
 """
 
 import functools
@@ -28,7 +28,7 @@ def options(name: str) -> dict[str, Any]:
 
 @functools.cache
 def measured() -> dict[str, dict[str, int]]:
-    """Return the stored launches: kind (``loss`` alone, ``step``, or a way to compute a step), loss, number."""
+    """Return the stored numbers of launches, by kind (``loss`` alone, ``step``, or a way to compute a step) and loss."""
     return json.loads(_FILE.read_text(encoding="utf-8"))
 
 

@@ -58,14 +58,14 @@ def start_autograd() -> None:
 
 
 class FakeStream:
-    """Replacement of a CUDA stream; a fake device has only one."""
+    """Replacement for a CUDA stream. A fake device has only one stream."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = torch.device("cuda", 0 if device is None else torch.device(device).index or 0)
 
 
 class FakeEvent:
-    """Replacement of a CUDA event; it stores the stream on which it was recorded."""
+    """Replacement for a CUDA event. It stores the stream on which it was recorded."""
 
     recorded: "list[FakeEvent]" = []  # noqa: RUF012
 
@@ -81,7 +81,7 @@ class FakeEvent:
 
 
 class _Generator:
-    """Replacement of a CUDA generator. It needs no state, because fake tensors have no values."""
+    """Replacement for a CUDA generator. It needs no state, because fake tensors have no values."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls) if torch.device(device).type == "cuda" else _REAL_GENERATOR(device)
@@ -94,7 +94,7 @@ _REAL_GENERATOR = torch.Generator
 
 
 def _without_pinning(function: Any) -> Any:
-    """Return a tensor factory that ignores ``pin_memory=True``, because there is no driver."""
+    """Return a tensor factory that ignores ``pin_memory=True``, because pinning memory needs a driver."""
 
     def call(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return function(*args, **options)
@@ -116,7 +116,7 @@ def fake_cuda() -> Iterator[None]:
         "current_stream": FakeStream,
         "current_device": lambda: 0,
         "device_count": lambda: 2,
-        # Lightning makes is_available() depend on device_count(). If it were True, torch.tensor() would call the driver.
+        # Lightning makes is_available() depend on device_count(). If it returned True, torch.tensor() would call the driver.
         "is_available": lambda: False,
         "is_bf16_supported": lambda *args, **options: True,
         "is_current_stream_capturing": lambda: False,

@@ -27,7 +27,7 @@ _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "
 _LIFTS = ("lift_fresh", "lift_fresh_copy")
 
 
-# Accepted syncs (beginning of the description, and the reason). scripts/bench/README.md lists them, too.
+# Accepted syncs: the beginning of the description, and the reason. scripts/bench/README.md also lists them.
 KNOWN_WAITS = {
     "copy cpu to cuda at amorlip.py:initialize": "once per epoch: initial values come from the CPU, equal for all devices",
     "_local_scalar_dense at guard.py:step": "timm's optimizers cannot skip a step on the device, so the host decides",
@@ -39,7 +39,7 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         number: number of operations that launch a kernel or a copy.
-        waits: number of host-device syncs by description, which contains the callers in the package, innermost first.
+        waits: number of host-device syncs by description. A description lists the callers in the package, innermost first.
         unknown_waits: the syncs that :data:`KNOWN_WAITS` does not contain.
     """
 
@@ -48,7 +48,6 @@ class Launches(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Set all counts to zero."""
         self.number = 0
         self.waits: Counter[str] = Counter()
 
@@ -67,7 +66,7 @@ class Launches(TorchDispatchMode):
         for reason in _waits(name, args, kwargs, on_cuda):
             self.waits[f"{reason} at {_caller()}"] += 1
         if name == "_local_scalar_dense" and on_cuda:
-            # Return some value instead of an error, so that the step continues and later syncs are found, too.
+            # Return an arbitrary value instead of an error, so that the step continues and later syncs are also found.
             return True if args[0].dtype == torch.bool else 1
         out = op(*args, **kwargs)
         launches = not (op.is_view or _NO_KERNEL.fullmatch(name))

@@ -17,7 +17,7 @@ from tests.losses.cases import CASES, SAMPLES, WIDTH, Case, kinds
 
 # Number of training calls: the first creates the state, the third starts epoch 1, and every second call restarts and fits.
 BATCH, CALLS = 6, 3
-# From this number of calls on, a loss does not check the loop any more, and temperatures are solved.
+# From this number of calls on, a loss no longer checks the training loop, and solved temperatures move.
 SOLVES_FROM = 100
 # Combinations of parts that have no reference.
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +32,7 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "queueclip-predicted": ("queueclip", {"prototypes": 9, "temperature_scheme": "predicted"}),
     "amorlip-local": ("amorlip", {}),
 }
-# Losses that behave on a device like another tested loss; each still has its own bound.
+# Losses that run the same code on a device as another tested loss. Each still has its own bound.
 LIKE_ANOTHER = {"siglip", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v3", "sogclr", "isogclr"}
 # OpenCLIP's losses are excluded from test_ranks.py, because they do not use this package's collectives.
 GATHER_BY_THEMSELVES = [name for name in kinds() if CASES[name].loss == "openclip"]
@@ -86,7 +86,7 @@ def call(loss: ContrastiveLoss, form: Form = PLAIN) -> None:
 
 
 def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[], None] = lambda: None) -> list[int]:
-    """Run three calls in training mode and one in evaluation mode; assert that none syncs; return the launches of each."""
+    """Make three training calls and one evaluation call; assert that no call syncs; return each call's number of launches."""
     numbers = []
     with fake_cuda(), Launches() as launches:
         to_fake_cuda(loss, form.device)
@@ -120,6 +120,6 @@ def test_no_call_has_more_launches_than_its_bound(name: str) -> None:
 
 
 def launches_of(name: str) -> int:
-    """Return the largest number of launches of a call in training mode, without the first call."""
+    """Return the largest number of launches in any training call except the first."""
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options(name))
     return max(run_calls(loss)[1:CALLS])

@@ -1,4 +1,4 @@
-"""The fake device finds each kind of sync, and mixed devices are an error. All other tests here rely on this."""
+"""The fake device finds each kind of sync, and mixed devices are an error. The other tests in this folder rely on this."""
 
 import contextlib
 from collections.abc import Callable

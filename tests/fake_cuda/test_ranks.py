@@ -23,7 +23,7 @@ _NAMES = [name for name in kinds() if name not in GATHER_BY_THEMSELVES]
 
 @contextmanager
 def four_ranks() -> Iterator[list[Counter[str]]]:
-    """Make this process rank 1 of four. Yield a list; its last counter counts collectives by name and tensor device."""
+    """Make this process rank 1 of four. Yield a list. Its last counter counts collectives by name and tensor device."""
     seen: list[Counter[str]] = []
 
     def stub(name: str) -> Any:

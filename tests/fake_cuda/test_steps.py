@@ -1,4 +1,4 @@
-"""The trainer's optimizer steps on fake CUDA tensors, in all ways to compute a step that flags can select."""
+"""The trainer's optimizer steps on fake CUDA tensors, with all flags that change how a step is computed."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,7 +112,7 @@ def test_no_step_has_more_launches_than_its_bound(way: str, name: str) -> None:
 
 
 def launches_of(name: str, way: str = "plain") -> int:
-    """Return the largest number of kernel launches in any one step. The first step, which creates state, does not count."""
+    """Return the largest number of kernel launches in any step except the first, which creates state."""
     options = bounds.options(name) | WAYS[way].options
     numbers = run_steps(name, replace(WAYS[way], options=options))
     return max(numbers[1:])

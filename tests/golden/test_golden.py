@@ -16,14 +16,14 @@ import openclip_ext
 from tests.training.runs import command, losses_of, make_shards, run
 
 GOLDEN = Path(__file__).with_name("losses.json")
-# Another machine adds float32 numbers in another order. Ten steps with small learning rates amplify this only slightly.
+# Another machine may add float32 numbers in another order. Ten steps with small learning rates amplify this only slightly.
 TOLERANCE = 2e-3
 FLAGS = {
     # AdaGrad's first step changes every value by its learning rate. With the default of 1.0, rounding differences would become
     # large within ten steps. The other flags select the published algorithm.
     "neuclip": ["--normalizer-lr", "0.01", "--no-verify-fit", "--temperature-scheme", "global"],
     "queueclip": ["--prototypes", "24"],
-    # One view means the variant for images and texts. With two views, SogCLR is similar to SimCLR.
+    # With one view, SogCLR compares images with texts. The variant with two views is similar to SimCLR.
     "sogclr": ["--views", "1"],
 }
 

@@ -1,4 +1,4 @@
-"""Cases of all losses and their options, with naive references. Tests use them in one process, in two, and in resumed runs."""
+"""Cases of all losses and their options, with naive references. Tests run them in one or two processes, and resume them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         loss: name of the loss for ``create_loss``.
-        reference: function that creates the reference from the created loss, whose random initial values it copies.
+        reference: function that creates the reference, with random initial values copied from the created loss.
         options: options for ``create_loss``.
         tolerance: relative and absolute tolerance of the comparison with the reference, in float64.
         prepare: function that changes the created loss in place before its first call.
@@ -90,7 +90,7 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
-    # AdaGrad's first step depends only on the gradient's sign, which amplifies rounding errors of gradients near zero.
+    # AdaGrad's first step depends only on the gradient's sign. This amplifies rounding errors of gradients near zero.
     return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
 
 
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
     "queueclip-batch-alone": _queueclip(6, 1.0),
 }
 
-# Cases that also run with equal captions masked or as positives. The steps of make_steps contain equal captions.
+# Cases that also run with ``equal_captions`` set to mask and to positive. The steps of make_steps contain equal captions.
 _WITH_POSITIVES = (
     "sogclr",
     "fastclip",
@@ -299,8 +299,8 @@ CASES |= {
 }
 
 
-# Cases that differ from another case only in option values or in other parts. Only two kinds of tests use these cases:
-# comparisons with references, and tests in two processes.
+# Cases that differ from another case only in option values or parts. Only two kinds of tests use them: comparisons with
+# references, and tests in two processes.
 _OTHER_NUMBERS = {
     "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
@@ -321,7 +321,7 @@ def unit(features: Tensor) -> Tensor:
     return torch.nn.functional.normalize(features, dim=1)
 
 
-# Embeddings of all samples by a reference model: a table of images, and a table of texts.
+# A reference model's embeddings of all samples: a table of images, and a table of texts.
 REFERENCE_WIDTH = 5
 REFERENCE_TABLES = tuple(
     unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=torch.Generator().manual_seed(side), dtype=torch.float64))
@@ -345,7 +345,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
         learns = loss.learns_logit_scale
         return steering.WithReference(case.reference(loss), REFERENCE_TABLES, steer, distill, 0.2, learns)
 
-    tolerance = max(case.tolerance, 1e-7)  # because gradients are larger
+    tolerance = max(case.tolerance, 1e-7)  # because gradients are larger with a reference model
     return replace(
         case, reference=reference, tolerance=tolerance, options=case.options | ours | {"reference_dim": REFERENCE_WIDTH}
     )
@@ -362,7 +362,7 @@ STEERED = {
 
 
 def kinds() -> list[str]:
-    """Return the names of one case of each kind."""
+    """Return the names of all cases except those that differ from another case only in option values or parts."""
     assert CASES.keys() >= _OTHER_NUMBERS
     return [name for name in CASES if name not in _OTHER_NUMBERS]
 
@@ -413,7 +413,7 @@ class TwoTowers(nn.Module):
 
 
 def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool = True) -> list[Step]:
-    """Return steps with random batches of similar pairs. With ``duplicates``, an index occurs 3 times in each third batch."""
+    """Return steps with random batches of similar pairs. With ``duplicates``, an index occurs 3 times in every third batch."""
     random = torch.Generator().manual_seed(seed)
     random_labels = torch.Generator().manual_seed(seed)
     steps = []
@@ -437,7 +437,7 @@ def run_step(
     autocast: torch.dtype | None = None,
     more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call the loss, optionally under autocast; return its value and the gradients in images, texts, scale and ``more``."""
+    """Call the loss; return its value and its gradients with respect to images, texts, scale and ``more``."""
     loss.start_epoch(step.epoch)
     images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
     wide = torch.promote_types(dtype, torch.float32)

@@ -65,7 +65,7 @@ def _table(losses: list[str]) -> str:
     names = [name for name in OPTIONS if name not in ELSEWHERE + PARTS and any(name in used for used in columns)]
     shared = [name for name in names if name in SHARED]
     above: list[str] = []
-    if shared and len(columns) == 1:  # One line of defaults is shorter than rows that explain nothing.
+    if shared and len(columns) == 1:  # One line of defaults is shorter than rows without a meaning.
         defaults = ", ".join(f"`{name}` {_cell(columns[0], name)}" for name in shared)
         above = ["", f"[Shared options](README.md#options): {defaults}.", ""]
         names = [name for name in names if name not in shared]
@@ -98,7 +98,7 @@ def _name(option: Option) -> str:
 
 
 def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the title and the defaults of each column. Losses with equal options, such as two names, share a column."""
+    """Return the title and the defaults of each column. Losses with equal options and defaults share a column."""
     titles: list[str] = []
     columns: list[dict[str, Any]] = []
     for loss in losses:

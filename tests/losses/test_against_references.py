@@ -56,6 +56,6 @@ def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPa
     steps, tolerance = make_steps(), (CASES | STEERED)[name].tolerance
     whole, chunks = ((CASES | STEERED)[name].create().double() for _ in range(2))
     expected = [run_step(whole, step) for step in steps]
-    # With 13 pairs, a chunk has 2 anchors against 6 samples, or 1 anchor against its prototypes.
+    # With up to 13 pairs, a chunk has 2 anchors with 6 samples each, or 1 anchor with its prototypes.
     monkeypatch.setattr(similarities, "MAX_PAIRS", 13)
     torch.testing.assert_close([run_step(chunks, step) for step in steps], expected, rtol=tolerance, atol=tolerance)

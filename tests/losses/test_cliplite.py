@@ -1,4 +1,4 @@
-"""Compare CLIP-Lite with its naive reference; the parameters are trained between the calls."""
+"""Compare CLIP-Lite with its naive reference, with parameters that are trained between the calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Losses composed of parts: an objective declares the quantity it needs an estimate of, and other parts are rejected."""
+"""Losses composed of parts: an objective accepts only normalizers that estimate the quantity that it declares."""
 
 import itertools
 import runpy

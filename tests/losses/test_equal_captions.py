@@ -22,7 +22,7 @@ ALL = [*TREATED, "openclip-mask", "openclip-positive"]
 
 
 def _create(name: str, **options: Any) -> ContrastiveLoss:
-    """Return the loss of a name in :data:`ALL`."""
+    """Return a new loss for a name in :data:`ALL`."""
     if name in CASES:
         return CASES[name].create(**options)
     return create_loss("openclip", **{"equal_captions": name.removeprefix("openclip-")} | options)
@@ -33,7 +33,7 @@ def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
 
 
 def _mask(labels: list[int]) -> list[list[bool]]:
-    """Return the matrix of booleans that is True where two samples have equal captions."""
+    """Return a matrix of booleans, True for pairs of samples with equal captions."""
     return [[first == second for second in labels] for first in labels]
 
 
@@ -118,7 +118,7 @@ def test_labels_are_checked(name: str) -> None:
     [
         ({(2, 2): False}, "0 and 2: .* true diagonal"),
         ({(1, 3): True}, "1 and 3: expected a symmetric mask"),
-        ({(0, 1): True, (1, 0): True, (1, 2): True, (2, 1): True}, "1 and 2: .* equal to a third are equal"),
+        ({(0, 1): True, (1, 0): True, (1, 2): True, (2, 1): True}, "1 and 2: .* third caption equal each other"),
     ],
 )
 def test_an_inconsistent_mask_is_refused(pairs: dict[tuple[int, int], bool], named: str) -> None:

@@ -1,6 +1,6 @@
 """A new loss fails these tests until tests for it are added (docs/add-your-own-loss.md).
 
-Other tests include every registered loss by themselves: in two processes, sharded, and resumed (tests/training).
+Other tests automatically include every registered loss: in two processes, sharded, and resumed (tests/training).
 """
 
 import json

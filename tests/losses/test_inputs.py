@@ -16,7 +16,7 @@ def _features(rows: int = 4, width: int = WIDTH, dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize(
     ("images", "texts", "message"),
     [
-        (_features(4), _features(3), r"expected two of shape \(batch, width\), found \(4, 8\) and \(3, 8\)"),
+        (_features(4), _features(3), r"expected two tensors of shape \(batch, width\), found \(4, 8\) and \(3, 8\)"),
         (_features(4)[0], _features(4)[0], r"found \(8,\) and \(8,\)"),
         (_features(4, 6), _features(4, 6), "expected features of width embed_dim=8, found 6"),
         (_features(4).long(), _features(4).long(), "image features: expected a floating-point type, found torch.int64"),

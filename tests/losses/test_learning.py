@@ -77,7 +77,7 @@ def test_learns(name: str) -> None:
 
 
 def test_verifying_the_fit_keeps_neuclip_from_collapse() -> None:
-    """If each restart is followed by few updates, the published NeuCLIP collapses: AdaGrad's first step is ±1 per value."""
+    """With few updates after each restart, the published NeuCLIP collapses, because AdaGrad's first step is ±1 per value."""
     options = {"prototypes": 48, "restart_every": 10, "normalizer_updates": 1, "temperature": 0.03}
     _, published, metrics = _train("neuclip", options | {"verify_fit": False})
     assert published < 0.1

@@ -1,4 +1,4 @@
-"""In its first calls, a loss warns once of silent mistakes in the training loop. A correct loop gets no warning."""
+"""In its first calls, a loss warns once about each silent mistake in the training loop. A correct loop gets no warning."""
 
 import math
 import warnings
@@ -122,7 +122,7 @@ def test_what_is_no_mistake() -> None:
         _call(create_any(name), image_features=5 * images)
     _call(create_any("openclip"), labels=torch.zeros(6, 3, dtype=torch.int64), logits=torch.zeros(6, 3, 5))
     _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
-    images[2] = float("nan")  # NaN has its own report
+    images[2] = float("nan")  # NaN is reported by pop_nonfinite instead
     for dtype in (torch.float16, torch.bfloat16):
         _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 
@@ -206,11 +206,11 @@ def test_a_validation_that_forgot_eval(name: str) -> None:
 
 
 def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Custom loops get a warning. In an integration, whose trainer should connect the processes, this is an error."""
+    """They cause a warning in a custom loop, but an error in an integration, because its trainer should connect them."""
     model_loss = ModelLoss(create_loss("openclip"), TwoTowers(WIDTH, WIDTH))
     model_loss.check_loop(accumulation=1, repeats=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match=r"2 processes were started .* each compares only its own"):
+    with pytest.warns(UserWarning, match=r"2 processes were started .* each process compares only its own"):
         create_loss("openclip")(*_features(), torch.tensor(10.0))
     with pytest.raises(ValueError, match=r"did not connect 2 processes.*use_cpu=True"):
         model_loss.check_loop(accumulation=1, repeats=False)

@@ -1,4 +1,4 @@
-"""A non-finite sample is masked and reported. The result and the state are those of a batch without the sample."""
+"""A non-finite sample is masked and reported. The result and the state equal those of a batch without the sample."""
 
 from typing import Any
 

@@ -11,8 +11,8 @@ from tests.devices import all_on_a_gpu, refusing_to_wait
 from tests.losses.cases import CASES, create_any, kinds, make_steps, run_step
 from tests.references.contrastive import equal_captions
 
-# With an untrained network at τ = 0.01, AmorLIP's true weights exceed float32 and saturate (see the test below).
-# AdaGrad's first steps with lr 1.0 are signs, which amplify float32's rounding without bound.
+# With an untrained network at τ = 0.01, AmorLIP's exact weights exceed float32 and saturate (see the test below).
+# AdaGrad's first steps with learning rate 1.0 depend only on the gradients' signs. This amplifies float32 rounding errors.
 _AMPLIFYING = {name for name in CASES if name.startswith("neuclip")} - {
     "neuclip-simultaneous",
     "neuclip-keep-accumulators",
@@ -27,7 +27,7 @@ def test_smallest_temperature_in_half_precision(name: str, dtype: torch.dtype) -
     reference = CASES[name].reference(loss.double())
     loss.float()
     for step in make_steps(1 if name == "neuclip-simultaneous" else 4):
-        # As a half-precision model returns it.
+        # A half-precision model returns features with this precision.
         step.images, step.texts = (features.to(dtype).double() for features in (step.images, step.texts))
         step.logit_scale = 100.0
         with equal_captions(CASES[name].options.get("equal_captions", "negative"), step.labels):
@@ -67,7 +67,7 @@ def test_wrong_estimates_saturate_instead_of_overflowing(name: str) -> None:
 
 @pytest.mark.parametrize("name", kinds())
 def test_a_training_call_in_inference_mode_and_a_state_in_float16(name: str) -> None:
-    """The call moves the state as elsewhere; the state can be stored in half precision and read again."""
+    """The call updates the state as it does outside of inference mode. A state in half precision can be loaded."""
     expected, loss = create_any(name), create_any(name)
     for step in make_steps(2):
         run_step(expected, step, torch.float32)
@@ -120,7 +120,7 @@ def test_gpu_has_the_same_results_without_a_sync(
             torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=1e-9)
 
 
-# One of each kind, since compiling takes seconds.
+# Only one loss of each kind, because compiling takes seconds.
 @pytest.mark.parametrize(
     "name",
     ["openclip", "simclr", "fastclip", "isogclr", "tempnet", "neuclip", "amorlip", "queueclip", "scent", "cliplite"],
@@ -132,7 +132,7 @@ def test_training_compiles_to_one_graph_for_all_steps(name: str) -> None:
     compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     for step in make_steps(12):
-        # As in training: Dynamo fails on an autograd.Function without an input that needs a gradient.
+        # Inputs need gradients, as in training: without them, Dynamo fails on the autograd.Function.
         trained = step.images, step.texts, torch.tensor(step.logit_scale)
         results = []
         for loss, call in ((plain, plain), (wrapped, compiled)):
@@ -156,7 +156,7 @@ def test_a_compiled_loss_reports_bad_samples_except_of_skipped_steps(skipped: bo
         images[number] = torch.nan
         scale = torch.tensor(10.0, requires_grad=True)
         loss(images.requires_grad_(), step.texts, scale, index=torch.tensor(step.index))
-        # As the trainer's guard does after each step.
+        # The trainer's guard does this after each step.
         loss.nonfinite.forget(number, skip_if=torch.tensor(not (skipped and number == 1)))
     expected = [(number, [step.index[number]]) for number, step in enumerate(make_steps(3, duplicates=False))]
     assert loss.pop_nonfinite() == [entry for entry in expected if not (skipped and entry[0] == 1)]

@@ -1,4 +1,4 @@
-"""The registry of losses: names, options, combinations of parts, and errors for wrong ones."""
+"""The registry of losses: names, options, combinations of parts, and error messages."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from openclip_ext.losses.registry import check_options, create_loss, list_losses
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
-# One loss per objective, tested with all combinations of parts. Other losses are tested only with some of their own parts.
+# One loss per objective, tested with all combinations of parts. For other losses, one part is always the default part.
 OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 
 
@@ -46,7 +46,7 @@ def test_infonce_is_openclips_loss(name: str) -> None:
     of_the_model = {"temperature": None} if options_used_by(name)["temperature_scheme"] == "solved" else {}
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **of_the_model)
     if loss.temperature.learns_own:
-        pytest.skip("it is InfoNCE at temperatures of its own")
+        pytest.skip("this loss reports InfoNCE at its own temperatures")
     step = make_steps(1)[0]
     run_step(loss, step)
     reference = create_loss("openclip")
@@ -164,7 +164,7 @@ def test_a_preset_is_its_parts() -> None:
     assert "lr_tau" not in queue
     assert options_used_by("fastclip", normalizer="prototypes")["alpha_gradient"] is False
     assert options_used_by("neuclip")["alpha_gradient"] is True
-    # A loss may change defaults of its own parts. They do not apply if another part is selected.
+    # A loss may change the defaults of its own parts. These defaults do not apply if another part is selected.
     assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
     assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
 
@@ -200,7 +200,7 @@ def test_options_parse_their_own_defaults() -> None:
 
 @pytest.fixture
 def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
-    """Return a loss that is defined outside of the package; the test may register it, and the registry is restored."""
+    """Return a loss from outside of the package. Tests may register it, because the registry is restored afterwards."""
     for name in ("METHODS", "OPTIONS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     return Method(

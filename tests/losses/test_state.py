@@ -1,4 +1,4 @@
-"""The state of a loss: saving, restoring, and changing the number of processes; evaluation must not change it."""
+"""The state of a loss: it can be saved, restored and sharded, and evaluation must not change it."""
 
 import copy
 from pathlib import Path
@@ -37,7 +37,7 @@ def _trained(name: str, dtype: torch.dtype) -> ContrastiveLoss:
 @pytest.mark.parametrize(("how", "dtype"), [("torch", torch.float64), ("safe", torch.float32)])
 @pytest.mark.parametrize("name", [*kinds(), *_OTHERS])
 def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The state is saved with torch or as safetensors; Hugging Face's Trainer writes the latter if a model contains a loss."""
+    """The state is saved with torch or as safetensors, the format of Hugging Face's Trainer for a model with a loss."""
     loss = _trained(name, dtype)
     # The resumed loss needs no .double() and no first call: it takes the dtype from the saved state.
     resumed = create_any(name)

@@ -1,8 +1,8 @@
 """Naive references of the global contrastive losses: float64 loops from the papers' equations, without the package's code.
 
 ``step(images, texts, logit_scale, index, epoch)`` of a reference corresponds to one call of a loss. It returns the value and
-the gradients in images, texts and logit scale. Images and texts are float64 ``(B, d)``. Side k is 0 for image anchors and 1
-for text anchors; s_ij is the similarity of anchor i with sample j of the other modality.
+the gradients with respect to images, texts and logit scale. Images and texts are float64 ``(B, d)``. Side k is 0 for image
+anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Sides = list[list[float]]
 
 @dataclass
 class StepResult:
-    """What a reference's step returns: the value, the three gradients, and α of both sides."""
+    """The result of a reference's step: the value, the three gradients, and α of both sides."""
 
     value: float
     images: Tensor
@@ -46,7 +46,7 @@ _equal_captions = EqualCaptions("negative", [])
 
 @contextlib.contextmanager
 def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
-    """Set how all references treat equal captions within this context; pairs with equal ``labels`` have equal captions."""
+    """Set how all references treat equal captions within this context. Equal ``labels`` mean equal captions."""
     global _equal_captions
     _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
     try:
@@ -96,7 +96,7 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
 def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients in images and texts: ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i [NeuCLIP 4]; τ_i may be left out."""
+    """Return ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i for images and texts [NeuCLIP 4]; ``multiply_by_tau=False`` omits τ_i."""
     images, texts = leaves(images, texts)
     total = torch.zeros((), dtype=torch.float64)
     for side in (0, 1):
@@ -123,7 +123,7 @@ def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: fl
 
 
 def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
-    """Return the derivative of each term of :func:`robust_mean` by its τ, with constant u [opt4ml, Algorithm 35]."""
+    """Return each derivative of a term of :func:`robust_mean` with respect to its τ, at constant u [opt4ml, Algorithm 35]."""
 
     def of_anchor(k: int, i: int) -> float:
         s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
@@ -134,14 +134,14 @@ def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: 
 
 
 def gamma_of(epoch: int, gamma: float, decay_epochs: int | None) -> float:
-    """Return γ in an epoch [opt4ml, "Scheduler of γ"]; γ is constant if ``decay_epochs`` is None."""
+    """Return γ in an epoch [opt4ml, "Scheduler of γ"]. If ``decay_epochs`` is None, γ is constant."""
     if decay_epochs is None or epoch >= decay_epochs:
         return gamma
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma) + gamma
 
 
 def by_sample(index: list[int], values: list[float]) -> dict[int, float]:
-    """Map each sample to its value; if a sample occurs several times in a batch, to the mean of its values."""
+    """Map each sample to its value. If a sample occurs several times in a batch, map it to the mean of its values."""
     found: dict[int, list[float]] = {}
     for sample, value in zip(index, values, strict=True):
         found.setdefault(sample, []).append(value)
@@ -167,7 +167,7 @@ class MovingAverage:
 
 
 class Scent:
-    """SCENT's proximal step for the divergence of exp(−ν). Its solution: u⁺ = u·(1 + η·(ε+g))/(1 + η·u), where η = e^κ."""
+    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
 
     def __init__(self, eps: float, kappa: float) -> None:
         self.eps, self.eta = eps, math.exp(kappa)
@@ -192,18 +192,17 @@ class MiniBatch:
         self.eps = eps
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Return the mini-batch estimates."""
         return batch_estimates(images, texts, tau, self.eps)
 
 
 class FastClip:
-    """SogCLR (constant τ) and FastCLIP-v0, -v1 and -v3. The estimator's ``update`` returns α = log u of the batch."""
+    """SogCLR and FastCLIP-v0, -v1 and -v3. ``kind`` is ``constant`` (τ), ``global`` (learned τ) or ``unscaled`` (v0)."""
 
     def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; ``kind`` (of the temperature) is constant, global or unscaled."""
+        """Take a step with the temperature ``1/logit_scale``."""
         tau, batch = 1 / logit_scale, len(images)
         taus = [[tau] * batch] * 2
         alpha = self.estimator.update(images, texts, taus, index, epoch)
@@ -228,7 +227,7 @@ class InfoNce:
         self.constant = constant
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; this loss has no state."""
+        """Take a step. This loss has no state."""
         images, texts, scale = leaves(images, texts, 1 / self.constant if self.constant else logit_scale)
         value = torch.zeros((), dtype=torch.float64)
         for side in (0, 1):
@@ -255,7 +254,7 @@ class SampleTemperatures:
         return [self.tau.get(sample, self.start) for sample in index]
 
     def learn(self, index: list[int], slopes: list[float], epoch: int) -> None:
-        """Update the temperature of each sample once; a sample that occurs several times uses its mean slope."""
+        """Update the temperature of each sample once. If a sample occurs several times, use its mean slope."""
         beta1, beta2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
         for sample, slope in by_sample(index, slopes).items():
             gradient = max(-5.0, min(5.0, slope))
@@ -277,7 +276,7 @@ class PerSample:
         self.temperatures = [SampleTemperatures(start, bounds, lr) for _ in range(2)]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale has no effect."""
+        """Take a step. The logit scale has no effect."""
         tau = [side.of(index) for side in self.temperatures]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -298,7 +297,7 @@ class TwoGlobal:
         self.adam = torch.optim.Adam(self.log_tau, lr)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale has no effect."""
+        """Take a step. The logit scale has no effect."""
         tau = [[math.exp(side)] * len(images) for side in self.log_tau]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
@@ -314,7 +313,7 @@ class TwoGlobal:
 class Solved:
     """SogCLR with a temperature τ that solves ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    By default, all anchors share τ, and log τ moves to the solution by a hundredth of the distance per step. With
+    By default, all anchors share τ, and each step moves log τ by a hundredth of its distance to the solution. With
     ``per_sample``, each anchor uses the solution for its own similarities.
     """
 
@@ -324,7 +323,7 @@ class Solved:
         self.newest: list[tuple[Tensor, Tensor]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the first call's logit scale is the initial 1/τ."""
+        """Take a step. The first call's logit scale is the initial 1/τ."""
         batch, eps, sides = len(images), self.estimator.eps, (0, 1)
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2

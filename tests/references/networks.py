@@ -1,6 +1,6 @@
 """Naive references of AmorLIP (Algorithm 1) and TempNet with ``torch.nn`` and Adam, without the package's code.
 
-Initial values are random, so the tests pass those of the package's loss.
+Initial values are random, so the tests copy them from the package's loss.
 """
 
 import copy
@@ -148,7 +148,7 @@ class AmortizedPartition:
 
 
 class AmorLip:
-    """AmorLIP: stage I uses the global batch, stage II each of its ``blocks`` separately (one per process; 1: gathered)."""
+    """AmorLIP. Stage I uses the global batch. Stage II splits it into ``blocks``, one per process (1 if it is gathered)."""
 
     def __init__(
         self, amortized: AmortizedPartition, rho: float, negatives_only: bool = False, blocks: int = 1
@@ -156,7 +156,7 @@ class AmorLip:
         self.amortized, self.rho, self.negatives_only, self.blocks = amortized, rho, negatives_only, blocks
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the value and the gradients are means over the blocks."""
+        """Take a step. The value and the gradients are means over the blocks."""
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         log_z = [
@@ -198,7 +198,7 @@ class NeuClipMlp:
         self.amortized, self.eps, self.rho = amortized, eps, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale is c = 1/τ."""
+        """Take a step. The logit scale is c = 1/τ."""
         if epoch != self.amortized.epoch:
             self.amortized.start_epoch(epoch)
         tau, batch = 1 / logit_scale, len(images)
@@ -256,7 +256,7 @@ class TempNet:
         self.adam = [torch.optim.Adam(network.parameters()) for network in self.networks]
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; the logit scale has no effect."""
+        """Take a step. The logit scale has no effect."""
         keep = self.keep(self.calls, len(images)).double()
         self.calls += 1
         predicted = [

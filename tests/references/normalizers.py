@@ -15,7 +15,7 @@ def exact_log_normalizers(
     eps: float,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """Return ``log(ε + g_i(S))`` ``(2, A)``. If ``batch`` B is given, the positive counts: ``log((1 + (B−1)·g_i(S))/B)``."""
+    """Return ``log(ε + g_i(S))`` or, for a ``batch`` size B, ``log((1 + (B−1)·g_i(S))/B)`` with the positive, ``(2, A)``."""
     images, texts = images.double(), texts.double()
     result = torch.zeros(2, len(anchors), dtype=torch.float64)
     for side in (0, 1):

@@ -80,7 +80,7 @@ class Recent:
         return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Return texts and images (m, d). If there are fewer than m samples, they repeat from the oldest."""
+        """Return texts and images (m, d). If there are fewer than m samples, they are repeated, starting with the oldest."""
         chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
         return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
 
@@ -97,7 +97,7 @@ def unified_step(
 ) -> StepResult:
     """Return the value and the gradients of NeuCLIP (12), averaged over both sides.
 
-    ``alpha_of(images, texts, tau)`` returns differentiable log-normalizers. Their gradient by τ counts only with
+    ``alpha_of(images, texts, tau)`` returns differentiable log-normalizers. Their gradient with respect to τ is used only with
     ``alpha_tau_gradient``.
     """
     images, texts, scale = leaves(images, texts, logit_scale)
@@ -109,7 +109,7 @@ def unified_step(
             a = alpha[side][i] if alpha_gradient else alpha[side][i].detach()
             held = a.detach()
             value = torch.exp(-held) * (eps + inner(images, texts, tau, side, i)) + held
-            # The gradient through α: its value is 0, and τ and g are treated as constant.
+            # This term adds the gradient through α. Its value is 0, and τ and g are treated as constant.
             through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
             total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
     gradients = torch.autograd.grad(total, (images, texts, scale))
@@ -118,10 +118,10 @@ def unified_step(
 
 @dataclass(kw_only=True)
 class NeuClip:
-    """NeuCLIP's Algorithm 1 with AdaGrad. ``simultaneous`` means the order of Algorithm 3: predict before the updates.
+    """NeuCLIP's Algorithm 1 with AdaGrad. ``simultaneous`` selects the order of Algorithm 3: predict before the updates.
 
-    With ``verify_fit``, each step first compares two objectives on its batch: of the fitted prototypes, and of the recent
-    embeddings as prototypes. It uses the fitted prototypes only if their objective is smaller and the step is not a restart.
+    With ``verify_fit``, each step first computes the objective on its batch twice: with the fitted prototypes, and with the
+    recent embeddings as prototypes. It uses the fitted prototypes only if their objective is smaller and no restart is due.
     """
 
     prototypes: int
@@ -146,7 +146,7 @@ class NeuClip:
         self.optimizer: torch.optim.Adagrad | None = None
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; index and epoch have no effect."""
+        """Take a step. Index and epoch have no effect."""
         fit_is_better = self.verify_fit and self._fit_is_better(images, texts, 1 / logit_scale)
         self.recent.push(images, texts)
         self._restart()
@@ -219,7 +219,7 @@ class QueueClip:
         self.leave_own_out = leave_own_out
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; index and epoch have no effect."""
+        """Take a step. Index and epoch have no effect."""
         numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
         left_out = None

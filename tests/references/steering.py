@@ -12,7 +12,7 @@ from tests.references.prototypes import two_blocks
 def distillation(
     images: Tensor, texts: Tensor, theirs: tuple[Tensor, Tensor], scale: Tensor, temperature: float
 ) -> Tensor:
-    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + the same over texts]``; ŝ and τ̂ are the reference model's."""
+    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with the reference model's ŝ and τ̂."""
     total = torch.zeros((), dtype=torch.float64)
     student, teacher = scale * (images @ texts.T), theirs[0] @ theirs[1].T / temperature
     for logits, wanted in ((student, teacher), (student.T, teacher.T)):
@@ -23,7 +23,7 @@ def distillation(
 
 
 class WithReference:
-    """Naive reference ``plain`` with a reference model, whose image and text embeddings are rows of ``tables``."""
+    """The naive reference ``plain``, with a reference model whose image and text embeddings are the rows of ``tables``."""
 
     def __init__(
         self, plain: Any, tables: tuple[Tensor, Tensor], steer: bool, distill: float, temperature: float, learns: bool

@@ -15,7 +15,7 @@ def negatives_of(views: list[Tensor], i: int) -> list[Tensor]:
 
 
 class TwoViews:
-    """SimCLR, SogCLR or iSogCLR, after a projector.
+    """SimCLR, SogCLR or iSogCLR on projected embeddings.
 
     Args:
         projector: the package's projector, whose parameters are copied: Linear, ReLU, Linear.
@@ -47,7 +47,7 @@ class TwoViews:
         return nn.functional.normalize(projected, dim=1)
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step; ``images`` are the first views, and ``texts`` are the second views."""
+        """Take a step. ``images`` are the first views, and ``texts`` are the second views."""
         first, second = leaves(images, texts)
         views = [self._project(first), self._project(second)]
         if self.learned is not None:
@@ -72,7 +72,7 @@ class TwoViews:
         return total.item(), total
 
     def _sogclr(self, views: list[Tensor], index: list[int], epoch: int) -> tuple[float, Tensor]:
-        """Compute ``dcl`` of [opt4ml] for both views. An anchor uses its new u; an image stores the mean u of its views."""
+        """Compute ``dcl`` of [opt4ml] for both views. An anchor uses its new u. An image stores the mean u of its views."""
         gamma, eps = gamma_of(epoch, *self.average[:2]), self.average[2]
         batch = len(index)
         value, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
