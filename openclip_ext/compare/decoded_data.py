@@ -76,7 +76,7 @@ class Cache:
         return [self._table["captions"][row] for row in self.rows]
 
     def indices(self) -> list[int]:
-        """Return the samples' positions in the data set that was decoded."""
+        """Return the samples' positions in the original data set."""
         return [self._table["indices"][row] for row in self.rows]
 
     def classes(self) -> list[int] | None:
@@ -211,8 +211,8 @@ class Tokens(NamedTuple):
 class KnownTexts:
     """A tokenizer that looks up the tokens of known texts, and shrinks the text tower to their length and vocabulary.
 
-    The tower is only shrunk, in place, if it is causal and all parameters are trained (see :func:`shrink`). Without known
-    texts (``tokens`` is None), the model does not change, and ``tokenizer`` is called.
+    The tower is shrunk in place, but only if it is causal and all parameters of the model are trained (see :func:`shrink`).
+    Without known texts (``tokens`` is None), ``tokenizer`` is called, and the model does not change.
 
     Attributes:
         vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all tokens.
@@ -242,10 +242,10 @@ class KnownTexts:
 
 @dataclass(frozen=True)
 class PilotData:
-    """The data with which runs are trained and scored.
+    """The data to train and score runs.
 
     Attributes:
-        train: Decoded training samples, or their files.
+        train: Decoded training samples, or their files if they do not fit into the cache.
         val: Samples for choosing settings.
         test: Samples for the reported results.
         names: Class names, if any.

@@ -78,12 +78,12 @@ class TaskPool(ABC):
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Execute tasks until none is left. If ``keep_going`` returns False before, kill the running tasks; return False.
+        """Execute all tasks and return True. As soon as ``keep_going`` returns False, kill the running tasks and return False.
 
         Args:
             pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
             on_end: Called with name, result and failure of each task. The result is None after a failure.
-            keep_going: Called several times per second. Returns whether to continue.
+            keep_going: Returns whether to continue. It is called several times per second.
         """
         try:
             while keep_going():
@@ -115,7 +115,7 @@ class TaskPool(ABC):
 
 
 class ProcessPool(TaskPool):
-    """A pool of processes on this machine. The server process, from which they are forked, imports ``preload``."""
+    """A pool of processes on this machine. They are forked from a server process that imports ``preload``."""
 
     _running: dict[str, _Running]
 
@@ -165,7 +165,7 @@ def _exit_reason(status: int) -> str:
 
 
 def failure_words(failure: str) -> str:
-    """Return a clause that describes how a run failed or was killed."""
+    """Return a clause that describes why a run failed or was killed."""
     return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 

@@ -337,7 +337,8 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
     monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
     argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
     with pytest.raises(
-        ValueError, match=r"--minutes 0.001, and the shortest comparison of 4 losses.*Give --minutes \d+ or"
+        ValueError,
+        match=r"--minutes 0.001 is too short: the shortest comparison of 4 losses.*Give at least --minutes \d+",
     ):
         main(argv)
 
