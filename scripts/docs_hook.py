@@ -1,7 +1,7 @@
 """MkDocs hook: add pages from outside docs/, and rewrite links to files outside docs/.
 
-In the repository, links are relative to the file that contains them. On the site, a link to a file that is a page points to
-this page. A link to another file points to the repository at ``repo_url``; without ``repo_url``, it becomes plain text.
+In the repository, links are relative to the file that contains them. On the site, a link points to the page of the file. If
+the file is not a page, the link points to the repository at ``repo_url`` or, without ``repo_url``, becomes plain text.
 """
 
 import os

@@ -40,10 +40,10 @@ _RESERVE = 0.1
 # Fraction of --minutes for measuring the throughput, and the maximum of this time in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A run may stop early after the first number, a fraction of the run, if another setting is better by the second number of
-# half widths of the interval over samples. One half width is not enough, because the interval of one seed does not cover other
-# seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and 7 of these
-# pairs changed order later.
+# A run may stop early after the first number (a fraction of the run) if another setting is better by more than the second
+# number (in half widths of the interval over samples). One half width is not enough, because the interval of one seed does
+# not cover other seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs,
+# and 7 of these pairs changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
@@ -130,7 +130,7 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def _open_stages(self) -> None:
-        """Add the contests of planned stages. A stage needs the best settings of the previous stage, when that is finished."""
+        """Add the contests of planned stages. A stage takes its settings from the previous stage, which must be finished."""
         for stage in self.plan.get("stages", [])[len(self.contests) :]:
             if not self.contests:
                 tried = {loss: found[: self.plan["tried"]] for loss, found in self.candidates.items()}

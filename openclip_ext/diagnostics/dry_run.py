@@ -40,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms, the minimum for all-gather and all-reduce."""
+    """Return the bytes that each rank sends with ring algorithms. For all-gather and all-reduce, this is the minimum."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -101,8 +101,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
-    # OpenCLIP's losses call torch.distributed directly, not openclip_ext.distributed, and communicate in the backward pass,
-    # too.
+    # OpenCLIP's losses call torch.distributed, not openclip_ext.distributed, and also communicate in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
         note(ALL_GATHER, world_size * tensor.nbytes)
         note(REDUCE_SCATTER, world_size * tensor.nbytes)

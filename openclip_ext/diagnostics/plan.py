@@ -1,7 +1,7 @@
 """Plan a training run: memory per rank and communication per step, for several numbers of ranks.
 
-The plan needs no GPUs and no data. The real model and loss, with state for a few samples, run on tensors without values (see
-``dry_run.py``). The plan does not include memory that libraries reserve.
+The plan needs no GPUs and no data. The run's model, and its loss with state for a few samples, process tensors without values
+(see ``dry_run.py``). The plan does not include memory that libraries reserve.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Size of the per-sample state in the loss that is built. The plan scales it to the number of samples.
+# Number of samples for which the loss is built. The plan scales the loss's state to the run's number of samples.
 _FEW_SAMPLES = 64
-# Number of float32 tensors per parameter: parameter, gradient and AdamW's two moments; with DDP also its gradient buckets.
+# Float32 values per parameter: the parameter, its gradient and AdamW's two moments. DDP's gradient buckets add one.
 _PARAMETER_COPIES, _DDP_PARAMETER_COPIES = 4, 5
 # With these options, OpenCLIP's loss on several ranks is exact, and no rank needs the full similarity matrix.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
@@ -49,7 +49,7 @@ class Training:
     reference_dim: int | None = None  # embedding dimension of a reference model
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the run's loss with state for ``samples`` samples, by default a few."""
+        """Create the run's loss with state for ``samples`` samples (default: a few)."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()

@@ -15,7 +15,7 @@ from openclip_ext.files.schema import read_as
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the inputs of the model and those of the loss (``index``, ``positives``, ``reference``)."""
+    """Split a batch into the model's inputs and the loss's inputs (``index``, ``positives``, ``reference``)."""
     for_loss = {name: batch[name] for name in (INDEX, "positives", "reference") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
@@ -95,7 +95,7 @@ class ModelLoss:
         }
 
     def separate_rate(self, optimizer: Optimizer) -> None:
-        """Move the temperature to its own parameter group, if the loss sets its learning rate.
+        """Move the temperature to its own parameter group, if the loss sets the temperature's learning rate.
 
         Call this method before you create a learning rate schedule.
         """
@@ -169,7 +169,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`, of any number of processes; raise ValueError if options or data differ."""
+        """Restore a :meth:`state_dict` of any number of processes; raise ValueError if the options or the data differ."""
         state = read_as(dict[str, Any], state, "the saved loss")
         saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

@@ -138,7 +138,7 @@ def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(
     fewer = make(package, tmp_path / "fewer", replace(SMALL, num_train=4))
     assert read(fewer / "train") == read(first / "train")[:4]
     assert read(fewer / "test") == read(first / "test")
-    with pytest.raises(ValueError, match="asked for 50 pairs, the sets have 11"):
+    with pytest.raises(ValueError, match="50 pairs are needed, the sets have 11"):
         make(package, tmp_path / "more", replace(SMALL, num_train=50))
     assert not (tmp_path / "more").exists()
 
