@@ -94,9 +94,8 @@ class ComparePilot:
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        training = PilotRun(
-            self.config, self.data, run, device
-        )  # a new run, because the first is now in evaluation mode
+        # This is a new run, because the first run is now in evaluation mode.
+        training = PilotRun(self.config, self.data, run, device)
         rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():

@@ -1,4 +1,4 @@
-"""The command ``curves`` plots the training curves of several runs."""
+"""``openclip-ext plot`` draws the training curves of several runs."""
 
 import json
 
