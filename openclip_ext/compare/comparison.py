@@ -171,7 +171,7 @@ class Comparison:
     def _plan_tuning(self) -> None:
         """Plan the first stage, assuming that all losses cost as much as the baseline.
 
-        The baseline's throughput, and the error of a batch's normalizers, are measured first.
+        The baseline's throughput and the error of a batch's normalizers are measured first.
         """
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(space.BASELINE, *self.candidates[space.BASELINE][0], 10_000 * self.pilot.batch)
@@ -284,7 +284,7 @@ class Comparison:
         return found.recommended is not None
 
     def command_line(self, row: Mapping[str, Any]) -> str:
-        """Return the training command line of a run."""
+        """Return the ``openclip-ext train`` command of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for flag in ("--lr", "--epochs", "--warmup"):  # removed here, because they are set below
             ours.add_argument(flag)

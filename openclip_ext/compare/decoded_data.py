@@ -1,7 +1,7 @@
 """Decode the data once for many short runs: images into a memory-mapped file, and texts into tokens.
 
 Runs use the training loader, so the order of samples and the augmentation depend only on the seed. If the training set does
-not fit into the cache, each run reads and decodes its files.
+not fit into the cache, each run reads and decodes the files again.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def write_cache(
 
     Args:
         image_size: Side of the model's input images in pixels.
-        limit: Maximum bytes of the decoded images.
+        limit: Maximum size of the decoded images in bytes.
         classes: Number of classes. Each sample's class is read from its member ``cls``. None (default) reads no classes.
 
     Raises:

@@ -50,8 +50,8 @@ class ComparePilot:
         """Train and score a run; return its row of results.
 
         ``seen`` is called with the number of samples of each step, and after each scoring with the row so far. The row's
-        ``points`` contain, by number of training samples, the reciprocal ranks of the validation samples, from which
-        :meth:`Comparison.stop` decides whether to stop the run.
+        ``points`` are reciprocal ranks of the validation samples, by number of training samples. :meth:`Comparison.stop`
+        compares these ranks to stop bad settings early.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)

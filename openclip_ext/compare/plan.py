@@ -48,9 +48,10 @@ class Stage:
 def plan_tuning(
     costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
 ) -> tuple[int, Stage]:
-    """Plan the first stage of ``seconds``; return the number of candidates per loss (up to ``most_tried``) and the stage.
+    """Plan the first stage of a comparison of ``seconds``; return the number of candidates per loss and the stage.
 
-    The stage has one seed, or all seeds if there are so few candidates that no second stage is needed.
+    There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
+    second stage is needed.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:

@@ -20,8 +20,8 @@ from openclip_ext.data.processes import available_cores
 _POLL_SECONDS = 0.3
 # The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
-# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, or with a
-# dictionary that is its intermediate result.
+# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, and with
+# intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
 # Receives a task's name and intermediate result; returns a final result to stop the task, else None.

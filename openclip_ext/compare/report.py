@@ -354,7 +354,7 @@ def _shown_difference(result: LossResult) -> str:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    """Return the tables by title. The first row of a table is its head."""
+    """Return the tables by title. The first row of a table is its header."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]

@@ -69,7 +69,7 @@ class Contest:
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs chosen so far: for each setting, a list of its runs with all seeds. The best setting comes first."""
+        """Return the runs chosen so far, a list for each setting. The best setting, once chosen, is first and has all seeds."""
         best = self.best(family, results)
         if not best:
             return [[run] for run in self.families[family]]

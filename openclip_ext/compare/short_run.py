@@ -62,7 +62,7 @@ def warmup_steps(asked: int, steps: int) -> int:
 
 
 class PilotRun:
-    """One run with the same steps as the training program. Experiments override its methods in subclasses.
+    """One run, with the training program's steps. Subclasses in experiments override some methods.
 
     Args:
         config: The training configuration. The run replaces its loss, learning rate and length.

@@ -32,7 +32,7 @@ class DryRun:
 
     Attributes:
         exchanged: Bytes by kind of communication: the size of the gathered result, the reduced tensor, or the message.
-        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without its inputs.
+        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without the inputs.
     """
 
     exchanged: Mapping[str, float]

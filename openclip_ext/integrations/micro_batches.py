@@ -1,4 +1,4 @@
-"""Train with large batches in little memory, without an approximation, in any training loop."""
+"""Train with large batches in little memory, with exact gradients, in any training loop."""
 
 import contextlib
 import functools

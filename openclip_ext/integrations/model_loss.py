@@ -25,8 +25,8 @@ class ModelLoss:
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. It is set to the loss's initial value, or frozen if the
-            loss does not train it.
+        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is set to the loss's initial value, or
+            frozen if the loss does not train it.
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:

@@ -27,9 +27,9 @@ def register() -> None:
     ``args.loss``. The loss's options are read from the dictionary ``args.loss_options``, and from attributes of ``args``
     with the names of the flags (``loss_eps`` for ``--loss-eps``). Later calls have no effect.
 
-    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index, losses that
-    train their own modules, and, with ``accum_freq > 1``, losses with state. Train these losses with
-    ``python -m openclip_ext.training.main``.
+    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index or equal
+    captions, losses that train their own modules, and, with ``accum_freq > 1``, all losses of this package. Train these losses
+    with ``python -m openclip_ext.training.main``.
     """
     compat.extend_script(
         create_loss=_extended_create_loss, parse_args=_extended_parse_args, train_one_epoch=_announced_epoch

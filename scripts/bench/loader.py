@@ -11,8 +11,8 @@ ratio is the median over the rounds.
 
 A second table contains the samples per CPU second of the worker processes, because other programs affect CPU time less. Its
 baseline ``bare`` only decodes, crops and resizes images with torchvision, in the measuring process, before and after the
-epoch. ``one worker`` is our loader with torchvision and one worker. Two more rows add Hugging Face's tokenizer with CLIP's
-vocabulary, or have no tokenizer.
+epoch. ``one worker`` is our loader with torchvision and one worker. Two more rows are this loader with Hugging Face's
+tokenizer for CLIP's vocabulary, and without a tokenizer.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     apt install openclipart-png         # or: apt-get download openclipart-png && dpkg-deb -x openclipart-png_*.deb .
     .venv/bin/python -m scripts.experiments.clip_arts --output clip-arts
 
-:mod:`scripts.experiments.pairs` describes the output folder. Validation and test pairs are sampled at random (for icons,
-by icon set), as in ``openclip-ext compare`` for data without splits, so each split contains hundreds of authors.
+:mod:`scripts.experiments.pairs` describes the output folder. Unlike for icons, validation and test pairs are sampled at
+random, as in ``openclip-ext compare`` for data without splits. Each split therefore contains hundreds of authors.
 
 A caption consists of the clip art's folders and its title (``animals birds: pollo``). Three kinds of images are excluded:
 1,400 computer-generated stars, images that are equal after shrinking, and one image that Pillow rejects as a decompression

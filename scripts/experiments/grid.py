@@ -124,7 +124,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike training, it uses the loss's default seed and default learning rate of the temperature."""
+    """A run of a grid. Unlike training, it uses the loss's default seed and default temperature learning rate."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}

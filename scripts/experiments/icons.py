@@ -46,8 +46,8 @@ from scripts.experiments.pairs import (
 
 PACKAGE = "@iconify/json"
 EXCLUDED_CATEGORY = "Emoji"
-# Minimum and maximum size of a held-out group of sets, as a fraction of all icons: enough icons for a test, which training
-# can spare.
+# Minimum and maximum size of a held-out group of sets, as a fraction of all icons. The minimum is enough for a test, and
+# training can spare the maximum.
 HELD_OUT_SHARE = (0.001, 0.02)
 # A held-out split has at least this number of groups, to contain different styles. Its groups together contain at
 # least HELD_OUT_SURPLUS icons per required pair, because not all icons have an eligible name.

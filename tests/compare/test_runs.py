@@ -72,7 +72,7 @@ def test_results_survive_a_cut_line(tmp_path):
 
 
 class Task:
-    """A picklable task that succeeds or fails as the setting of its run defines."""
+    """A picklable task. The setting of its run defines whether it succeeds or fails."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

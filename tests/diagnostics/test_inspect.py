@@ -1,4 +1,4 @@
-"""``openclip-ext inspect``: its categories, compared with a naive computation, its files, and training without samples."""
+"""``openclip-ext inspect``: its categories, compared with a naive computation, its files, and training on the kept samples."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs end bitwise equal to an uninterrupted run."""
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs have bitwise the same result as an uninterrupted run."""
 
 from typing import NamedTuple
 

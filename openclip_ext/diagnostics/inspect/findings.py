@@ -80,7 +80,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Return samples to exclude until no pair is left. From a pair, the second sample is excluded."""
+        """Return samples whose exclusion leaves no pair: the second sample of each pair whose first sample is kept."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
