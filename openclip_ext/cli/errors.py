@@ -10,6 +10,6 @@ class UsageError(ValueError):
 def one_line(error: Exception) -> str:
     """Shorten an error message of ``torch.load`` or ``load_state_dict``. The full message may list all weights."""
     if isinstance(error, pickle.UnpicklingError):
-        return "it is corrupt, or contains more than tensors and plain types, and was not opened: expected a checkpoint"
+        return "expected only tensors and plain types, found other objects or a corrupt file, which was not opened"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]

@@ -70,7 +70,7 @@ def _decode(
         try:
             whole = decoded(spec, classes)
         except DoesNotFit as error:
-            raise ValueError(f"{error}: increase it, or give validation data with --val") from None
+            raise ValueError(f"{error}: increase --cache, or give validation data with --val") from None
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "

@@ -278,7 +278,7 @@ def conclude(
     sentence = f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} is nearest, {difference}"
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
-    return " ".join([f"{sentence}.", *outlook(best, about), f"Take {BASELINE} with its best setting."]), BASELINE
+    return " ".join([f"{sentence}.", *outlook(best, about), f"Use {BASELINE} with its best setting."]), BASELINE
 
 
 def outlook(best: LossResult, about: About) -> list[str]:
@@ -337,8 +337,8 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
     """Describe the error of a batch's normalizers."""
     median, low, high = _factor(measured["batch"])
     return (
-        f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
-        f"factor of {median} (90 %: {low} to {high}), against {measured['samples']:,} training samples."
+        f"Before training, at temperature {measured['temperature']:.3f}, the normalizers of your batch of {batch} are wrong "
+        f"by a factor of {median} (90 %: {low} to {high}), compared with {measured['samples']:,} training samples."
     )
 
 
@@ -360,7 +360,9 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
-    errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
+    errors = [
+        ["model trained with", "τ", "factor of the batch's error (90 %)", "error of the batch", "error of the loss"]
+    ]
     for one in report.results:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:

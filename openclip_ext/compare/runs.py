@@ -69,7 +69,7 @@ class Contest:
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs chosen so far, a list for each setting. The best setting, once chosen, is first and has all seeds."""
+        """Return the runs chosen so far, a list for each setting. The best setting, if chosen, is first and has all seeds."""
         best = self.best(family, results)
         if not best:
             return [[run] for run in self.families[family]]

@@ -72,7 +72,7 @@ class Doctor:
     def _launcher(self) -> Iterator[Finding]:
         here = [name for name in ("WORLD_SIZE", "SLURM_NTASKS") if int(os.environ.get(name, "1")) > 1]
         if here and "MASTER_ADDR" not in os.environ:
-            yield ERROR, f"launcher: {here[0]} without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
+            yield ERROR, f"launcher: {here[0]} is set without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
         else:
             found = "its variables are set" if here else "none found"
             yield OK, f"launcher: {found}; {self.world_size} processes planned"
@@ -183,7 +183,7 @@ class Doctor:
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples
         space = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
-        fix = "free space, use another --logs, increase --save-frequency, or --delete-previous-checkpoint"
+        fix = "free space, use another --logs, increase --save-frequency, or set --delete-previous-checkpoint"
         yield (OK, space) if free > count * size else (ERROR, f"{space}: {fix}")
         if self.config.data is not None and not saving.every_steps:
             yield (

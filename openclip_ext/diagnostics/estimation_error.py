@@ -232,7 +232,7 @@ def table(title: str, result: EstimationError) -> str:
             lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
     lines.append(
         f"Mean squared error of log-normalizers: {result.anchors:,} anchors on each side, {result.samples:,} samples, "
-        f"batches of {result.batch_size:,}\nThe mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: "
+        f"batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a factor of {batch.factor:.2g} (90 %: "
         f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
     return "\n".join(lines)

@@ -139,8 +139,8 @@ class Plan:
         if row.gpu <= self.gpu_memory:
             return None
         return (
-            f"{row.world_size} rank{'s' if row.world_size > 1 else ''}: a GPU needs {_gib(row.gpu)} GiB, "
-            f"it has {_gib(self.gpu_memory)}: use more ranks, "
+            f"{row.world_size} rank{'s' if row.world_size > 1 else ''}: a GPU needs {_gib(row.gpu)} GiB "
+            f"and has {_gib(self.gpu_memory)}: use more ranks, "
             "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch"
         )
 

@@ -135,7 +135,7 @@ def fetch(cache: Path) -> Path:
         return package
     if shutil.which("npm") is None:
         sys.exit(
-            f"npm not found: it downloads {PACKAGE}. Install npm (Debian: apt install npm), or unpack {PACKAGE} as {package}"
+            f"npm not found: install npm to download {PACKAGE} (Debian: apt install npm), or unpack {PACKAGE} as {package}"
         )
     cache.mkdir(parents=True, exist_ok=True)
     packed = subprocess.run(["npm", "pack", PACKAGE, "--json"], cwd=cache, stdout=subprocess.PIPE, text=True)

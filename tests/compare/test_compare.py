@@ -372,7 +372,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert lines[: len(first)] == first
     assert len(lines) == 2 * (3 + 2)  # for each loss, three settings with seed 0, and the best with two more seeds
     written = lasting(out / "report.json")
-    assert "your batch of 8 misjudges its normalizer by a factor of" in printed
+    assert "the normalizers of your batch of 8 are wrong by a factor of" in printed
     assert written["sentence"] in printed
     assert (written["unfinished"], written["stopped"]) == (0, 0)
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
