@@ -25,14 +25,12 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages whose files are outside docs/."""
     for source, page in PAGES_OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the relative links of a page."""
     source = Path(page.file.abs_src_path or ROOT)
     pages = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 

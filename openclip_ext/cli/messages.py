@@ -24,8 +24,7 @@ _SECRETS = [
         # Matches https://USER:PASSWORD@host and https://TOKEN@host, but not abfs://container@account.
         (r"\b(?:https?|ftps?)://", r"[^\s/'\"]+(?=@)"),
         (r"\b[a-z][\w+.-]*://", r"[^\s/'\":@]*:[^\s/'\"]*(?=@)"),
-        # Matches ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=... and --password=..., but not s3://bucket/token=1/... or
-        # ?key=00000.tar.
+        # Matches ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=... and --password=..., but not s3://b/token=1/... or ?key=0.tar.
         (rf"(?<![\w/.%-])(?:[\w.%-]*?{_WORD}[\w.%-]*|sig)=|[?&]key=(?![^\s&]*\.tar)", _VALUE),
         # Matches arguments of curl: --oauth2-bearer ..., --http-password ..., -u USER:PASSWORD, -H 'Authorization: Bearer ...'
         (rf"(?<!\S)--(?:[\w-]*?{_WORD}[\w-]*|oauth2-bearer)\s+", _VALUE),

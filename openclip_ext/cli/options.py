@@ -1,8 +1,7 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
 A configuration is a dataclass. :func:`flag` declares each field that is set by a flag. The parser and ``--help`` are built
-from these fields, and :func:`from_flags` creates a configuration from parsed flags. A flag without help text is defined by
-OpenCLIP's parser.
+from these fields, and :func:`from_flags` creates a configuration from parsed flags. OpenCLIP defines flags without help text.
 """
 
 import dataclasses

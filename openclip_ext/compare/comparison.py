@@ -100,7 +100,7 @@ class Comparison:
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         jobs = config.folder / "jobs"
-        # The time limit of SLURM jobs is --minutes, unless --slurm sets another.
+        # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, __name__, jobs, parameters, self.stop)
         self._running: dict[str, dict[str, Any]] = {}

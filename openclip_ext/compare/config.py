@@ -64,7 +64,6 @@ class CompareConfig:
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the configuration of the comparison, and the configuration of its training runs."""
     add_model_configs()
     parser = _parser()
     args, training = parser.parse_known_args(argv)

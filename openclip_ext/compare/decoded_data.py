@@ -56,7 +56,6 @@ class Cache:
         return len(self.rows)
 
     def part(self, positions: Sequence[int]) -> "Cache":
-        """Return a cache of the samples at these positions."""
         return Cache(self.folder, tuple(self.rows[position] for position in positions))
 
     @cached_property
@@ -265,7 +264,6 @@ class PilotData:
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
     ) -> TrainLoader:
-        """Return the training loader for the training samples."""
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)

@@ -87,8 +87,7 @@ class ComparePilot:
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
         """Return the errors of a batch's normalizers before training, and the costs of a run in seconds.
 
-        ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is a run's time for everything
-        else.
+        ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is the rest of a run's time.
         """
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:

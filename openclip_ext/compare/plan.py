@@ -12,8 +12,7 @@ MOST_SEEDS = 6
 FINALISTS = 2
 # Number of losses that enter the next stage, in addition to the baseline.
 CONTENDERS = 2
-# Ratios between the run lengths of successive stages: the ratio for which the first stage leaves time, and the minimum for a
-# new stage.
+# Ratios between the run lengths of successive stages: the ratio that the first stage plans for, and the minimum ratio.
 _PLANNED_LONGER, _LONGER = 2.5, 1.5
 # Minimum number of steps of a run. The results of shorter runs are hardly better than chance.
 _LEAST_STEPS = 20

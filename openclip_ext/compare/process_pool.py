@@ -1,7 +1,6 @@
 """Execute several runs in parallel, each in its own process. There is one process per GPU or core.
 
-Processes start fast, because they are forks of a server process that has imported all modules. If a run fails, other runs
-continue.
+Processes start fast, because they are forked from a server that has imported all modules. If a run fails, others continue.
 """
 
 import contextlib

@@ -255,8 +255,8 @@ def conclude(
 ) -> tuple[str, str | None]:
     """Return sentences about the result and the effect of longer runs, and the recommended loss.
 
-    ``to_best`` contains the difference between the best loss and each loss in runs of the same length. ``failures`` contains
-    the failures of runs.
+    ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages of
+    runs.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
@@ -392,7 +392,6 @@ def _command(report: Report) -> str | None:
 
 
 def markdown(report: Report) -> str:
-    """Return the report as Markdown."""
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
         parts += ["Train the recommended configuration for the length of its longest run:", f"```bash\n{command}\n```"]

@@ -41,7 +41,6 @@ def _order_of_metrics(name: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Draw the curves of the given runs, and write the figure."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument(

@@ -222,7 +222,6 @@ def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scal
 
 
 def table(title: str, result: EstimationError) -> str:
-    """Format a result as a text table."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
     width, batch = max(map(len, rows)), result.minibatch
     lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
@@ -267,7 +266,6 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints; print, write and draw the results."""
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
     description = "Measure the error of a run's log-normalizers, compared with exact values over the full training set."

@@ -145,7 +145,6 @@ class Plan:
         )
 
     def report(self) -> Iterator[str]:
-        """Yield the lines of the plan."""
         yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
         if warning := self.warning(self.asked):
             yield f"WARNING: {warning}"
@@ -208,7 +207,6 @@ def _gib(size: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print a plan."""
     args = vars(_parser().parse_args(argv))
     gpu_memory, world_size, loss = args.pop("gpu_memory"), args.pop("world_size"), args.pop("loss") or "openclip"
     options = take_loss_options(args)
@@ -232,7 +230,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the number of GPUs and for their memory."""
     parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
     help = "memory of a GPU in GB (default: this machine's GPU, or 80)"

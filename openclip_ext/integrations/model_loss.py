@@ -64,11 +64,11 @@ class ModelLoss:
         """Return the loss of a batch, 0-d.
 
         Args:
-            outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of
+            outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of CLIP, SigLIP or dual encoders in
                 ``transformers``.
             index: Positions ``(B_local,)`` of the samples in the training set, if the loss needs them.
-            training: Whether the batch is training data. If not, return OpenCLIP's loss over this process's samples, and do
-                not change the state.
+            training: Whether this is training data. If not, return OpenCLIP's loss over this process's samples, and keep the
+                state.
             positives: Labels or mask of equal captions, for a loss with ``equal_captions`` (see its ``forward``).
             reference: A reference model's embeddings, for a loss with ``reference_dim`` (see its ``forward``).
         """

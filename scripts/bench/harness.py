@@ -62,7 +62,6 @@ def main(
 
 
 def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
-    """Add the arguments that choose the losses."""
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
     parser.add_argument("--prototypes", type=int, default=prototypes, help="number of prototypes, if a loss has any")
 
@@ -166,7 +165,6 @@ def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def hardware(device: str) -> str:
-    """Return a description of the CPU or the GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{environment()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

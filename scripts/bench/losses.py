@@ -41,7 +41,6 @@ def make_candidates(batch_size: int, args: argparse.Namespace) -> dict[str, harn
 
 
 def call(forward: harness.Action, inputs: list[torch.Tensor]) -> None:
-    """Run a forward and a backward pass."""
     for tensor in inputs:
         tensor.grad = None
     forward().backward()

@@ -7,8 +7,7 @@
 random, as in ``openclip-ext compare`` for data without splits. Each split therefore contains hundreds of authors.
 
 A caption consists of the clip art's folders and its title (``animals birds: pollo``). Three kinds of images are excluded:
-1,400 computer-generated stars, images that are equal after shrinking, and one image that Pillow rejects as a decompression
-bomb.
+1,400 computer-generated stars, images that are equal after shrinking, and one image that is too large for Pillow.
 """
 
 import html

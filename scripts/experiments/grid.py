@@ -2,11 +2,10 @@
 
     python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family
-run with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds. ``test/`` has no
-influence on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights,
-order and augmentation. Finished runs are skipped, so a call that was killed can be repeated. Only its unfinished runs are
-lost.
+``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family run
+with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds. ``test/`` has no influence
+on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights, order and
+augmentation. Finished runs are skipped, so a call that was killed can be repeated. Only its unfinished runs are lost.
 
 A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
 ``lr``: a learning rate that replaces the schedule's;
@@ -100,7 +99,6 @@ def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
 
 
 def data_digest(data: Path) -> str:
-    """Return a digest of the ``recipe.json`` in the data folder."""
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 

@@ -15,7 +15,6 @@ SIZE = 3  # does not divide the batch of 8
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch and the gradients of all parameters."""
     torch.manual_seed(0)
     value = ModelLoss(stateful_loss().double(), model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
     value.backward()

@@ -94,7 +94,6 @@ class Cluster:
         return result.stdout
 
     def submit(self, *arguments: str, **variables: str) -> str:
-        """Submit a job with ``sbatch``; return its number."""
         return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *arguments, **variables).strip()
 
     def job(self, number: str) -> dict[str, str]:

@@ -153,9 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
-    names = (
-        f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one of each pair is kept"
-    )
+    names = f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one per pair is kept"
     parser.add_argument("--leave-out", type=_categories, default=[], metavar="NAMES", help=names)
     file = "file for a manifest that excludes the samples of --leave-out"
     parser.add_argument("--write-manifest", type=output_path, metavar="PATH", help=file)
