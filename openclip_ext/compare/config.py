@@ -96,9 +96,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
-        raise UsageError(
-            "--recipe sets flags for one loss and a paper's run length, but compare tunes each loss; remove it"
-        )
+        raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
@@ -116,9 +114,7 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
 
 def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
     if BASELINE not in losses or len(losses) < 2:
-        raise UsageError(
-            f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, separated by commas"
-        )
+        raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other loss")
     for name in options:
         if name in ("normalizer", *space.SEARCHED_OPTIONS):
             reason = "would make all losses equal" if name == "normalizer" else "is tuned by compare"
@@ -130,9 +126,7 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         used |= {option for setting in settings for option in setting}
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
-            raise UsageError(
-                f"--losses: {name} compares two views of an image, and retrieval cannot score this; remove it"
-            )
+            raise UsageError(f"--losses: {name} compares two views of an image, which retrieval cannot score")
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")

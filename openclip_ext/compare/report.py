@@ -255,8 +255,7 @@ def conclude(
 ) -> tuple[str, str | None]:
     """Return sentences about the result and the effect of longer runs, and the recommended loss.
 
-    ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages of
-    runs.
+    ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
@@ -308,9 +307,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
         return [sentence]
     epochs = best.epochs * 2**doublings
     if epochs > 1.01 * about.most_epochs:
-        return [
-            f"{sentence} No length up to --epochs is likely to decide. The same command adds seeds, which may decide."
-        ]
+        return [f"{sentence} No length up to --epochs is likely to decide. The same command adds seeds."]
     minutes = math.ceil(2**doublings * about.minutes)
     return [f"{sentence} About {epochs:.0f} epochs may decide: continue with the same command and --minutes {minutes}."]
 
@@ -360,9 +357,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
-    errors = [
-        ["model trained with", "τ", "factor of the batch's error (90 %)", "error of the batch", "error of the loss"]
-    ]
+    errors = [["model trained with", "τ", "batch is wrong by (90 %)", "error of the batch", "error of the loss"]]
     for one in report.results:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:

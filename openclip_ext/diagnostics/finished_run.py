@@ -59,11 +59,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) ->
     parser.add_argument("--train-data", help="new path of the training data, if the data have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
+    parser.add_argument("--workers", type=int, help="number of processes that read images (default: as in training)")
     parser.add_argument(
-        "--workers", type=int, help="number of processes that read images (default: the run's --workers)"
-    )
-    parser.add_argument(
-        "--batch-size", type=command_line.count, help="number of images per batch (default: the run's --batch-size)"
+        "--batch-size", type=command_line.count, help="number of images per batch (default: as in training)"
     )
 
 

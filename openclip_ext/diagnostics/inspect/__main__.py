@@ -89,9 +89,7 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):
-        raise UsageError(
-            "--write-manifest needs webdataset shards: remove the samples in found.csv from other data yourself"
-        )
+        raise UsageError("--write-manifest needs webdataset shards: remove the samples in found.csv from other data")
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
     return source.manifest

@@ -45,10 +45,7 @@ class Thresholds:
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
     false_negative_quantile: float = flag(
-        0.9,
-        "minimum similarity of false negatives: this quantile of own pairs; 0 means no minimum",
-        minimum=0,
-        maximum=1,
+        0.9, "minimum similarity of false negatives, as a quantile of own pairs (0: no minimum)", minimum=0, maximum=1
     )
     deviations: float = flag(
         3.0, "minimum distance of a misfit's similarity below the median, in standard deviations", minimum=0
