@@ -131,7 +131,7 @@ class ComparePilot:
         is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
         own = measure(training.loss) if is_global else None
         # Measure the batch's error at the loss's temperatures, which may differ between samples. If the loss's normalizers
-        # include the positive pair, they are another quantity, and the batch's error is measured with the baseline.
+        # include the positive pair, they are a different quantity, so the batch's error is measured with the baseline.
         comparable = own is not None and not training.loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}

@@ -47,7 +47,7 @@ class Stage:
 def plan_tuning(
     costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
 ) -> tuple[int, Stage]:
-    """Plan the first stage of a comparison of ``seconds``; return the number of candidates per loss and the stage.
+    """Plan the first stage of a comparison that takes ``seconds``; return the number of candidates per loss and the stage.
 
     There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
     second stage is needed.

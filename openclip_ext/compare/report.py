@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs, less the incomplete batches."""
+    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs, counted in full batches."""
 
     data: str
     model: str
