@@ -1,7 +1,7 @@
 """MkDocs hook: add pages from outside docs/, and rewrite links to files outside docs/.
 
-In the repository, links are relative to the file that contains them. On the site, a link to a file that is a page points to
-this page. A link to another file points to the repository at ``repo_url``; without ``repo_url``, it becomes plain text.
+In the repository, links are relative to the file that contains them. On the site, a link points to the page of the file. If
+the file is not a page, the link points to the repository at ``repo_url`` or, without ``repo_url``, becomes plain text.
 """
 
 import os
@@ -25,14 +25,12 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages whose files are outside docs/."""
     for source, page in PAGES_OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the relative links of a page."""
     source = Path(page.file.abs_src_path or ROOT)
     pages = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 

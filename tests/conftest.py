@@ -30,7 +30,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _leaves_it_out(config) and {name, f"{name}/"} & {*second_tier()} else None
 
 
-@pytest.hookimpl(tryfirst=True)  # run before -k and -m exclude tests
+@pytest.hookimpl(tryfirst=True)  # runs before -k and -m exclude tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test that a line of tests/all.txt refers to. In the full suite, each line must refer to a test."""
     lines = dict.fromkeys(second_tier())  # used as an ordered set
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, metavar="CASES", help="number of cases of each soak test (default: a few)")
+    parser.addoption("--soak", type=int, metavar="CASES", help="number of cases per soak test (default: a few)")
     parser.addoption("--soak-seed", type=int, default=0, metavar="SEED", help="seed of all soak cases (default: 0)")
 
 

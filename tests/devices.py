@@ -1,4 +1,4 @@
-"""Helpers for tests on a GPU. Such tests also run on the CPU, which finds mistakes in the tests themselves."""
+"""Helpers for tests on a GPU. These tests also run on the CPU, to find mistakes in the tests themselves."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ on_each_device = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, mark
 
 
 def all_on_a_gpu(cases: Iterable[tuple], on_the_cpu: Iterable[tuple]) -> list[Any]:
-    """Return parameters with a device as last value: ``cases`` on a GPU, and ``on_the_cpu`` on the CPU."""
+    """Return test parameters whose last value is the device: ``cases`` on a GPU, and ``on_the_cpu`` on the CPU."""
     devices = [(case, CPU, []) for case in on_the_cpu] + [(case, CUDA, _ON_A_GPU) for case in cases]
     return [
         pytest.param(*case, device, marks=marks, id="-".join(map(str, (*case, device))))
@@ -23,7 +23,7 @@ def all_on_a_gpu(cases: Iterable[tuple], on_the_cpu: Iterable[tuple]) -> list[An
 
 @contextlib.contextmanager
 def refusing_to_wait(device: torch.device) -> Iterator[None]:
-    """Within this context, a host-device sync raises an error; no effect if ``device`` is the CPU."""
+    """Raise an error at a host-device sync inside the ``with`` block. This has no effect if ``device`` is the CPU."""
     if device.type != "cuda":
         yield
         return

@@ -14,7 +14,6 @@ _PROGRAM = "from openclip_ext.cli.program import main; main()"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
-    """Run Python with these arguments in a new process."""
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 

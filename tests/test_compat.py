@@ -43,7 +43,7 @@ def test_clip_lites_image_towers_end_with_their_pooled_features(name, width):
 
 @pytest.mark.parametrize(("given", "current"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
 def test_a_gpu_is_current_and_has_a_number(given, current, monkeypatch):
-    """``torch.cuda.set_device`` requires a device number. In a single process, OpenCLIP returns a device without it."""
+    """``torch.cuda.set_device`` requires a device number. In a single process, OpenCLIP returns a device without a number."""
     chosen = []
     monkeypatch.setattr(open_clip_train.distributed, "init_distributed_device", lambda args: torch.device(args.device))
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append)

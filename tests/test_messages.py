@@ -1,4 +1,4 @@
-"""Messages contain no secrets and no terminal control sequences. Written files have the permissions of the umask."""
+"""Messages contain no secrets and no terminal control sequences. Written files have the permissions that the umask allows."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ def test_a_terminal_gets_nothing_to_obey(caplog: pytest.LogCaptureFixture, capsy
     assert capsys.readouterr().out == shown + "\n"
     record = logging.LogRecord("root", logging.INFO, messages.__file__, 1, "%s", (hostile,), None)
     logging.root.handle(record)
-    theirs = "\x1b[1mbold"  # no lone surrogate: pytest-xdist must be able to send the record
+    theirs = "\x1b[1mbold"  # no lone surrogate, because pytest-xdist could not send the record
     others = logging.LogRecord("root", logging.INFO, "/elsewhere.py", 1, theirs, None, None)
     logging.root.handle(others)
     assert record.getMessage() == shown and others.getMessage() == theirs, "other records must not change"

@@ -32,7 +32,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def rooms_of(path: Path) -> set[str]:
-    """Return the package's folders, and the other packages, from which a file imports."""
+    """Return the folders of this package, and the other packages, from which a file imports."""
     return {name.removeprefix("openclip_ext.").split(".")[0] for name in imported_modules(path)}
 
 

@@ -1,4 +1,4 @@
-"""Ranks in retrieval equal those of a full sort, also with ties; non-finite embeddings never match."""
+"""Ranks in retrieval equal the ranks of a full sort, even with ties. Non-finite embeddings never match."""
 
 import pytest
 import torch
@@ -30,4 +30,5 @@ def test_what_is_not_finite_is_never_found(ties_by_index):
     embeddings, labels = torch.eye(6), torch.arange(6)
     embeddings[2] = torch.nan
     ranks = ranks_of_best_match(embeddings, embeddings, labels, labels, ties_by_index)
-    assert ranks.tolist() == [1, 1, 5, 1, 1, 1]  # the non-finite item comes first, its own query finds it last
+    # The non-finite item ranks first for other queries. For its own query, the match ranks last.
+    assert ranks.tolist() == [1, 1, 5, 1, 1, 1]

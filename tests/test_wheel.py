@@ -1,4 +1,4 @@
-"""The built package: every command works outside of the cloned repository."""
+"""The built package: every command works outside the cloned repository."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def wheel(tmp_path_factory):
 
 
 def environment_with(package: Path, folder: Path, *options: str) -> Path:
-    """Install a package into a new environment, which also sees this environment's packages; return its ``bin`` folder."""
+    """Install a package into a new environment that can import this environment's packages; return its ``bin`` folder."""
     sh(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     # Python ignores .pth files in folders that a .pth file adds, so an editable install of the clone is not importable.

@@ -1,1 +1,1 @@
-"""Code that all commands use: the console program, options and flags, errors and messages."""
+"""Code shared by all commands: the console program, options and flags, errors and messages."""

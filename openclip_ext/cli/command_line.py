@@ -1,4 +1,4 @@
-"""Code that all command lines use: exit statuses, argument types and progress bars."""
+"""Code shared by all command lines: exit statuses, argument types and progress bars."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program. A ValueError or OSError prints one line and exits with status 2; Ctrl-C exits with status 130."""
+    """Run a program. Exit with one line and status 2 after a ValueError or OSError, and with status 130 after Ctrl-C."""
     try:
         with until_pipe_breaks():
             main(sys.argv[1:])
@@ -27,12 +27,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """Return a tqdm progress bar. In a log file, it is updated rarely, because each update is a line."""
+    """Return a tqdm progress bar. In a log file, where each update adds a line, it is updated every 30 seconds."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """Check the name of a device, and return it. Raise ArgumentTypeError if this machine does not have the device."""
+    """Return ``name``. Raise ArgumentTypeError if it is not a device, or is a GPU and this machine has no GPU."""
     try:
         is_cuda = torch.device(name).type == "cuda"
     except RuntimeError as error:

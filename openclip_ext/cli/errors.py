@@ -4,12 +4,12 @@ import pickle
 
 
 class UsageError(ValueError):
-    """An error that a user can fix, such as a wrong flag, or data that does not match. The message contains the fix."""
+    """An error that a user can fix, such as a wrong flag or wrong data. The message contains the fix."""
 
 
 def one_line(error: Exception) -> str:
-    """Return the start of an error message of ``torch.load`` or ``load_state_dict``, which may list all weights."""
+    """Shorten an error message of ``torch.load`` or ``load_state_dict``. The full message may list all weights."""
     if isinstance(error, pickle.UnpicklingError):
-        return "it is corrupt, or contains more than tensors and plain types, and was not opened: expected a checkpoint"
+        return "expected only tensors and plain types, found other objects or a corrupt file, which was not opened"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]

@@ -17,15 +17,14 @@ _WORD = (
 )
 _HEADER = r"\b(?:(?:proxy-)?authorization|x-[\w-]*(?:token|key)|private-token|cookie)"
 _VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s&#;|<>'"]+)"""
-# Patterns with two parts: the text before a secret, and the secret itself.
+# Each pattern has two parts: the text before a secret, and the secret.
 _SECRETS = [
     re.compile(f"(?i)({before}){secret}")
     for before, secret in (
-        # Matches https://USER:PASSWORD@host and https://TOKEN@host. Does not match abfs://container@account.
+        # Matches https://USER:PASSWORD@host and https://TOKEN@host, but not abfs://container@account.
         (r"\b(?:https?|ftps?)://", r"[^\s/'\"]+(?=@)"),
         (r"\b[a-z][\w+.-]*://", r"[^\s/'\":@]*:[^\s/'\"]*(?=@)"),
-        # Matches ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=..., --password=...
-        # Does not match s3://bucket/token=1/... and ?key=00000.tar.
+        # Matches ?X-Amz-Signature=..., AWS_SECRET_ACCESS_KEY=... and --password=..., but not s3://b/token=1/... or ?key=0.tar.
         (rf"(?<![\w/.%-])(?:[\w.%-]*?{_WORD}[\w.%-]*|sig)=|[?&]key=(?![^\s&]*\.tar)", _VALUE),
         # Matches arguments of curl: --oauth2-bearer ..., --http-password ..., -u USER:PASSWORD, -H 'Authorization: Bearer ...'
         (rf"(?<!\S)--(?:[\w-]*?{_WORD}[\w-]*|oauth2-bearer)\s+", _VALUE),
@@ -39,7 +38,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_secrets(value: Any) -> Any:
-    """Mask passwords and tokens in all texts that contain a URL or a ``pipe:`` command, also in lists and dictionaries."""
+    """Mask passwords and tokens in a text with a URL or a ``pipe:`` command, or in all such texts of a list or dictionary."""
     if isinstance(value, dict):
         return {name: without_secrets(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -60,7 +59,7 @@ def for_people(text: str) -> str:
 
 @contextlib.contextmanager
 def until_pipe_breaks() -> Iterator[None]:
-    """Exit without an error message if the reader of the output closes the pipe, for example ``| head``."""
+    """Exit without an error message if the reader of standard output, such as ``head``, closes the pipe."""
     try:
         yield
         sys.stdout.flush()
@@ -68,14 +67,14 @@ def until_pipe_breaks() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
-            raise  # the broken pipe is not standard output
-        # Python flushes standard output at exit, which would fail again. So replace it by the null device.
+            raise  # another pipe broke, not standard output
+        # Python flushes standard output again at exit. Replace standard output by the null device, or the flush would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a text, with :func:`for_people` applied, to ``file``. None (default) means standard output."""
+    """Apply :func:`for_people` to a text, and print it to ``file``. None (default) means standard output."""
     print(for_people(text), file=file or sys.stdout, flush=True)
 
 

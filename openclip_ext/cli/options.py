@@ -1,8 +1,7 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
-A configuration is a dataclass whose fields :func:`flag` declares as flags. The parser and ``--help`` are built from these
-fields, and :func:`from_flags` fills a configuration from parsed flags. A field without help text is a flag that OpenCLIP's own
-parser has.
+A configuration is a dataclass. :func:`flag` declares each field that is set by a flag. The parser and ``--help`` are built
+from these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help are OpenCLIP's flags.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ _METADATA = "flag"
 
 
 class OptionError(ValueError):
-    """An error in the value of ``option``. The message contains ``gamma=0.5``; :func:`with_flags` converts it to a flag."""
+    """A rejected value of ``option``. Messages contain ``gamma=0.5``, not ``--gamma 0.5`` (see :func:`with_flags`)."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -39,9 +38,9 @@ _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 
 
 def with_flags(message: str, options: "Mapping[str, Option]") -> str:
-    """Convert an :class:`OptionError`'s message: ``gamma=0.5`` becomes ``--gamma 0.5``.
+    """Replace options in an :class:`OptionError`'s message by flags: ``gamma=0.5`` becomes ``--gamma 0.5``.
 
-    ``options`` contains, by name, the options whose flag differs from the name with hyphens.
+    ``options`` contains options by name. The flag of any other name is the name with hyphens.
     """
 
     def as_flag(assignment: re.Match[str]) -> str:
@@ -69,10 +68,10 @@ class Option:
         default: Default value. A loss or its parts may have another default.
         symbol: Symbol in the papers.
         choices: Accepted values. None (default) means any value.
-        flag: The flag. Empty (default) means the name with hyphens.
+        flag: The flag. Empty (default) means ``--`` and the name with hyphens.
         nullable: Whether None is accepted ("none" on the command line); ``help`` explains its meaning.
         openclip_flag: Whether OpenCLIP's parser has this flag.
-        ablation: Whether the option has no own flag, only ``--loss-option NAME=VALUE``.
+        ablation: Whether the option has no flag of its own and is set by ``--loss-option NAME=VALUE``.
         hint: Advice in the error message for a rejected value.
         is_list: Whether the flag accepts any number of values, each of ``type``.
     """
@@ -120,7 +119,7 @@ class Option:
         return converted
 
     def parse(self, text: str) -> Any:
-        """Convert a text from the command line with :meth:`check`. ``none`` means None if the option is nullable."""
+        """Convert a text from the command line, and :meth:`check` it. ``none`` means None if the option is nullable."""
         if self.nullable and text.lower() == "none":
             return None
         if self.type is bool:
@@ -139,7 +138,7 @@ class Option:
 
 
 def as_words(flag: str, value: Any) -> list[str]:
-    """Return the command-line words that set a flag to a value."""
+    """Return the command-line arguments that set a flag to a value."""
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, dict):
@@ -151,7 +150,7 @@ def as_words(flag: str, value: Any) -> list[str]:
 
 
 def option_as_words(option: Option, value: Any) -> list[str]:
-    """Return the command-line words that set an option of a loss to a value."""
+    """Return the command-line arguments that set an option of a loss to a value."""
     if option.ablation:
         return [f"--loss-option={option.name}={'none' if value is None else str(value).lower()}"]
     return as_words(option.flag, value)
@@ -174,12 +173,12 @@ def flag(
     needs: str = "",
     **limits: Any,
 ) -> Any:
-    """Declare a configuration's field whose value comes from a flag.
+    """Declare a field of a configuration that is set by a flag.
 
     Args:
         help: Effect of the flag; empty for OpenCLIP's flags.
         dest: The flag's Python name, if it differs from the field's name.
-        needs: Python name of another flag, without which this flag has no effect.
+        needs: Python name of the flag that this flag requires.
         limits: Other attributes of :class:`Option`: ``minimum``, ``choices``, and so on.
     """
     declared = {"help": help, "dest": dest, "needs": needs, "limits": limits}
@@ -187,7 +186,7 @@ def flag(
 
 
 def flag_fields(config: type) -> list[dataclasses.Field]:
-    """Return the fields of a configuration whose values come from flags."""
+    """Return the fields of a configuration that are set by flags."""
     return [field for field in dataclasses.fields(config) if _METADATA in field.metadata]
 
 
@@ -197,7 +196,7 @@ def python_name(field: dataclasses.Field) -> str:
 
 
 def own_options(configs: Iterable[type]) -> list[Option]:
-    """Return the flags of the given configurations, without the flags that OpenCLIP's parser has."""
+    """Return the flags of the given configurations that OpenCLIP's parser does not define."""
     return [
         _option(config, field)
         for config in configs
@@ -207,7 +206,7 @@ def own_options(configs: Iterable[type]) -> list[Option]:
 
 
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
-    """Create a configuration. ``flags`` has the values of all flags by Python name. ``others`` replaces or adds fields."""
+    """Create a configuration from the values of flags (by Python name) and from other fields, which take precedence."""
     fields = (field for field in flag_fields(config) if field.name not in others)
     values = {field.name: flags[python_name(field)] for field in fields}
     for field in flag_fields(config):
@@ -217,7 +216,7 @@ def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T
 
 
 def check_flags(config: type, flags: Mapping[str, Any]) -> None:
-    """Raise OptionError if a configuration's flag is out of range, or if it needs another flag that is not given.
+    """Raise OptionError if a flag of a configuration is out of range or requires a flag that is not given.
 
     ``flags`` contains the values of all flags by Python name. A value of None is not checked.
     """

@@ -1,6 +1,6 @@
 """The console program: ``openclip-ext COMMAND ...`` runs ``python -m MODULE ...``.
 
-It imports only the module of the given command, so ``openclip-ext --help`` is fast.
+Only the given command's module is imported, so ``openclip-ext --help`` is fast.
 """
 
 import importlib
@@ -26,13 +26,13 @@ COMMANDS = {
     "train": Command("openclip_ext.training.main", "train CLIP; accepts OpenCLIP's flags and ours"),
     "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training run before it is submitted"),
     "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
-    "manifest": Command("openclip_ext.data.manifest", "count the samples of shards, which defines their indices"),
+    "manifest": Command("openclip_ext.data.manifest", "count the samples of each shard, to number all samples"),
     "plan": Command("openclip_ext.diagnostics.plan", "predict the memory and communication of a training run"),
     "compare": Command("openclip_ext.compare", "find the best loss for your data"),
     "estimation-error": Command(
         "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with exact values"
     ),
-    "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, misfits and false negatives in data"),
+    "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, mismatched pairs and false negatives"),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
     "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
@@ -44,7 +44,7 @@ COMMANDS = {
 _HELP = """\
 usage: openclip-ext [--help] [--version] [--completion] COMMAND ...
 
-commands (openclip-ext COMMAND --help describes one):
+commands (for details: openclip-ext COMMAND --help):
 {commands}
 
 eval "$(openclip-ext --completion)" turns on completion of commands, flags and losses in bash, and in zsh with bashcompinit."""
@@ -59,7 +59,7 @@ complete -o default -F _openclip_ext openclip-ext"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command line, by default the process's own arguments.
+    """Run the command line ``argv``. None (default) means the arguments of this process.
 
     Raises:
         SystemExit: The status is the command's exit status, 2 for an unknown command, or 130 after Ctrl-C.
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with until_pipe_breaks():
             _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
-    except KeyboardInterrupt:  # for example while a command imports its libraries
+    except KeyboardInterrupt:  # Ctrl-C, for example while a command imports its libraries
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
 
@@ -84,7 +84,7 @@ def _run(name: str, *rest: str) -> None:
         print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        # An earlier call in this process may have imported the module, for which runpy prints a warning.
+        # runpy would print a warning if an earlier call in this process has imported the module.
         warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:

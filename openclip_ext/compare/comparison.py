@@ -1,4 +1,4 @@
-"""Run ``openclip-ext compare``: read the data, plan, execute the runs, and report."""
+"""Run ``openclip-ext compare``: read the data, plan and execute the runs, and write the report."""
 
 import argparse
 import json
@@ -37,26 +37,26 @@ from openclip_ext.training.runtime.run_folder import versions
 
 # Fraction of --minutes that is reserved for runs that are slower than planned.
 _RESERVE = 0.1
-# Fraction of --minutes for measuring the throughput, and the maximum of this time.
+# Fraction of --minutes for measuring the throughput, and the maximum of this time in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# When a run of a setting may stop early: after this fraction of the run, if another setting is better by this many half widths
-# of the interval over samples. One half width is not enough, because the interval of one seed does not cover other seeds. In
-# docs/benchmarks/icons, 249 pairs of settings differed by 3 points at a quarter of their runs; 7 of them changed order later.
+# A run may stop early after the first number (a fraction of the run) if another setting is better by more than the second
+# number (in half widths of the interval over samples). One half width is not enough, because the interval of one seed does
+# not cover other seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs,
+# and 7 of these pairs changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
 
 def main(argv: list[str]) -> None:
     """Compare losses and write the report. The exit status is 130 after a signal, and 1 if there is no result."""
-    started = time.monotonic() - time.process_time()  # the start of the process, because the imports count, too
+    started = time.monotonic() - time.process_time()  # the start of the process, because --minutes includes the imports
     config, training = parse(argv)
     deadline = started + 60 * config.minutes
     try:
         with held(config.folder):  # locks the folder, including the cache in it
-            if not read_plan(
-                config, training
-            ):  # called first, to reject a folder of other flags before decoding the data
+            # Read the plan first: a folder with other flags is rejected before the data are decoded.
+            if not read_plan(config, training):
                 _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, deadline)
@@ -72,24 +72,24 @@ def main(argv: list[str]) -> None:
 
 
 def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
-    """Raise ValueError if ``seconds`` are too short for runs with the minimum number of steps."""
+    """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
     batch = training.loading.batch_size * training.loading.accum_freq
     needed = planner.least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
     if seconds * (1 - _RESERVE) < needed:
         least = math.ceil(config.minutes + (needed / (1 - _RESERVE) - seconds) / 60)
         raise ValueError(
-            f"the time is too short: --minutes {config.minutes:g}, and the shortest comparison of {len(config.losses)} losses "
-            f"needs {needed / 60:.1f} minutes for training alone. Give --minutes {least} or, for reading and scoring, twice "
-            "as many; or fewer --losses, or a smaller --model"
+            f"--minutes {config.minutes:g} is too short: the shortest comparison of {len(config.losses)} losses needs "
+            f"{needed / 60:.1f} minutes for training, and time for reading and scoring. Give at least --minutes {least}, or "
+            f"better {2 * least}; or fewer --losses, or a smaller --model"
         )
 
 
 class Comparison:
-    """A comparison in one output folder. ``deadline`` is a value of ``time.monotonic()``.
+    """A comparison, stored in one output folder. It stops at ``deadline``, a value of ``time.monotonic()``.
 
     Attributes:
         plan: Content of ``plan.json``; empty before the first plan.
-        contests: The runs of each planned stage whose losses and settings are already chosen.
+        contests: The runs of each stage, for all stages whose losses and settings are already chosen.
     """
 
     def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
@@ -100,12 +100,12 @@ class Comparison:
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         jobs = config.folder / "jobs"
-        # SLURM's time limit of a job is --minutes, unless --slurm has another time.
+        # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, __name__, jobs, parameters, self.stop)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
-        # Maximum number of samples of a run: all full batches of ``--epochs`` epochs.
+        # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
         self.contests: list[Contest] = []
         self.plan = read_plan(config, training)
@@ -130,7 +130,7 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def _open_stages(self) -> None:
-        """Add the contests of planned stages. A stage has the best settings of the stage before, which must be finished."""
+        """Add the contests of planned stages. A stage takes its settings from the previous stage, which must be finished."""
         for stage in self.plan.get("stages", [])[len(self.contests) :]:
             if not self.contests:
                 tried = {loss: found[: self.plan["tried"]] for loss, found in self.candidates.items()}
@@ -171,7 +171,7 @@ class Comparison:
     def _plan_tuning(self) -> None:
         """Plan the first stage, assuming that all losses cost as much as the baseline.
 
-        The baseline's throughput, and the error of a batch's normalizers, are measured first.
+        The baseline's throughput and the error of a batch's normalizers are measured first.
         """
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(space.BASELINE, *self.candidates[space.BASELINE][0], 10_000 * self.pilot.batch)
@@ -189,7 +189,7 @@ class Comparison:
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
 
     def _drop_unstarted_stage(self) -> None:
-        """Remove a stage that an earlier call planned but did not start. This call plans it again, for its own time."""
+        """Remove a stage that an earlier call planned but did not start. This call plans it again for the remaining time."""
         stages, rows = self.plan["stages"], self.results.rows
         if 1 < len(self.contests) == len(stages) and not any(run.id in rows for run in self.contests[-1].decided(rows)):
             self.contests.pop()
@@ -212,7 +212,7 @@ class Comparison:
         return True
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a final row, which stops a run, if another setting is clearly better after as many samples; else None."""
+        """Return a final row to stop a run if another setting is clearly better after equally many samples, else None."""
         self._running[name] = so_far
         if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
@@ -255,7 +255,7 @@ class Comparison:
     def write_report(self, notes: list[str]) -> bool:
         """Write the report of the finished runs; return whether the report recommends a loss."""
         if not self.plan:
-            print("no run is finished yet, so there is no report")
+            print("there is no report, because no run is finished yet")
             return False
         found = report.make_report(
             contests=self.contests,
@@ -284,7 +284,7 @@ class Comparison:
         return found.recommended is not None
 
     def command_line(self, row: Mapping[str, Any]) -> str:
-        """Return the training command line of a run."""
+        """Return the ``openclip-ext train`` command of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for flag in ("--lr", "--epochs", "--warmup"):  # removed here, because they are set below
             ours.add_argument(flag)
@@ -301,7 +301,7 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; empty if there is none. Raise ValueError if it is corrupt or of other flags."""
+    """Return the plan in the output folder; empty if there is none. Raise ValueError if it is corrupt or has other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
         return {}
@@ -315,7 +315,7 @@ def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]
 
 
 def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
-    """Return, by loss, the runs whose settings enter the next stage: the best of the baseline and of the best losses."""
+    """Return the runs whose settings enter the next stage: the best runs of the baseline and of the best other losses."""
 
     def mean_score(loss: str) -> float:
         return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
@@ -329,7 +329,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
 
 
 def measured_costs(contest: Contest, losses: Iterable[str], results: Results) -> planner.Costs | None:
-    """Return the costs of the given losses, from their finished runs; None if a loss has no finished run."""
+    """Measure the costs of losses in their finished runs; return None if a loss has no finished run."""
     rows = [results[run.id] for run in contest.decided(results) if results.get(run.id, {}).get("curve")]
     per_sample = {}
     for loss in losses:
@@ -341,7 +341,7 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of everything that determines all runs, without the data and each run's loss and options."""
+    """Return a digest of the flags and versions that apply to all runs, without the data."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
     parts = [asdict(getattr(training, name)) for name in names]
     return config_digest([parts, config.anchors, config.population, versions()])

@@ -23,7 +23,7 @@ from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_flag, add_loss_flags, take_loss_options
 
-# Python names of the training flags that compare accepts, with the same meaning. Other flags are rejected.
+# Python names of the training flags that compare accepts with the same meaning. It rejects other training flags.
 _USED_FLAGS = """
     train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
@@ -37,15 +37,15 @@ _USED_FLAGS = """
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Arguments of ``openclip-ext compare``. ``training`` contains the training flags as the user gave them."""
+    """Arguments of ``openclip-ext compare``. ``training`` contains the training flags that the user gave."""
 
     shards: str
     losses: tuple[str, ...]
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
-    val: str | None = flag(None, "validation data, in the form of SHARDS (default: a tenth of SHARDS is held out)")
+    val: str | None = flag(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
     classes: str | None = flag(
-        None, "file with a class name per line; a sample's member cls has the line number, from 0"
+        None, "file with one class name per line; each sample's member cls contains a line number, from 0"
     )
     minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
@@ -53,8 +53,8 @@ class CompareConfig:
     executor: str = flag(
         "local", "execute runs on this machine, or as SLURM jobs (submitit)", choices=("local", "slurm")
     )
-    slurm: str = flag("", "sbatch parameters of the jobs, by submitit's names: partition=gpu,gpus_per_node=1")
-    cache: float = flag(8.0, "maximum GiB of decoded images on disk", exclusive_minimum=0)
+    slurm: str = flag("", "sbatch parameters of the jobs, with submitit's names, such as partition=gpu,gpus_per_node=1")
+    cache: float = flag(8.0, "maximum size of the decoded images on disk in GiB", exclusive_minimum=0)
     anchors: int = flag(1000, "number of samples whose normalizers are compared with their exact values", minimum=1)
     population: int = flag(10_000, "number of training samples from which exact normalizers are computed", minimum=2)
 
@@ -64,11 +64,10 @@ class CompareConfig:
 
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
-    """Return the configuration of the comparison, and the configuration of its training runs."""
     add_model_configs()
     parser = _parser()
     args, training = parser.parse_known_args(argv)
-    # This parser has no ``--model``, so in ``--model ViT-B-32 SHARDS`` it would read ``ViT-B-32`` as SHARDS.
+    # This parser has no ``--model``, so in ``--model ViT-B-32 SHARDS`` it takes ViT-B-32 for SHARDS. Reject this order.
     _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
     if unknown:
         raise UsageError(f"{unknown[0]} before SHARDS: give SHARDS first, then the training flags")
@@ -95,9 +94,9 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
-    """Return the training runs' configuration; raise UsageError for flags that have no effect or another meaning here."""
+    """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
-        raise UsageError("--recipe contains one loss's settings for a paper's run length; remove it")
+        raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
@@ -115,7 +114,7 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
 
 def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
     if BASELINE not in losses or len(losses) < 2:
-        raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other, with commas")
+        raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other loss")
     for name in options:
         if name in ("normalizer", *space.SEARCHED_OPTIONS):
             reason = "would make all losses equal" if name == "normalizer" else "is tuned by compare"
@@ -127,14 +126,14 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         used |= {option for setting in settings for option in setting}
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
-            raise UsageError(f"--losses: {name} compares two views of an image: retrieval cannot score it")
+            raise UsageError(f"--losses: {name} compares two views of an image, which retrieval cannot score")
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "Find the best loss for your data, model and batch size. Accepts the flags of training, too."
+    description = "Find the best loss for your data, model and batch size. Also accepts the flags of training."
     parser = argparse.ArgumentParser(prog="openclip-ext compare", allow_abbrev=False, description=description)
     parser.add_argument("shards", metavar="SHARDS", help="training data, as in --train-data")
     default = ",".join(space.DEFAULT_LOSSES)

@@ -23,13 +23,13 @@ _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
 def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
-    """Return the data, and notes about the data for the report."""
+    """Return the data of a comparison, and notes about the data for the report."""
     notes: list[str] = []
     names = _class_names(config.classes)
     train, held_out = _decode(config, training, len(names) or None, notes)
     val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
-        raise ValueError("all validation samples have the same caption: give others with --val")
+        raise ValueError("all validation samples have the same caption: give other data with --val")
     tokens = None
     if isinstance(train, Cache):
         num_samples, identity = len(train), train.digest
@@ -56,13 +56,13 @@ def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore
 def _decode(
     config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
 ) -> tuple[Cache | DataSpec, Cache]:
-    """Return the training samples (their files, if they do not fit into the cache) and the validation samples."""
+    """Return the training samples (or their files, if they do not fit into the cache) and the validation samples."""
     spec = training.data
     assert spec is not None, "the command line gives the shards"
     image_size = _image_size(training)
 
     def decoded(spec: DataSpec, classes: int | None) -> Cache:
-        spec = replace(spec, reference=None)  # the cache does not depend on the reference
+        spec = replace(spec, reference=None)  # the decoded data do not depend on the reference model
         folder = config.folder / "cache" / config_digest([asdict(spec), _files(spec), image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
@@ -70,7 +70,7 @@ def _decode(
         try:
             whole = decoded(spec, classes)
         except DoesNotFit as error:
-            raise ValueError(f"{error}: increase it, or give validation data with --val") from None
+            raise ValueError(f"{error}: increase --cache, or give validation data with --val") from None
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "
@@ -89,15 +89,15 @@ def _decode(
 
 
 def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
-    """Return the number and the digest of the training samples, if each run reads them from their files."""
+    """Return the number and the digest of training samples that each run reads from their files."""
     loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
-        raise ValueError(f"the manifest excludes samples, which needs a larger --cache than {config.cache:g}")
+        raise ValueError(f"the manifest excludes samples, and this needs a --cache larger than {config.cache:g}")
     return loader.num_samples, loader.source.digest
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Sample a fraction ``share`` of ``count`` positions with a fixed seed; return them and the others, both sorted."""
+    """Sample a fraction ``share`` of ``count`` positions with a fixed seed; return these and the other positions, sorted."""
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
@@ -109,7 +109,7 @@ def divide(count: int, share: float) -> tuple[list[int], list[int]]:
 
 
 def _files(spec: DataSpec) -> list[Sequence[Any]]:
-    """Return the names of a data set's files. Local files also have their size and modification time."""
+    """Return the names of a data set's files, with size and modification time if the file is local."""
     files = [spec.manifest] if spec.manifest else []
     if spec.resolved_type == "webdataset":
         assert spec.source is not None

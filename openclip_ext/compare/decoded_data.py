@@ -1,7 +1,7 @@
 """Decode the data once for many short runs: images into a memory-mapped file, and texts into tokens.
 
 Runs use the training loader, so the order of samples and the augmentation depend only on the seed. If the training set does
-not fit into the cache, each run reads and decodes its files.
+not fit into the cache, each run reads and decodes the files again.
 """
 
 import contextlib
@@ -56,7 +56,6 @@ class Cache:
         return len(self.rows)
 
     def part(self, positions: Sequence[int]) -> "Cache":
-        """Return a cache of the samples at these positions."""
         return Cache(self.folder, tuple(self.rows[position] for position in positions))
 
     @cached_property
@@ -76,7 +75,7 @@ class Cache:
         return [self._table["captions"][row] for row in self.rows]
 
     def indices(self) -> list[int]:
-        """Return the samples' positions in the data set that was decoded."""
+        """Return the samples' positions in the original data set."""
         return [self._table["indices"][row] for row in self.rows]
 
     def classes(self) -> list[int] | None:
@@ -105,7 +104,7 @@ def write_cache(
 
     Args:
         image_size: Side of the model's input images in pixels.
-        limit: Maximum bytes of the decoded images.
+        limit: Maximum size of the decoded images in bytes.
         classes: Number of classes. Each sample's class is read from its member ``cls``. None (default) reads no classes.
 
     Raises:
@@ -211,8 +210,8 @@ class Tokens(NamedTuple):
 class KnownTexts:
     """A tokenizer that looks up the tokens of known texts, and shrinks the text tower to their length and vocabulary.
 
-    The tower is only shrunk, in place, if it is causal and all parameters are trained (see :func:`shrink`). Without known
-    texts (``tokens`` is None), the model does not change, and ``tokenizer`` is called.
+    The tower is shrunk in place, but only if it is causal and all parameters of the model are trained (see :func:`shrink`).
+    Without known texts (``tokens`` is None), ``tokenizer`` is called, and the model does not change.
 
     Attributes:
         vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all tokens.
@@ -242,10 +241,10 @@ class KnownTexts:
 
 @dataclass(frozen=True)
 class PilotData:
-    """The data with which runs are trained and scored.
+    """The data to train and score runs.
 
     Attributes:
-        train: Decoded training samples, or their files.
+        train: Decoded training samples, or their files if they do not fit into the cache.
         val: Samples for choosing settings.
         test: Samples for the reported results.
         names: Class names, if any.
@@ -265,7 +264,6 @@ class PilotData:
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
     ) -> TrainLoader:
-        """Return the training loader for the training samples."""
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)

@@ -49,8 +49,9 @@ class ComparePilot:
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
         """Train and score a run; return its row of results.
 
-        ``seen`` is called with the number of samples of each step, and after each score with the row so far. The row's
-        ``points`` are reciprocal ranks in the validation half, by number of training samples. They can stop a setting.
+        ``seen`` is called with the number of samples of each step, and after each scoring with the row so far. The row's
+        ``points`` are reciprocal ranks of the validation samples, by number of training samples. :meth:`Comparison.stop`
+        compares these ranks to stop bad settings early.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
@@ -77,8 +78,8 @@ class ComparePilot:
             "points": points,
             "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
-        # Measuring normalizers takes as long as a short run. So it is only done in runs with the second seed, which only the
-        # best setting of each loss has.
+        # Measuring normalizers takes as long as a short run, so only runs with the second seed do it. Only the best setting of
+        # each loss has such a run.
         normalizers = self.normalizer_errors(training) if run.seed == SEEDS[1] else None
         row |= {} if normalizers is None else {"normalizers": normalizers}
         return row | {"all_seconds": time.perf_counter() - start}
@@ -86,16 +87,14 @@ class ComparePilot:
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
         """Return the errors of a batch's normalizers before training, and the costs of a run in seconds.
 
-        ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is a run's time for everything
-        else.
+        ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is the rest of a run's time.
         """
         found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
         if found is None:
             raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        training = PilotRun(
-            self.config, self.data, run, device
-        )  # a new run, because the first is now in evaluation mode
+        # This is a new run, because the first run is now in evaluation mode.
+        training = PilotRun(self.config, self.data, run, device)
         rest = time.perf_counter() - start
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
@@ -113,11 +112,11 @@ class ComparePilot:
         return found | {"per_sample": per_sample, "per_run": rest}
 
     def normalizer_errors(self, training: PilotRun) -> dict[str, Any] | None:
-        """Return the errors of the loss's and the batch's log-normalizers, compared with exact values; None if it diverged.
+        """Return the errors of the loss's and the batch's log-normalizers, compared with exact values; None after divergence.
 
-        The model and the loss are in evaluation mode afterwards.
+        The model and the loss stay in evaluation mode.
         """
-        # The population must be larger than a batch, because a batch has no error compared with itself.
+        # The population must be larger than a batch: compared with the batch itself, its normalizers have no error.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()
@@ -131,8 +130,8 @@ class ComparePilot:
         measure = partial(of_run, **vars(found))
         is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
         own = measure(training.loss) if is_global else None
-        # Measure the batch's error at the loss's temperatures, which may differ between samples. This is not possible if the
-        # loss's normalizers contain the positive pair, which makes them a different quantity.
+        # Measure the batch's error at the loss's temperatures, which may differ between samples. If the loss's normalizers
+        # include the positive pair, they are a different quantity, so the batch's error is measured with the baseline.
         comparable = own is not None and not training.loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
@@ -143,9 +142,9 @@ class ComparePilot:
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Return each sample's ranks ``(N,)``, from 0, in retrieval in both directions, and in zero-shot classification.
+    """Return each sample's rank, ``(N,)`` from 0, in retrieval in each direction and in zero-shot classification.
 
-    Classification needs class ``names``. In retrieval, any sample with the same caption is right.
+    Classification needs class ``names``. In retrieval, any sample with the same caption counts as correct.
     """
     captions, classes = samples.captions(), samples.classes()
     to_classify = [names] if names and classes is not None else []
@@ -173,7 +172,7 @@ def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
 
 
 def pack(values: Tensor) -> str:
-    """Encode values from 0 to 1 as text, with three digits each."""
+    """Encode values from 0 to 1 as text, with a precision of about three digits."""
     return base64.b64encode(values.half().numpy().tobytes()).decode()
 
 
@@ -183,7 +182,7 @@ def unpack(packed: str) -> Tensor:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of tensors on a GPU, or of the process (resident memory) on a CPU."""
+    """Return the peak memory in bytes: allocated tensors on a GPU, or the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Choose the number of candidates, the length of runs, and the next stage, for a given time and the measured throughput."""
+"""Choose the number of candidates, the length of runs, and the next stage from the available time and the throughput."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 SEEDS = (0, 1, 2)
 # Maximum number of seeds. More than three are only used if time is left.
 MOST_SEEDS = 6
-# Number of settings per loss that enter the next stage. In docs/benchmarks/icons, in 83 % of 46 cases, the setting that was
-# best at the end of the runs was one of the two best at a quarter of the runs.
+# Number of settings per loss that enter the next stage. In docs/benchmarks/icons, the best final setting was one of the two
+# best after a quarter of the runs in 83 % of 46 cases.
 FINALISTS = 2
 # Number of losses that enter the next stage, in addition to the baseline.
 CONTENDERS = 2
-# Ratios of run lengths. The first stage leaves time for runs that are 2.5 times as long. A new stage must have runs that are
-# at least 1.5 times as long.
+# Ratios between the run lengths of successive stages: the ratio that the first stage plans for, and the minimum ratio.
 _PLANNED_LONGER, _LONGER = 2.5, 1.5
 # Minimum number of steps of a run. The results of shorter runs are hardly better than chance.
 _LEAST_STEPS = 20
-# Pairs of the number of candidates per loss in the first stage, and the steps of a run that must be possible with it (or
-# --epochs, if shorter). Long runs matter more than many candidates: on icons, queueclip's gain grew from 0.1 points after
-# 1,700 steps to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
+# Each pair has a number of candidates per loss in the first stage, and the minimum steps per run for it (fewer if --epochs
+# is shorter). Long runs matter more than many candidates: on icons, queueclip's gain grew from 0.1 points after 1,700 steps
+# to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
 _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
 # Number of runs per loss in a later stage: one run of every finalist, and the other seeds of the best finalist.
 _STAGE_RUNS = FINALISTS + len(SEEDS) - 1
@@ -33,7 +32,7 @@ class Costs:
     per_run: float
 
     def fitting(self, seconds: float, runs: int) -> float:
-        """Return how many samples a run may have if one process performs ``runs`` runs of each loss in ``seconds``."""
+        """Return the samples per run if one process performs ``runs`` runs of each loss in ``seconds``."""
         return (seconds / runs - len(self.per_sample) * self.per_run) / sum(self.per_sample.values())
 
 
@@ -48,9 +47,10 @@ class Stage:
 def plan_tuning(
     costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
 ) -> tuple[int, Stage]:
-    """Plan the first stage for ``seconds``; return the number of candidates per loss (up to ``most_tried``) and the stage.
+    """Plan the first stage of a comparison that takes ``seconds``; return the number of candidates per loss and the stage.
 
-    The stage has one seed, or all seeds if there are so few candidates that no second stage is needed.
+    There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
+    second stage is needed.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
@@ -61,8 +61,8 @@ def plan_tuning(
         if steps >= enough_steps or steps == most_samples // batch:
             return tried, Stage(steps * batch, seeds)
     raise ValueError(
-        f"the time is too short: reading and measuring leave {max(0, seconds) / 60:.1f} minutes, which is {max(0, steps)} "
-        f"steps per run, expected at least {_LEAST_STEPS}. Use more --minutes, fewer --losses, or a smaller --model"
+        f"the time is too short: reading and measuring leave {max(0, seconds) / 60:.1f} minutes, enough for {max(0, steps)} "
+        f"steps per run; expected at least {_LEAST_STEPS}. Use more --minutes, fewer --losses, or a smaller --model"
     )
 
 
@@ -84,7 +84,7 @@ def least_seconds(per_sample: float, losses: int, processes: int, batch: int) ->
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
-    """Plan the next stage with the costs of its losses: longer runs, if not possible more seeds, else None."""
+    """Plan the next stage from the costs of its losses: longer runs or, if the time is too short, more seeds; else None."""
     fitting = costs.fitting(seconds * processes, _STAGE_RUNS)
     longer = int(min(fitting, most_samples) // batch) * batch
     if longer >= _LONGER * last.samples:
@@ -105,7 +105,7 @@ def equal_epochs(samples: int, batch: int, num_samples: int) -> tuple[int, int]:
     An epoch has at most ``num_samples`` samples.
     """
     longest, steps = num_samples // batch, samples // batch
-    # At least one of these two numbers of epochs gives a length close to the requested one.
+    # At least one of these two numbers of epochs gives about the requested length.
     counts = (max(1, steps // longest), math.ceil(steps / longest))
     epochs = max(counts, key=lambda count: count * min(longest, steps // count))
     return epochs, min(longest, steps // epochs) * batch

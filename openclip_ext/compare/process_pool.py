@@ -1,7 +1,6 @@
 """Execute several runs in parallel, each in its own process. There is one process per GPU or core.
 
-Processes start fast, because they are forks of a server process that has imported all modules. If a run fails, other runs
-continue.
+Processes start fast, because they are forked from a server that has imported all modules. If a run fails, others continue.
 """
 
 import contextlib
@@ -20,8 +19,8 @@ from openclip_ext.data.processes import available_cores
 _POLL_SECONDS = 0.3
 # The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
-# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, or with a
-# dictionary that is its intermediate result.
+# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, and with
+# intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
 # Receives a task's name and intermediate result; returns a final result to stop the task, else None.
@@ -78,12 +77,12 @@ class TaskPool(ABC):
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Execute tasks until none is left. If ``keep_going`` returns False before, kill the running tasks; return False.
+        """Execute all tasks and return True. As soon as ``keep_going`` returns False, kill the running tasks and return False.
 
         Args:
             pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
             on_end: Called with name, result and failure of each task. The result is None after a failure.
-            keep_going: Called several times per second. Returns whether to continue.
+            keep_going: Returns whether to continue. It is called several times per second.
         """
         try:
             while keep_going():
@@ -115,7 +114,7 @@ class TaskPool(ABC):
 
 
 class ProcessPool(TaskPool):
-    """A pool of processes on this machine. The server process, from which they are forked, imports ``preload``."""
+    """A pool of processes on this machine. They are forked from a server process that imports ``preload``."""
 
     _running: dict[str, _Running]
 
@@ -165,7 +164,7 @@ def _exit_reason(status: int) -> str:
 
 
 def failure_words(failure: str) -> str:
-    """Return a clause that describes how a run failed or was killed."""
+    """Return a clause that describes why a run failed or was killed."""
     return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
 
 

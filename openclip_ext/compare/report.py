@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs without incomplete batches."""
+    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs, counted in full batches."""
 
     data: str
     model: str
@@ -49,10 +49,10 @@ class LossResult:
         each_seed: R@1 of each seed.
         gain: R@1 minus ``openclip``'s R@1 in runs of the same length, averaged over common seeds; None without common seeds.
         difference, zero_shot_difference: Gains with intervals; None with fewer than two common seeds.
-        gains: Epochs, gain and number of seeds of each run length, the shortest first.
+        gains: ``(epochs, gain, number of seeds)`` for each run length, the shortest first.
         curves: ``(samples, seconds, R@1)`` for each seed.
-        normalizers: Errors of the loss's and the batch's log-normalizers, at the end of the second seed's run.
-        command: The training command line.
+        normalizers: Errors of the loss's and the batch's log-normalizers at the end of the run with the second seed.
+        command: The command line that trains with this setting.
     """
 
     loss: str
@@ -79,7 +79,7 @@ class Report:
     """Content of the report.
 
     Attributes:
-        recommended: The loss to use.
+        recommended: The loss to use. None means that there is no result.
         text_of_judgement: A sentence about the error of a batch's normalizers before training.
         results: Results of the losses, the best first.
         runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
@@ -124,7 +124,7 @@ def make_report(
     for loss in contests[0].families:
         own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
         if own:
-            # Choose the last stage with two or more common seeds, which give an interval; else the last with one common seed.
+            # An interval needs two common seeds. Choose the last stage that has them, or else the last stage with one.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
@@ -156,7 +156,7 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of random guessing, averaged over both directions. Samples of a group have equal captions, ranked once."""
+    """Return R@1 of random guessing, averaged over both directions. Equal captions, which form a group, are ranked once."""
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
@@ -219,7 +219,7 @@ def _loss_result(
 
 
 def _hits(row: Row, metrics: Sequence[str]) -> Tensor:
-    """Return the mean over the metrics of each sample's hit (1) or miss (0), ``(N,)``."""
+    """Return each sample's hit (1) or miss (0), averaged over the metrics: ``(N,)``."""
     return torch.stack([unpack(row["hits"][name]) for name in metrics]).mean(dim=0)
 
 
@@ -238,7 +238,7 @@ def _difference(
 
 
 def _leader(found: Sequence[LossResult]) -> LossResult:
-    """Return the best loss whose interval is above 0 (compared with the baseline), or the best loss if there is none."""
+    """Return the best loss among those whose gain has an interval above 0, or among all if there is none."""
     sure = [result for result in found if result.difference is not None and result.difference.low > 0]
     return max(sure or found, key=_gain)
 
@@ -255,8 +255,7 @@ def conclude(
 ) -> tuple[str, str | None]:
     """Return sentences about the result and the effect of longer runs, and the recommended loss.
 
-    ``to_best`` contains the difference between the best loss and each loss in runs of the same length. ``failures`` contains
-    the failures of runs.
+    ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages.
     """
     others = [result for result in found if result.difference is not None]
     if not any(result.loss == BASELINE for result in found) or not others:
@@ -265,7 +264,7 @@ def conclude(
         killed = sum(failure.startswith(KILLED) for failure in failures)
         counts = {"were killed": killed, "failed": len(failures) - killed}
         ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)
-        return f"No result: {ends}, for the reasons below. The same command runs them again.", None
+        return f"No result: {ends}, for the reasons below. The same command executes them again.", None
     best = _leader(others)
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"
@@ -278,13 +277,13 @@ def conclude(
     sentence = f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} is nearest, {difference}"
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
-    return " ".join([f"{sentence}.", *outlook(best, about), f"Take {BASELINE} with its best setting."]), BASELINE
+    return " ".join([f"{sentence}.", *outlook(best, about), f"Use {BASELINE} with its best setting."]), BASELINE
 
 
 def outlook(best: LossResult, about: About) -> list[str]:
     """Return sentences about how a loss's gain grows with the run length, and which length may give a clear result.
 
-    The growth per doubling of the length is extrapolated from the shortest and the longest runs. They may have different
+    The growth per doubling of the length is computed from the shortest and the longest runs. These runs may have different
     settings and few seeds.
     """
     gap = best.difference
@@ -299,7 +298,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
             f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
             f"this continues, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
         )
-        # Doublings of the length after which the interval, with the same width, excludes 0.
+        # Doublings of the length after which an interval of the same width excludes 0.
         doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
     else:
         sentence = f"Longer runs than {best.epochs:.1f} epochs may change this."
@@ -308,7 +307,7 @@ def outlook(best: LossResult, about: About) -> list[str]:
         return [sentence]
     epochs = best.epochs * 2**doublings
     if epochs > 1.01 * about.most_epochs:
-        return [f"{sentence} No length up to --epochs is likely to decide; the same command adds seeds, which may."]
+        return [f"{sentence} No length up to --epochs is likely to decide. The same command adds seeds."]
     minutes = math.ceil(2**doublings * about.minutes)
     return [f"{sentence} About {epochs:.0f} epochs may decide: continue with the same command and --minutes {minutes}."]
 
@@ -327,7 +326,7 @@ def _signed(value: float) -> str:
 
 
 def _factor(error: Mapping[str, float]) -> list[str]:
-    """Format the factor and its 90 % range to two digits, without exponents."""
+    """Format an error's factor and the 90 % range of the factor with two digits, without exponents."""
     return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
 
 
@@ -335,8 +334,8 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
     """Describe the error of a batch's normalizers."""
     median, low, high = _factor(measured["batch"])
     return (
-        f"Before training, at temperature {measured['temperature']:.3f}: your batch of {batch} misjudges its normalizer by a "
-        f"factor of {median} (90 %: {low} to {high}), against {measured['samples']:,} training samples."
+        f"Before training, at temperature {measured['temperature']:.3f}, the normalizers of your batch of {batch} are wrong "
+        f"by a factor of {median} (90 %: {low} to {high}), compared with {measured['samples']:,} training samples."
     )
 
 
@@ -352,18 +351,18 @@ def _shown_difference(result: LossResult) -> str:
 
 
 def tables(report: Report) -> dict[str, list[list[str]]]:
-    """Return the tables by title. The first row of a table is its head."""
+    """Return the tables by title. The first row of a table is its header."""
     metrics = [name for name in _METRIC_WORDS if report.results and name in report.results[0].scores]
     words = [_METRIC_WORDS[name] for name in metrics]
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
-    errors = [["model trained with", "τ", "batch misjudges by (90 %)", "error of the batch", "error of the loss"]]
+    errors = [["model trained with", "τ", "batch is wrong by (90 %)", "error of the batch", "error of the loss"]]
     for one in report.results:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
             scores[-1] += f", {points(one.zero_shot_difference)}"
-        # The interval is an early column, to be visible on a small screen.
+        # The interval is in one of the first columns, which are visible on a small screen.
         head = [one.loss, _shown_difference(one), _plain(one.scores["R@1"]), f"{one.epochs:.1f}"]
         result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
@@ -388,7 +387,6 @@ def _command(report: Report) -> str | None:
 
 
 def markdown(report: Report) -> str:
-    """Return the report as Markdown."""
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
         parts += ["Train the recommended configuration for the length of its longest run:", f"```bash\n{command}\n```"]

@@ -15,7 +15,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A description of a training run, complete except for the code. Its row of results starts with these fields.
+    """Everything that defines a training run, except the code. A row of results starts with these fields.
 
     Attributes:
         data: Digest of the data, and of everything that no other field describes.
@@ -42,8 +42,8 @@ class Run:
     def id(self) -> str:
         """Return a digest of the run that ignores the names of family and schedule.
 
-        The rows in docs/benchmarks have these ids, so the ids must not change. Runs without ``epoch_samples`` have the ids
-        from before this field existed.
+        The rows in docs/benchmarks have these ids, so the ids must not change. A run without ``epoch_samples`` has the
+        id from before this field existed.
         """
         content = {name: value for name, value in asdict(self).items() if name not in ("family", "schedule")}
         if self.epoch_samples is None:
@@ -69,7 +69,7 @@ class Contest:
         return sorted(tried, key=lambda run: -score(results[run.id]))
 
     def by_setting(self, family: str, results: Results) -> list[list[Run]]:
-        """Return the runs chosen so far: one list per setting, with its seeds. The best setting comes first."""
+        """Return the runs chosen so far, a list for each setting. The best setting, if chosen, is first and has all seeds."""
         best = self.best(family, results)
         if not best:
             return [[run] for run in self.families[family]]
@@ -80,7 +80,7 @@ class Contest:
         return [replace(run, seed=seed) for run in self.ranked(family, results)[:1] for seed in self.seeds]
 
     def decided(self, results: Results) -> list[Run]:
-        """Return all runs chosen so far, ordered by seed, then by setting. So pairs with equal seeds are complete early."""
+        """Return all runs chosen so far, ordered by seed, then by setting, to complete pairs with equal seeds early."""
         placed = [
             (self.seeds.index(run.seed), place, run)
             for family in self.families
@@ -100,7 +100,7 @@ def score(row: Mapping[str, Any]) -> float:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of a file by run id. Broken lines are skipped. Empty if there is no file."""
+    """Return the rows of a file by run id, without broken lines; empty if there is no file."""
     return {row["id"]: row for row in json_lines.read(path) if "id" in row}
 
 

@@ -1,4 +1,4 @@
-"""Perform one run on decoded data with the trainer's parts, in one process, without checkpoints and logs."""
+"""Perform one run on decoded data with the trainer's parts, in one process, without checkpoints or logs."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ CURVE_POINTS = len(_CURVE)
 
 
 def seconds_a_sample(config: TrainingConfig) -> float:
-    """Return the seconds per sample of a forward and backward pass on one thread, a lower bound for a training step."""
+    """Return the seconds per sample of a forward and backward pass on one thread. A training step takes at least this time."""
     add_model_configs()
     device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
     with without_warnings():
@@ -62,7 +62,7 @@ def warmup_steps(asked: int, steps: int) -> int:
 
 
 class PilotRun:
-    """One run that trains like the training program. Experiments override methods in subclasses.
+    """One run, with the training program's steps. Subclasses in experiments override some methods.
 
     Args:
         config: The training configuration. The run replaces its loss, learning rate and length.
@@ -102,7 +102,7 @@ class PilotRun:
         self.diverged = False
 
     def shared_options(self) -> dict[str, Any]:
-        """Return default options, each for all losses that use the option."""
+        """Return default options. Each applies to all losses that use it."""
         return {"seed": self.run.seed, "epochs": self.run.epochs}
 
     def prepare(self) -> None:
@@ -128,7 +128,7 @@ class PilotRun:
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
     def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
-        """Return the model's input for some rows of the samples to score."""
+        """Return the model's input for the images of some ``samples``."""
         return torch.stack([self.built.preprocess_val(samples.image(row)) for row in rows])
 
     def run_steps(self) -> Iterator[int]:
@@ -157,7 +157,7 @@ class PilotRun:
     def train(
         self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
     ) -> list[list[float]]:
-        """Train to the end; return a curve, whose points are samples, training seconds and score.
+        """Train to the end; return a curve of points ``[samples, training seconds, score]``.
 
         ``seen`` is called with the number of samples of each step, and ``score`` with the number of samples so far. With
         ``each_epoch``, there is a point at the end of each epoch.
@@ -173,7 +173,7 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median temperature of the last step's anchors, or the model's if the loss has no temperatures."""
+        """Return the median temperature of the last step's anchors, or the model's temperature if the loss has none."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @torch.no_grad()

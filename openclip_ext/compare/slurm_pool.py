@@ -1,6 +1,6 @@
 """Execute several runs in parallel as SLURM jobs, with the package submitit.
 
-All nodes need access to the folder of the jobs, the data and this environment.
+All nodes need access to the jobs' folder, to the data, and to this Python environment.
 """
 
 import json
@@ -16,7 +16,7 @@ from openclip_ext.compare.process_pool import KILLED, Judge, ProcessPool, Task, 
 from openclip_ext.files.writing import write_atomically
 
 _POLL_SECONDS = 1.0
-# Time between two calls of squeue. More frequent calls would be a high load for SLURM's controller.
+# Time between two calls of squeue. More frequent calls would overload SLURM's controller.
 _QUEUE_SECONDS = 10.0
 # Time between two updates of a job's progress file.
 _PROGRESS_SECONDS = 5.0
@@ -36,7 +36,7 @@ class SlurmPool(TaskPool):
     Args:
         jobs: Maximum number of jobs at a time.
         folder: Folder for the jobs' files.
-        parameters: Parameters of ``sbatch``, by submitit's names, such as ``partition=gpu,gpus_per_node=1``.
+        parameters: Parameters of ``sbatch``, with submitit's names, such as ``partition=gpu,gpus_per_node=1``.
 
     Raises:
         UsageError: submitit or SLURM is missing, or a parameter is unknown.
@@ -82,7 +82,7 @@ class SlurmPool(TaskPool):
             if result is not None and (stopped := self._judge(name, result)):
                 return stopped, ""
         if entry.job.paths.result_pickle.exists():
-            error = entry.job.exception()  # an error outside of the task, such as a missing module on the node
+            error = entry.job.exception()  # an error outside the task, such as a module that the node lacks
             return entry.job.result() if error is None else (None, str(error))
         left = self._left_queue.get(entry.job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:

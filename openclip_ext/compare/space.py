@@ -1,6 +1,6 @@
 """List the candidates of each loss: temperature settings, each with several learning rates.
 
-A comparison tries the same number of candidates of each loss: the first ones in :func:`candidates`.
+A comparison tries the same number of candidates for each loss, in the order of :func:`candidates`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from openclip_ext.losses.options import REFERENCE_OPTIONS
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
 LR_FACTORS = (1.0, 0.5, 2.0)
-# Options for runs of a few epochs. There, a moving average over many epochs adapts too slowly
+# Options for runs of a few epochs, in which a moving average over many epochs adapts too slowly
 # (docs/experiments/papers-claims.md#ablations), and an MLP that is reset in each epoch does not become accurate.
 FOR_SHORT_RUNS: Mapping[str, Any] = {
     "gamma": 0.8,
@@ -68,7 +68,7 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
 
     Settings with equal options are returned once. All settings include the user's ``fixed`` options that the loss uses.
     """
-    if loss == BASELINE:  # the baseline has no reference model, even if the other losses have one
+    if loss == BASELINE:  # the baseline never uses a reference model
         fixed = {name: value for name, value in fixed.items() if name not in REFERENCE_OPTIONS}
     found, refusals, complete = [], [], []
     for options in _BASELINE_SETTINGS if loss == BASELINE else _OWN_SCHEME.get(own_scheme(loss), _SETTINGS):
@@ -87,7 +87,7 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
         except ValueError as error:
             refusals.append(str(error))
     if not found:
-        raise ValueError(f"--losses: {loss} with these options: {refusals[0]}")
+        raise ValueError(f"--losses: {loss} cannot be trained with these options: {refusals[0]}")
     return found, refusals
 
 
@@ -105,7 +105,7 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return pairs of setting and learning rate factor in the order of trial: settings first, because they matter more."""
+    """Return pairs ``(setting, learning rate factor)`` in the order of trial: settings first, because they matter more."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]

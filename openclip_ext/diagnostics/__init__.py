@@ -1,1 +1,1 @@
-"""Tools for training runs: checks, plans, curves, estimation errors, and the inspection of the data."""
+"""Diagnostic commands for training runs: checks, plans, curves, estimation errors, and inspection of the data."""

@@ -41,7 +41,6 @@ def _order_of_metrics(name: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Draw the curves of the given runs, and write the figure."""
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument(
@@ -52,14 +51,14 @@ def main(argv: list[str]) -> None:
     logs = {}
     for name, run in zip(names, args.runs, strict=True):
         if not run.is_dir():
-            raise ValueError(f"no run folder {run}: expected LOGS/NAME of a training run")
+            raise ValueError(f"{run} is not a folder: expected LOGS/NAME of a training run")
         logs[name if names.count(name) == 1 else str(run)] = read_log(run)
     logged = {name: log for name, log in logs.items() if log.steps}
     if not logged:
         raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
     for name in logs:
         if name not in logged:
-            print(f"warning: {name} is not drawn: it has logged no training step", file=sys.stderr)
+            print(f"warning: {name} is not drawn, because it has logged no training step", file=sys.stderr)
     plot(logged, args.output)
     print(args.output)
 

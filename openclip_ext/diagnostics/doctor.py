@@ -1,7 +1,7 @@
 """Check a training run before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
 
-The program needs no GPU and trains nothing. It prints a line for each check, with a fix for each problem. The exit status is 1
-if a problem would stop the run. If the shards have no manifest, the program writes it, as a run would.
+The program needs no GPU and trains nothing. It prints a line for each check, and a fix for each problem. The exit status is 1
+if a problem would stop the run. If the shards have no manifest, the program writes one, like a run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Finding = tuple[str, str]
 
 
 class Doctor:
-    """Checks of a training run with ``world_size`` processes, in the order in which a run would fail."""
+    """Checks of a training run with ``world_size`` processes, in the order in which they would stop the run."""
 
     def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
         self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
@@ -56,7 +56,7 @@ class Doctor:
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of all checks. If a check raises an error, this error is a finding."""
+        """Yield the findings of all checks. An error that a check raises is a finding, too."""
         checks = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
         for run_check in checks:
             try:
@@ -72,7 +72,7 @@ class Doctor:
     def _launcher(self) -> Iterator[Finding]:
         here = [name for name in ("WORLD_SIZE", "SLURM_NTASKS") if int(os.environ.get(name, "1")) > 1]
         if here and "MASTER_ADDR" not in os.environ:
-            yield ERROR, f"launcher: {here[0]} without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
+            yield ERROR, f"launcher: {here[0]} is set without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
         else:
             found = "its variables are set" if here else "none found"
             yield OK, f"launcher: {found}; {self.world_size} processes planned"
@@ -99,7 +99,7 @@ class Doctor:
     def _data(self) -> Iterator[Finding]:
         spec = self.config.data
         if spec is None:
-            yield OK, "data: no training data, the run only evaluates"
+            yield OK, "data: the run has no training data and only evaluates"
             return
         loading = replace(self.config.loading, rank=0, world_size=self.world_size, workers=0)
         loader = build_train_loader(spec, loading, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
@@ -125,7 +125,7 @@ class Doctor:
             yield WARNING, f"batch: {mismatch}"
 
     def _build(self) -> Iterator[Finding]:
-        """Build model, loss and optimizer like the run, but on the meta device, which needs no memory."""
+        """Build model, loss and optimizer like a run, but on the meta device, where tensors need no memory."""
         if self.steps is None or ":" in self.config.model.name:
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
@@ -169,7 +169,7 @@ class Doctor:
     def _folder(self) -> Iterator[Finding]:
         folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length
         if folder is None:
-            yield WARNING, "folder: with --logs none, the run saves nothing"
+            yield WARNING, "folder: the run saves nothing, because of --logs none"
             return
         if not self.config.folder.resume_latest and run_folder.has_begun(folder):
             yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or use another --name"
@@ -183,7 +183,7 @@ class Doctor:
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples
         space = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
-        fix = "free space, use another --logs, increase --save-frequency, or --delete-previous-checkpoint"
+        fix = "free space, use another --logs, increase --save-frequency, or set --delete-previous-checkpoint"
         yield (OK, space) if free > count * size else (ERROR, f"{space}: {fix}")
         if self.config.data is not None and not saving.every_steps:
             yield (

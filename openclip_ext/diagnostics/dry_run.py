@@ -1,6 +1,6 @@
 """Measure the communication and temporary memory of a step for any number of ranks, on a machine without GPUs.
 
-The real loss and model run on meta tensors, which have sizes but no values. The communication of the loss is counted.
+The loss and the model of the run process meta tensors, which have sizes but no values. The loss's communication is counted.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class DryRun:
     """Communication and memory of a step of the loss.
 
     Attributes:
-        exchanged: Bytes by kind of communication: of the gathered result, the reduced tensor, or the message to a neighbor.
-        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without its inputs.
+        exchanged: Bytes by kind of communication: the size of the gathered result, the reduced tensor, or the message.
+        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without the inputs.
     """
 
     exchanged: Mapping[str, float]
@@ -40,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms, which send the minimum for all-gather and all-reduce."""
+    """Return the bytes that each rank sends with ring algorithms. For all-gather and all-reduce, this is the minimum."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -51,8 +51,8 @@ def dry_run(
 ) -> DryRun:
     """Run training steps of a loss on meta tensors, from the start of an epoch; return the mean over the steps.
 
-    ``create`` returns the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples per
-    rank (for a loss with two views, the number of images).
+    ``create`` returns the loss of one rank. Its state may have any number of samples. ``local_batch`` is the number of samples
+    per rank (for a loss with two views, the number of images).
     """
     exchanged: Counter[str] = Counter()
     with _pretended_ranks(world_size, exchanged):
@@ -66,7 +66,7 @@ def dry_run(
                 guard = StepGuard(nn.Module(), loss)
                 guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
-                distributed.all_reduce_max(torch.empty(2, device="meta"))  # the non-finite check's all-reduce
+                distributed.all_reduce_max(torch.empty(2, device="meta"))  # as in the check for non-finite gradients
                 if head is not None:  # training/step.py also reduces the gradient of the head
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
@@ -101,7 +101,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         note(ALL_REDUCE, tensor.nbytes)
         return tensor.detach().clone()
 
-    # Unlike our losses, OpenCLIP's losses call torch.distributed directly, also in the backward pass.
+    # OpenCLIP's losses call torch.distributed, not openclip_ext.distributed, and also communicate in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
         note(ALL_GATHER, world_size * tensor.nbytes)
         note(REDUCE_SCATTER, world_size * tensor.nbytes)
@@ -134,7 +134,7 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 def activation_bytes(
     model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
 ) -> list[int]:
-    """Return, for each batch size, the peak bytes of an OpenCLIP model in a forward and backward pass, including the images.
+    """Return the peak bytes of a model's forward and backward pass, including the images, for each batch size.
 
     ``model`` is on the meta device, with ``output_dict=True``. ``precision`` is one of :data:`PRECISIONS`.
     """

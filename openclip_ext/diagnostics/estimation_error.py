@@ -37,7 +37,7 @@ class Error:
         mean, image, text: Error over all anchors, over image anchors, and over text anchors.
         bias: Mean of ``α − α*`` over all anchors.
         factor: Median of ``exp|α − α*|``, the factor by which a normalizer is too large or too small.
-        factor_low, factor_high: Central range that contains 90 % of the factors.
+        factor_low, factor_high: The 5 % and 95 % quantiles of this factor.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Error:
 
     @classmethod
     def of(cls, estimate: Tensor, exact: Tensor) -> "Error":
-        """Compute the error of estimates ``(2, A)`` of image and text anchors from the exact values."""
+        """Compare estimates ``(2, A)`` for image and text anchors with the exact values."""
         difference = estimate.double() - exact.double()
         image, text = difference.square().mean(dim=1).tolist()
         low, median, high = difference.abs().flatten().quantile(difference.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
@@ -80,7 +80,7 @@ class EstimationError:
 def exact_log_normalizers(
     image: Any, text: Any, anchors: Any, tau: Any, *, eps: float = 0.0, include_positive: int | None = None
 ) -> Tensor:
-    """Compute exact log-normalizers ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64, chunk by chunk.
+    """Compute exact log-normalizers ``α*`` of some anchors over all embeddings [NeuCLIP 9], in float64 and in chunks.
 
     ``log g_i = logsumexp_{j≠i} (s_ij − s_ii)/τ_i − log(n−1)``; ``α*_i = log(ε + g_i)``.
 
@@ -89,8 +89,8 @@ def exact_log_normalizers(
         anchors: ``(A,)`` rows of the anchors.
         tau: One temperature, or temperatures ``(2, A)`` of the image anchors and the text anchors.
         eps: The constant ε.
-        include_positive: Global batch size ``B``, if the loss's normalizers contain the positive pair
-            (``loss.normalizers_include_positive``). Then ``α*_i = log((1 + (B−1)·g_i)/B)``. None (default) means they do not.
+        include_positive: Global batch size ``B``, if the loss's normalizers include the positive pair
+            (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``. None (default) means they do not.
 
     Returns:
         ``(2, A)`` float64 for the image anchors and the text anchors, on the device of ``anchors``.
@@ -149,12 +149,12 @@ def measure(
 ) -> EstimationError:
     """Measure the error of a loss's log-normalizers (NeuCLIP, Appendix B.6) without changing the loss's state.
 
-    Anchors are sampled without replacement. The loss estimates them in shuffled batches of the run's size, because some
-    estimators depend on the batch size. Other samples fill the last batch.
+    Anchors are sampled without replacement. The loss estimates their log-normalizers in shuffled batches of the run's size,
+    because some estimators depend on the batch size. The last batch is filled with other samples.
 
     Args:
         loss: A loss with normalizers of images against texts, including its state, on ``device``.
-        image, text: Unit embeddings ``(n, d)`` of the full training set, as tensors or arrays. They are copied in parts.
+        image, text: Unit embeddings ``(n, d)`` of the full training set, as tensors or arrays, copied to ``device`` in parts.
         logit_scale: The model's ``1/τ``.
         batch_size: The run's global batch size ``B``.
         index: Positions ``(n,)`` of the samples in the data set, if the loss needs them. None (default) means ``0 .. n−1``.
@@ -215,14 +215,13 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
 
 
 def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """Return the temperatures ``(2, B)`` of a batch's anchors: from the loss, or from the model if the loss has none."""
+    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's or, if it has none, the model's."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index)
 
 
 def table(title: str, result: EstimationError) -> str:
-    """Format a result as a text table."""
     rows = {title: result.estimator, "mini-batch": result.minibatch}
     width, batch = max(map(len, rows)), result.minibatch
     lines = [f"{'estimate':<{width}}  {'error':>9}  {'images':>9}  {'texts':>9}  {'bias':>9}"]
@@ -231,20 +230,20 @@ def table(title: str, result: EstimationError) -> str:
             values = (error.mean, error.image, error.text, error.bias)
             lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
     lines.append(
-        f"Mean squared error of log-normalizers: {result.anchors:,} anchors on each side against {result.samples:,} samples, "
-        f"batches of {result.batch_size:,}\nThe mini-batch misjudges a normalizer by a factor of {batch.factor:.2g} (90 %: "
+        f"Mean squared error of log-normalizers: {result.anchors:,} anchors on each side, {result.samples:,} samples, "
+        f"batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a factor of {batch.factor:.2g} (90 %: "
         f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
     return "\n".join(lines)
 
 
 def checkpoints_of(run: Path, names: str) -> list[str]:
-    """Return the checkpoint names in a comma-separated list. ``all`` means all with a ``.state``, in the order of training."""
+    """Return the checkpoint names in a comma-separated list; ``all`` means all with a ``.state`` folder, the oldest first."""
     if names != "all":
         return names.split(",")
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
     if not found:
-        raise UsageError(f"no checkpoint of {run} has its .state folder: train with --save-frequency")
+        raise UsageError(f"no checkpoint of {run} has a .state folder: train with --save-frequency")
     return [path.name for path in sorted(found, key=lambda path: list(map(int, re.findall(r"\d+", path.stem))))]
 
 
@@ -267,13 +266,12 @@ def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the estimation error of checkpoints; print, write and draw the results."""
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
     description = "Measure the error of a run's log-normalizers, compared with exact values over the full training set."
     parser = argparse.ArgumentParser(prog="openclip-ext estimation-error", description=description)
     add_run_arguments(parser, several=True)
-    count_help = "number of samples whose log-normalizers are compared (default: %(default)s)"
+    count_help = "number of samples whose log-normalizers are measured (default: %(default)s)"
     parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)
     parser.add_argument(
         "--json", type=output_path, metavar="FILE", help="write the result, or a list of results, as JSON"

@@ -34,7 +34,7 @@ from openclip_ext.training.config import ModelConfig, model_config
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A checkpoint's model and loss in evaluation mode, and the training data with the transform for evaluation."""
+    """The model and loss of a checkpoint in evaluation mode, and the run's training data with the evaluation transform."""
 
     folder: Path
     checkpoint: Path
@@ -51,7 +51,7 @@ class FinishedRun:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add the command-line arguments of :func:`load_run`. If ``several``, ``run`` is a list."""
+    """Add the command-line arguments of :func:`load_run`. If ``several``, the user can give more than one run."""
     count, others = ("+", "; several separated by commas, or all") if several else (None, "")
     parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME of a training run")
     names = f"file in checkpoints/, or latest{others} (default: %(default)s)"
@@ -59,9 +59,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) ->
     parser.add_argument("--train-data", help="new path of the training data, if the data have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
-    parser.add_argument("--workers", type=int, help="number of processes that read images (default: the run's)")
+    parser.add_argument("--workers", type=int, help="number of processes that read images (default: as in training)")
     parser.add_argument(
-        "--batch-size", type=command_line.count, help="images per batch of the embedding (default: the run's)"
+        "--batch-size", type=command_line.count, help="number of images per batch (default: as in training)"
     )
 
 
@@ -74,7 +74,7 @@ def load_run(
     batch_size: int | None = None,
     **others: Any,
 ) -> FinishedRun:
-    """Load a run from its folder. For the arguments, see :func:`add_run_arguments`; ``others`` are ignored.
+    """Load a run from its folder. :func:`add_run_arguments` explains the arguments; ``others`` are ignored.
 
     Raises:
         UsageError: The run, the checkpoint, its state or the training data are missing, or the data have changed.
@@ -124,16 +124,16 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
         has_manifest = spec.manifest is not None and Path(spec.manifest).is_file()
         spec = replace(spec, source=moved_to, manifest=spec.manifest if has_manifest else None)
     elif MASK in str(spec.source):
-        raise UsageError(f"the run does not keep the secrets in {spec.source}: give it again with --train-data")
+        raise UsageError(f"the run does not store the secrets in {spec.source}: give the full URL with --train-data")
     try:
         source = build_source(spec, preprocess)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the run's training data: {error}. If they have moved, {fix}") from error
+        raise UsageError(f"cannot read the run's training data: {error}. If the data have moved, {fix}") from error
     expected, found = identity["num_samples"], source.num_samples
     if found != expected:
         raise UsageError(f"{spec.source} has {found:,} samples, the run was trained on {expected:,}: {fix}")
     if None not in (digests := {identity.get("data"), source.index_digest}) and len(digests) > 1:
-        raise UsageError(f"the run was trained on other data than {spec.source}: {fix}")
+        raise UsageError(f"{spec.source} is not the run's training data: {fix}")
     return source
 
 
@@ -176,11 +176,11 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
 def open_model(
     flags: Mapping[str, Any], checkpoint: Checkpoint, device: torch.device
 ) -> tuple[ModelConfig, Any, Callable, Callable]:
-    """Return a run's model configuration, the model in evaluation mode with a checkpoint's weights, transform, tokenizer."""
+    """Return a run's model configuration, model (with a checkpoint's weights), evaluation transform and tokenizer."""
     add_model_configs()
     settings = model_config(flags)
-    # A pretrained tag is kept, because it also sets the normalization of images. A pretrained file is not: it is not needed
-    # for that, and may not exist any more.
+    # Keep a pretrained tag, because it also sets the normalization of images. Remove a pretrained file, because it may no
+    # longer exist and has no other effect.
     is_tag = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     settings = replace(settings, pretrained=settings.pretrained if is_tag else None, pretrained_image=False)
     with command_line.without_warnings():

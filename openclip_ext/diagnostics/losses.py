@@ -11,7 +11,6 @@ _PARTS = ("normalizer", "temperature_scheme")
 
 
 def main(argv: list[str]) -> None:
-    """List all losses, or describe the given ones."""
     parser = argparse.ArgumentParser(prog="openclip-ext losses", description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
     names = parser.parse_args(argv).names

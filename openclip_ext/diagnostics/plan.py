@@ -1,7 +1,7 @@
 """Plan a training run: memory per rank and communication per step, for several numbers of ranks.
 
-The plan needs no GPUs and no data. The real model and loss, with state for a few samples, run on tensors without values (see
-``dry_run.py``). The plan does not include memory that libraries reserve.
+The plan needs no GPUs and no data. The run's model, and its loss with state for a few samples, process tensors without values
+(see ``dry_run.py``). The plan does not include memory that libraries reserve.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from openclip_ext.training.parser import add_loss_flags, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
-# Size of the per-sample state in the loss that is built. The plan scales it to the number of samples.
+# Number of samples for which the loss is built. The plan scales the loss's state to the run's number of samples.
 _FEW_SAMPLES = 64
-# Number of float32 tensors per parameter: parameter, gradient and AdamW's two moments; with DDP also its gradient buckets.
+# Float32 values per parameter: the parameter, its gradient and AdamW's two moments. DDP's gradient buckets add one.
 _PARAMETER_COPIES, _DDP_PARAMETER_COPIES = 4, 5
 # With these options, OpenCLIP's loss on several ranks is exact, and no rank needs the full similarity matrix.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
@@ -49,7 +49,7 @@ class Training:
     reference_dim: int | None = None  # embedding dimension of a reference model
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the run's loss with state for ``samples`` samples, by default a few."""
+        """Create the run's loss with state for ``samples`` samples (default: a few)."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()
@@ -139,13 +139,12 @@ class Plan:
         if row.gpu <= self.gpu_memory:
             return None
         return (
-            f"{row.world_size} rank{'s' if row.world_size > 1 else ''}: a GPU needs {_gib(row.gpu)} GiB, "
-            f"it has {_gib(self.gpu_memory)}: use more ranks, "
+            f"{row.world_size} rank{'s' if row.world_size > 1 else ''}: a GPU needs {_gib(row.gpu)} GiB "
+            f"and has {_gib(self.gpu_memory)}: use more ranks, "
             "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch"
         )
 
     def report(self) -> Iterator[str]:
-        """Yield the lines of the plan."""
         yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
         if warning := self.warning(self.asked):
             yield f"WARNING: {warning}"
@@ -208,7 +207,6 @@ def _gib(size: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print a plan."""
     args = vars(_parser().parse_args(argv))
     gpu_memory, world_size, loss = args.pop("gpu_memory"), args.pop("world_size"), args.pop("loss") or "openclip"
     options = take_loss_options(args)
@@ -232,7 +230,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the number of GPUs and for their memory."""
     parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
     help = "memory of a GPU in GB (default: this machine's GPU, or 80)"

@@ -21,9 +21,9 @@ class ContrastiveModule(lightning.LightningModule):
 
     Args:
         model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
-        loss: Loss from ``openclip_ext.create_loss``. With several processes, a function that creates the loss, because
+        loss: Loss from ``openclip_ext.create_loss``. For several processes, pass a function that creates the loss, because
             Lightning starts the processes later.
-        optimizer: Function that creates an optimizer from parameters.
+        optimizer: Function that creates an optimizer for a list of parameters.
 
     Attributes:
         model_loss: The loss, which exists after ``configure_model``. It is not a submodule, because
@@ -70,8 +70,8 @@ class ContrastiveModule(lightning.LightningModule):
             repeats = sampler.total_size > len(sampler.dataset)  # type: ignore[arg-type]
             if sampler.num_replicas != self.trainer.world_size:
                 raise ValueError(
-                    f"the DistributedSampler is for {sampler.num_replicas} processes, and there are "
-                    f"{self.trainer.world_size}: create it in train_dataloader() with trainer.world_size and global_rank"
+                    f"the DistributedSampler is for {sampler.num_replicas} processes, not {self.trainer.world_size}: create "
+                    "the sampler in train_dataloader() with trainer.world_size and global_rank"
                 )
         self.model_loss.check_loop(self.trainer.accumulate_grad_batches, repeats)
 

@@ -1,4 +1,4 @@
-"""Train with exact large batches in little memory, in any training loop."""
+"""Train with large batches in little memory, with exact gradients, in any training loop."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ _EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
 def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     """Make a model compute training batches in micro-batches. Only one micro-batch at a time has activations in memory.
 
-    Value and gradient are equal to those of the full batch: the backward pass computes each micro-batch again, with the same
-    random numbers (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``, Lightning, accelerate and custom
-    training loops. Batch normalization uses the statistics of each micro-batch. In ``sentence-transformers``, whose models
-    have one tower, set ``micro_batch_size`` of the loss instead.
+    The loss and its gradient equal those of the full batch, because the backward pass computes each micro-batch again
+    with the same random numbers (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``, Lightning, accelerate
+    and custom training loops. Batch normalization uses the statistics of each micro-batch. In ``sentence-transformers``, whose
+    models have one tower, set ``micro_batch_size`` of the loss instead.
 
     Args:
         model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, which is not yet compiled or wrapped.

@@ -15,7 +15,7 @@ from openclip_ext.files.schema import read_as
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the inputs of the model and those of the loss (``index``, ``positives``, ``reference``)."""
+    """Split a batch into the model's inputs and the loss's inputs (``index``, ``positives``, ``reference``)."""
     for_loss = {name: batch[name] for name in (INDEX, "positives", "reference") if name in batch}
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
@@ -25,8 +25,8 @@ class ModelLoss:
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. It is set to the loss's initial value, or frozen if the
-            loss does not train it.
+        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is set to the loss's initial value, or
+            frozen if the loss does not train it.
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
@@ -64,11 +64,11 @@ class ModelLoss:
         """Return the loss of a batch, 0-d.
 
         Args:
-            outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of a CLIP, SigLIP or dual encoder of
+            outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of CLIP, SigLIP or dual encoders in
                 ``transformers``.
             index: Positions ``(B_local,)`` of the samples in the training set, if the loss needs them.
-            training: Whether the batch is training data. If not, return OpenCLIP's loss over this process's samples, and do
-                not change the state.
+            training: Whether this is training data. If not, return OpenCLIP's loss over this process's samples, and keep the
+                state.
             positives: Labels or mask of equal captions, for a loss with ``equal_captions`` (see its ``forward``).
             reference: A reference model's embeddings, for a loss with ``reference_dim`` (see its ``forward``).
         """
@@ -95,7 +95,7 @@ class ModelLoss:
         }
 
     def separate_rate(self, optimizer: Optimizer) -> None:
-        """Move the temperature to its own parameter group, if the loss sets its learning rate.
+        """Move the temperature to its own parameter group, if the loss sets the temperature's learning rate.
 
         Call this method before you create a learning rate schedule.
         """
@@ -169,7 +169,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`, of any number of processes; raise ValueError if options or data differ."""
+        """Restore a :meth:`state_dict` of any number of processes; raise ValueError if the options or the data differ."""
         state = read_as(dict[str, Any], state, "the saved loss")
         saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

@@ -24,12 +24,12 @@ def register() -> None:
     """Add this package's losses to OpenCLIP's training script. Call it before ``open_clip_train.main.main(argv)``.
 
     The script then accepts ``--loss`` and the options of losses, and ``open_clip.create_loss(args)`` creates the loss
-    ``args.loss``. Its options are read from the dictionary ``args.loss_options``, and from attributes of ``args`` with the
-    names of the flags (``loss_eps`` for ``--loss-eps``). Later calls have no effect.
+    ``args.loss``. The loss's options are read from the dictionary ``args.loss_options``, and from attributes of ``args``
+    with the names of the flags (``loss_eps`` for ``--loss-eps``). Later calls have no effect.
 
-    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index, losses that
-    train their own modules, and, with ``accum_freq > 1``, losses with state. Train these losses with
-    ``python -m openclip_ext.training.main``.
+    ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index or equal
+    captions, losses that train their own modules, and, with ``accum_freq > 1``, all losses of this package. Train these losses
+    with ``python -m openclip_ext.training.main``.
     """
     compat.extend_script(
         create_loss=_extended_create_loss, parse_args=_extended_parse_args, train_one_epoch=_announced_epoch
@@ -90,10 +90,10 @@ def _extended_create_loss(original: Callable) -> Callable:
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
         if getattr(args, "distill", False):
-            raise ValueError(f"--loss {name} does not distill: remove --distill-model, or use --loss openclip")
+            raise ValueError(f"--loss {name} cannot distill: remove --distill-model, or use --loss openclip")
         refused = {
             f"--loss {name} needs every sample's index": asked.needs_index,
-            f"--loss {name} needs one call a step, without --accum-freq {accum_freq}": accum_freq > 1,
+            f"--loss {name} needs one call per step with --accum-freq {accum_freq}": accum_freq > 1,
             "--equal-captions needs to know which captions are equal": asked.needs_positives,
             f"--loss {name} trains its own modules": asked.model_head() is not None,
         }
@@ -109,7 +109,7 @@ def _extended_create_loss(original: Callable) -> Callable:
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a loss that ``args`` sets. Attributes have the flags' names, because ``args.eps`` is Adam's."""
+    """Return the loss options in ``args``. Its attributes have the flags' names, because ``args.eps`` is Adam's option."""
     given = getattr(args, "loss_options", {})
 
     def value_of(option: str) -> Any:

@@ -20,9 +20,9 @@ class GlobalContrastiveLoss(nn.Module):
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        scale: Initial ``1/τ`` if the loss has no initial value.
+        scale: Initial ``1/τ``, if the loss does not set one.
         micro_batch_size: Number of texts with activations in memory at a time. Each text is embedded twice (GradCache, Gao et
-            al. 2021). Value and gradient are equal to those of the full batch. None (default) embeds a batch at once.
+            al. 2021). The loss and its gradient are the same as for the full batch. None (default) embeds a batch at once.
 
     Example:
         >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
@@ -83,6 +83,6 @@ class GlobalContrastiveLoss(nn.Module):
         return LossCallback(self.model_loss)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return ``learning_rate_mapping`` for the training arguments. It has the temperature if the loss sets its rate."""
+        """Return the training argument ``learning_rate_mapping``: the temperature's learning rate, if the loss sets it."""
         rate = self.model_loss.loss.logit_scale_lr
         return {} if rate is None else {r"^logit_scale$": rate}

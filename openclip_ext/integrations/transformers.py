@@ -58,7 +58,7 @@ class ContrastiveTrainer(Trainer):
         if self.args.remove_unused_columns:
             raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
         self.model_loss = ModelLoss(contrastive_loss, self.model)
-        # These two lines make the Trainer compute a loss for validation data, which have no labels.
+        # Without these two attributes, the Trainer computes no loss for validation data, which have no labels.
         self.can_return_loss = True
         self.label_names: list[str] = []
         self.add_callback(LossCallback(self.model_loss))

@@ -4,13 +4,13 @@
 
 DataComp's harness ("upstream") uses clip-benchmark's functions. For every task, it creates and loads the model, computes the
 classifier class by class (``zero_shot_classifier``), and scores the images (``run_classification``). ``eval.datacomp``
-("ours") loads the model once, encodes texts in batches without padding, and encodes equal classes once. Both use the same
-image tower in the same precision. The script stops with an error if their accuracies differ.
+("ours") loads the model once, encodes texts in batches without padding, and encodes equal classes once. Both implementations
+use the same image tower in the same precision. The script stops with an error if their accuracies differ.
 
 The data have the sizes of ImageNet and its variants, divided by ``--scale``. The number of classes is also divided, because
-otherwise texts would take too large a part of the time. Class names and templates are clip-benchmark's. Images have the size
-of photographs. The two implementations alternate task by task, ``--rounds`` times. A ratio compares the totals of a round.
-Loading the model takes a larger part of the time than in a full evaluation, so a second ratio excludes it.
+texts would otherwise take too large a part of the time. Class names and templates come from clip-benchmark. Images are as
+large as photographs. The two implementations alternate task by task, ``--rounds`` times. A ratio compares the totals of a
+round. A second ratio excludes the time for loading the model, which is a larger part of the total than in a full evaluation.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             for task, folder in folders.items():
                 for way in ways.values():
                     way.evaluate(task, folder)
-            # On CUDA, different batch shapes round differently. This may change the class of a sample whose scores are close.
+            # On CUDA, rounding depends on the batch shape. This may change the class of a sample whose scores are close.
             accuracies, tolerance = [way.accuracies for way in ways.values()], 1e-6 if args.device == "cpu" else 0.01
             if not np.allclose(*accuracies, rtol=0, atol=tolerance):
                 raise RuntimeError(f"expected equal accuracies, found (upstream, ours): {accuracies}")
@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=3)
     parser.add_argument("--model", default="ViT-B-32", help="default: the model of DataComp's scales small and medium")
     parser.add_argument("--scale", type=int, default=200, help="divisor of DataComp's numbers of images and classes")
-    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both (default: upstream's)")
+    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both programs (default: upstream's)")
     parser.add_argument(
         "--workers", type=int, default=2, help="data workers of both implementations, with one shard each"
     )

@@ -1,9 +1,9 @@
-"""Measure how costs grow with the ranks, the samples and the shards: the step, the per-sample state, start and resume.
+"""Measure how the costs of a step, the per-sample state, start and resume grow with ranks, samples and shards.
 
     python -m scripts.bench.growth [ranks samples shards] [--output results.json] [--figure growth.svg]
 
-Times are CPU time, of one run. *slope* is the exponent of growth between the two largest sizes: 0 is constant, 1 is linear.
-Ranks are pretended: a step runs on tensors without values, as in ``openclip-ext plan``. Each of the shards has one sample.
+Times are CPU times of one run. *slope* is the exponent of growth between the two largest sizes: 0 is constant, 1 is linear.
+Ranks are simulated: a step runs on tensors without values, as in ``openclip-ext plan``. Each shard has one sample.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Launches(TorchDispatchMode):
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """Return the CPU time of an action, with the processes that it starts and ends."""
+    """Return the CPU time of an action in seconds, including the processes that the action starts and ends."""
     before = cpu_time()
     action()
     return cpu_time() - before
@@ -62,7 +62,7 @@ def cpu_time() -> float:
 
 
 def of_ranks(ranks: int) -> harness.Row:
-    """Measure a step of ``fastclip``, with constant batches on each rank and over all ranks."""
+    """Measure a step of ``fastclip``, first with a constant batch per rank, then with a constant global batch."""
     create = partial(registry.create_loss, "fastclip", embed_dim=WIDTH, num_samples=10**6)
     row: harness.Row = {}
     for title, local in (("local_64", LOCAL), ("global_65536", GLOBAL // ranks)):
@@ -74,7 +74,7 @@ def of_ranks(ranks: int) -> harness.Row:
 
 
 def of_samples(samples: int) -> harness.Row:
-    """Measure the state of ``fastclip`` on one rank, and the order of one worker that reads shards of 10,000 samples."""
+    """Measure the state of ``fastclip`` on one rank, and the sample order of a worker that reads shards of 10,000 samples."""
     tables: list[ShardedTable] = []
 
     def create() -> None:
@@ -104,7 +104,7 @@ def of_samples(samples: int) -> harness.Row:
 
 
 def of_shards(shards: int) -> harness.Row:
-    """Measure the manifest of local shards of one sample, and reading them."""
+    """Measure how long it takes to create the manifest of local one-sample shards, and to read them."""
 
     def read() -> None:
         reader = ShardSource(find_or_create_manifest(pattern), *KEYS).reader()

@@ -1,4 +1,4 @@
-"""Code that all benchmarks use: arguments, alternating candidates, ratios to a baseline, tables, and a JSON report."""
+"""Code shared by all benchmarks: arguments, alternating candidates, ratios to a baseline, tables, and a JSON report."""
 
 import argparse
 import io
@@ -62,7 +62,6 @@ def main(
 
 
 def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
-    """Add the arguments that choose the losses."""
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
     parser.add_argument("--prototypes", type=int, default=prototypes, help="number of prototypes, if a loss has any")
 
@@ -96,9 +95,9 @@ def take_turns(candidates: Mapping[str, Action], baseline: str, args: argparse.N
 
 
 def seconds(action: Action, device: str) -> float:
-    """Return the duration of an action in seconds, including its work on the device. With one CPU thread it is CPU time."""
+    """Return the duration of an action in seconds, including its work on the device. With one CPU thread, measure CPU time."""
     sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    # Other programs change the CPU time less than the time that passes.
+    # Other programs affect CPU time less than elapsed time.
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     sync()
     start = clock()
@@ -131,7 +130,7 @@ def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "sa
 
 
 def peak_mib(action: Action, device: str) -> float:
-    """Return the peak growth of memory in MiB: of allocations on a GPU, or of the process on a CPU (Linux only)."""
+    """Return the peak growth in MiB of allocated GPU memory or, on a CPU, of the process's memory (Linux only)."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -149,7 +148,7 @@ def _read_status(name: str) -> int:
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Return a JPEG of coarse structure with some noise, which has a file size like a photograph."""
+    """Return a JPEG with coarse structure and some noise. Its file is about as large as a photograph's."""
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)
@@ -159,14 +158,13 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def write_shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a tar of samples. ``samples`` has the fields of each sample, by key."""
+    """Write a tar of samples. ``samples`` contains the fields of each sample, by key."""
     with webdataset.TarWriter(str(path)) as writer:
         for key, fields in samples.items():
             writer.write({"__key__": key, **fields})
 
 
 def hardware(device: str) -> str:
-    """Return a description of the CPU or the GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{environment()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

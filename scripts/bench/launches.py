@@ -3,8 +3,8 @@
     python -m scripts.bench.launches [--losses neuclip fastclip] [--output launches.json]
 
 The steps are the same as in ``tests/fake_cuda``, which counts operations without a GPU. The model is tiny, because only the
-number of launches matters. The column *fake* is the count of ``tests/fake_cuda``. It may differ from the number of launches,
-because an operation on a GPU may launch several kernels or none.
+number of launches matters. The column *fake* is the count of ``tests/fake_cuda``. This count may differ from the number of
+launches, because an operation on a GPU may launch several kernels or none.
 """
 
 import argparse

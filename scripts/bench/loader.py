@@ -2,16 +2,17 @@
 
     python -m scripts.bench.loader [--output results.json]
 
-OpenCLIP 3.3's loader needs webdataset below 0.2.96; here it has 0.2.86. The script installs 0.2.86 into a temporary folder
+OpenCLIP 3.3's loader needs webdataset below 0.2.96. The script installs 0.2.86 into a temporary folder
 (``pip install --target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform,
-tokenizer, batch size and workers. Ours runs with both image backends and yields uint8, which the training normalizes on its
-device. ``reference`` is ours with torchvision and ``--reference``, with two embeddings of dimension 512 per sample. Each
-measurement is a new process, which reads one epoch to warm up and times the next one. The loaders alternate; the ratio is
-the median over the rounds.
+tokenizer, batch size and workers. Our loader runs with each image backend and yields uint8 images, which training normalizes
+on the device. ``reference`` is our loader with torchvision and ``--reference``, which adds two embeddings of dimension 512 per
+sample. Each measurement is a new process, which reads one epoch to warm up and times the next one. The loaders alternate. A
+ratio is the median over the rounds.
 
-A second table has the samples per CPU second of the worker processes, because other programs change them less. Their
-baseline ``bare`` decodes, crops and resizes with torchvision alone, in the measuring process, before and after the epoch.
-``one worker`` is ours with torchvision; two more rows have Hugging Face's tokenizer of CLIP's vocabulary, and none.
+A second table contains the samples per CPU second of the worker processes, because other programs affect CPU time less. Its
+baseline ``bare`` only decodes, crops and resizes images with torchvision, in the measuring process, before and after the
+epoch. ``one worker`` is our loader with torchvision and one worker. Two more rows are this loader with Hugging Face's
+tokenizer for CLIP's vocabulary, and without a tokenizer.
 """
 
 import argparse
@@ -42,9 +43,9 @@ BARE = "bare"
 HUGGING_FACE = "one worker, Hugging Face"
 NO_TOKENIZER = "one worker, no tokenizer"
 SIDES = (*LOADERS, "one worker", HUGGING_FACE, NO_TOKENIZER)
-# Width and height of the photos, and the factor of --samples-per-shard.
+# Width and height of the photos in pixels, and a factor for --samples-per-shard.
 PHOTOS = {"500x375": (500, 375, 2), "1024x768": (1024, 768, 1)}
-# Distinct images of a set; they repeat, because creating one takes longer than reading it.
+# Number of distinct images in a data set. Images repeat, because creating an image takes longer than reading it.
 DISTINCT_IMAGES = 40
 WORDS = (
     "a photo of the old red house near river with two dogs and small boat under blue sky vintage poster black white "
@@ -53,7 +54,7 @@ WORDS = (
 
 
 def write_shards(folder: Path, width: int, height: int, shards: int, samples: int) -> str:
-    """Write shards as img2dataset does (jpg, json, txt); return their brace notation."""
+    """Write shards in img2dataset's format (jpg, json, txt); return their brace notation."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(width)
     images = [harness.photograph(rng, width, height) for _ in range(DISTINCT_IMAGES)]
@@ -72,7 +73,7 @@ def write_shards(folder: Path, width: int, height: int, shards: int, samples: in
 
 
 def write_reference(folder: Path, samples: int, width: int = 512) -> None:
-    """Write random embeddings as ``openclip-ext embed`` does."""
+    """Write random embeddings in the format of ``openclip-ext embed``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (embeddings.IMAGES, embeddings.TEXTS):
         np.save(
@@ -83,7 +84,7 @@ def write_reference(folder: Path, samples: int, width: int = 512) -> None:
 
 
 def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
-    """Return a loader's work on images, with files in memory and boxes that are drawn before."""
+    """Return a function that does a loader's work on images, with files in memory and crop boxes sampled in advance."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
     from torchvision.transforms.v2.functional import resized_crop
@@ -104,7 +105,7 @@ def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
 
 
 def rates(work: Callable[[], int], clocks: Sequence[int]) -> list[float]:
-    """Return samples per second, and per second of the sum of these clocks."""
+    """Return samples per elapsed second, and per second of these CPU clocks together."""
 
     def now() -> np.ndarray:
         return np.array([time.perf_counter(), sum(map(time.clock_gettime, clocks))])
@@ -132,7 +133,7 @@ def choose_tokenizer(side: str, folder: Path) -> Any:
 
 
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
-    """Print the rates of one loader; called in a subprocess."""
+    """Print the rates of one loader. A subprocess calls this function."""
     import open_clip
     import webdataset
 
@@ -175,7 +176,7 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
     bare = bare_work(folder / "00000.tar", num_samples // 2, preprocess.transforms[0])
     bare()
     around = [rates(bare, [time.CLOCK_PROCESS_CPUTIME_ID])]
-    # The CPU clocks of other processes, see clock_getcpuclockid(3).
+    # These numbers are the CPU clocks of the worker processes (see clock_getcpuclockid(3)).
     found = rates(second, [~worker.pid << 3 | 2 for worker in multiprocessing.active_children()])
     around.append(rates(bare, [time.CLOCK_PROCESS_CPUTIME_ID]))
     print(json.dumps({"per_second": found[0], "per_cpu_second": found[1], BARE: statistics.mean(r[1] for r in around)}))
@@ -219,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-shards", type=int, default=4)
     parser.add_argument(
-        "--samples-per-shard", type=int, default=200, help="samples with the largest photos; small photos have more"
+        "--samples-per-shard", type=int, default=200, help="samples per shard of large photos; small photos have more"
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)

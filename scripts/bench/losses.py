@@ -2,10 +2,10 @@
 
     python -m scripts.bench.losses [--batch-sizes 512 4096] [--embed-dim 512] [--losses fastclip neuclip] [--output FILE]
 
-Inputs are the same random unit features on one device. All options except --prototypes have their defaults. The losses
-alternate. A ratio is the median over the rounds. Solved temperatures are past their warm-up. Memory
-is the temporary memory of a call, without features and state. ``--rounds 0`` measures only memory, which is reported as
-infinite for losses that do not fit.
+All losses receive the same random unit features, on one device. All options except --prototypes have their defaults. The
+losses alternate. A ratio is the median over the rounds. Losses with solved temperatures are measured after their warm-up.
+Memory is the temporary memory of a call, without features and state. It is reported as infinite for losses that do not fit.
+``--rounds 0`` measures only memory.
 """
 
 import argparse
@@ -41,7 +41,6 @@ def make_candidates(batch_size: int, args: argparse.Namespace) -> dict[str, harn
 
 
 def call(forward: harness.Action, inputs: list[torch.Tensor]) -> None:
-    """Run a forward and a backward pass."""
     for tensor in inputs:
         tensor.grad = None
     forward().backward()

@@ -2,8 +2,9 @@
 
     python -m scripts.bench.npn [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
-Three candidates alternate in one run: only the two matrix products of an update; our closed form of the gradient; and
-``autograd`` through the equations with ``torch.optim.Adagrad``. The throughput is computed from 8·B·m·d flops per update.
+Three candidates alternate in one run: only the two matrix products of an update, our closed form of the gradient, and
+``autograd`` through the equations with ``torch.optim.Adagrad``. The throughput is computed from 8·B·m·d flops per update
+(batch size B, m prototypes, dimension d).
 """
 
 import argparse

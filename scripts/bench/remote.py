@@ -1,10 +1,10 @@
-"""Compare the reading speed from a server 50 ms away with webdataset's ``pipe:curl``, and time the counting of samples.
+"""Compare our reading speed with webdataset's ``pipe:curl``, from a server 50 ms away, and time the counting of samples.
 
     python -m scripts.bench.remote [--output results.json]
 
 The server is a separate process on loopback. It answers each request after ``--latency`` seconds and sends up to
 ``--megabytes`` MB per second on each connection. Samples are read but not decoded. Sample counts are read from files
-``*_stats.json``, like those of img2dataset.
+``*_stats.json`` in img2dataset's format.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BATCH = 4096
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Slow server of files and byte ranges. For every file name in the folder ``stats``, it returns a shard's count."""
+    """Slow server of files and byte ranges. For every file name in the folder ``stats``, it returns the same sample count."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=1000, help="samples per shard")
     parser.add_argument("--image-bytes", type=int, default=20_000)
     parser.add_argument("--latency", type=float, default=0.05, help="seconds before each answer")
-    parser.add_argument("--megabytes", type=float, default=50, help="MB per second and connection")
+    parser.add_argument("--megabytes", type=float, default=50, help="MB per second on each connection")
     parser.add_argument("--counts", type=int, default=100_000, help="number of shards to count")
 
 

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.step [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
-The losses alternate in blocks of steps. The ratio is the median over the rounds. All options except --prototypes have their
+The losses alternate in blocks of steps. A ratio is the median over rounds. Options other than --prototypes have their
 defaults.
 """
 
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def run(step: TrainStep, batches: list[Batch]) -> None:
     for number, batch in enumerate(batches):
         step([batch], number)
-        step.guard.poll_outcomes()  # as in training, limits the number of steps that the host is ahead of the GPU
+        step.guard.poll_outcomes()  # as in training, limits how many steps the host is ahead of the GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,11 @@
     apt install openclipart-png         # or: apt-get download openclipart-png && dpkg-deb -x openclipart-png_*.deb .
     .venv/bin/python -m scripts.experiments.clip_arts --output clip-arts
 
-:mod:`scripts.experiments.pairs` describes the output folder. Unlike icons, validation and test pairs are drawn at random, as
-in ``openclip-ext compare`` for data without splits. So each split has hundreds of authors.
+:mod:`scripts.experiments.pairs` describes the output folder. Unlike for icons, validation and test pairs are sampled at
+random, as in ``openclip-ext compare`` for data without splits. Each split therefore contains hundreds of authors.
 
 A caption consists of the clip art's folders and its title (``animals birds: pollo``). Three kinds of images are excluded:
-1,400 computer-generated stars, images that are equal after shrinking, and one image that Pillow rejects as a decompression
-bomb.
+1,400 computer-generated stars, images that are equal after shrinking, and one image that is too large for Pillow.
 """
 
 import html
@@ -26,7 +25,7 @@ from scripts.experiments.pairs import Pair, complete_folder, flag, png_on_white,
 
 SOURCE = Path("/usr/share/openclipart/png")
 EXCLUDED_FOLDER = "shapes/stars"
-SHARED_TITLE = 4  # a title of more images than this is a collection's title, and is replaced by the file name
+SHARED_TITLE = 4  # a title that more images share is a collection's title, and the file name replaces it
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ def read_title(path: Path) -> str | None:
     except Image.DecompressionBombError:
         return None
     try:
-        return (
-            title.encode("latin-1").decode().strip()
-        )  # some files contain UTF-8, although the format requires Latin-1
+        # Some files contain UTF-8, although the format requires Latin-1.
+        return title.encode("latin-1").decode().strip()
     except UnicodeError:
         return title.strip()
 
@@ -86,7 +84,9 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
         pairs = read_pairs(source, config)
         num_held_out = config.num_val + config.num_test
         if len(pairs) <= num_held_out:
-            raise ValueError(f"{source} has {len(pairs)} images, {num_held_out} to hold out: install openclipart-png")
+            raise ValueError(
+                f"{source} has {len(pairs)} images, too few to hold out {num_held_out}: install openclipart-png"
+            )
         held_out = {"val": pairs[: config.num_val], "test": pairs[config.num_val : num_held_out]}
         splits = {"train": pairs[num_held_out:], **held_out}
         recipe = {**asdict(config), "collection": "openclipart-png", "pairs": len(pairs)}
@@ -96,7 +96,7 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = program(__doc__, "clip_arts", ClipArtsConfig)
-    parser.add_argument("--source", type=Path, default=SOURCE, help="the package's folder png")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="folder png of the package")
     args = vars(parser.parse_args(argv))
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
     try:

@@ -3,7 +3,7 @@
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png
 
 For ``openclip``, the best of two to five temperatures was chosen on the validation sets, with the first seed. ``queueclip``
-has the defaults of the training program: its initial temperature is 0.1 in runs of less than 700 steps, and 0.07 in others.
+has the defaults of the training program: its initial temperature is 0.1 in runs of fewer than 700 steps, and 0.07 in others.
 """
 
 import argparse

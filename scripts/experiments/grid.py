@@ -2,10 +2,10 @@
 
     python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family
-run with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds; ``test/`` has no
-influence on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights,
-order and augmentation. Finished runs are skipped. If a call is killed, repeat it: only the unfinished runs are lost.
+``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family run
+with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds. ``test/`` has no influence
+on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights, order and
+augmentation. Finished runs are skipped, so a call that was killed can be repeated. Only its unfinished runs are lost.
 
 A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
 ``lr``: a learning rate that replaces the schedule's;
@@ -14,7 +14,7 @@ A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
 ``captions``: ``name`` to train on canonical names, which are often equal, instead of captions.
 
 ``--start`` sets the initial weights of all runs. ``--reference`` sets the embeddings for settings with the option ``steer``.
-``scripts.experiments.reference`` writes both files.
+``scripts.experiments.reference`` writes both.
 
 With ``"estimation_error": N``, the curve has a point for every epoch, and the estimation error on N training samples is
 measured after every epoch (see :func:`estimation_errors`).
@@ -78,7 +78,7 @@ def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
             raise ValueError(f"{what} has no {', '.join(unknown)}: expected {', '.join(sorted(known))}")
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"families must have equally many settings, so that all are tuned equally: found {sizes}")
+        raise ValueError(f"families must have equally many settings, because all are tuned equally: found {sizes}")
     found = {}
     for schedule, length in grid["schedules"].items():
         about = {"data": data, "model": grid["model"], "schedule": schedule, **length, "seed": grid["seeds"][0]}
@@ -99,7 +99,6 @@ def pending(grid: Mapping[str, Any], data: str, results: Results) -> list[Run]:
 
 
 def data_digest(data: Path) -> str:
-    """Return a digest of the ``recipe.json`` in the data folder."""
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 
@@ -123,7 +122,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike in training, the loss has its default seed, and a learned temperature the loss's rate."""
+    """A run of a grid. Unlike training, it uses the loss's default seed and default temperature learning rate."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -167,7 +166,7 @@ class ShiftedImages:
         self._random = torch.Generator().manual_seed(seed)
 
     def iterate(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch. It must be called for all epochs in order."""
+        """Yield the batches of an epoch. Call this method for all epochs in order."""
         order = torch.randperm(len(self._labels), generator=self._random)
         for rows in order.split(self._batch_size)[: len(order) // self._batch_size]:
             shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(rows), 2), generator=self._random)
@@ -210,7 +209,7 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
 def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
     """Return the top-1 accuracy among the split's names, R@1 in both directions, and the mean of the three.
 
-    In retrieval, every sample with the same name is right.
+    In retrieval, every sample with the same name counts as correct.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
     images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
@@ -249,7 +248,7 @@ def train(
     """Train and score one run; return its row of results.
 
     Args:
-        measured: Number of training samples for the estimation error after each epoch. 0 (default) means not to measure it.
+        measured: Number of training samples for the estimation error after each epoch. 0 (default) means no measurement.
         weights: File with the initial weights. None (default) means random weights.
     """
     torch.set_num_threads(1)
@@ -289,7 +288,7 @@ def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
 
 
 def environment() -> dict[str, str]:
-    """Return what may affect results: CPU, GPU and versions."""
+    """Return the CPU, the GPU and the versions, which may affect results."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}

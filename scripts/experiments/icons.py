@@ -2,16 +2,15 @@
 
     .venv/bin/python -m scripts.experiments.icons --cache CACHE --output icons-11k --num-train 11000
 
-Downloads ``@iconify/json`` with npm to ``CACHE`` (once), renders icons with ``resvg_py``, and writes
+The script downloads ``@iconify/json`` with npm to ``CACHE`` (once), renders icons with ``resvg_py``, and writes
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls); an icon set is in only one of the splits
     names.txt             the canonical names, one per line; ``cls`` is the line number
     sets.json             split, license, author and number of pairs of each set
     recipe.json           the arguments that determine the bytes
 
-Equal arguments and an equal collection give equal bytes. The training set for a smaller ``--num-train`` is the start of a
-larger one.
-docs/experiments/icons.md describes the data and the licenses.
+Equal arguments and an equal collection give equal bytes. The training set for a smaller ``--num-train`` is the start of the
+set for a larger one. docs/experiments/icons.md describes the data and the licenses.
 """
 
 import io
@@ -47,8 +46,8 @@ from scripts.experiments.pairs import (
 
 PACKAGE = "@iconify/json"
 EXCLUDED_CATEGORY = "Emoji"
-# Smallest and largest fraction of all icons in a held-out group of sets: enough icons for a test, and few enough that training
-# does not need them.
+# Minimum and maximum size of a held-out group of sets, as a fraction of all icons. The minimum is enough for a test, and
+# training can spare the maximum.
 HELD_OUT_SHARE = (0.001, 0.02)
 # A held-out split has at least this number of groups, to contain different styles. Its groups together contain at
 # least HELD_OUT_SURPLUS icons per required pair, because not all icons have an eligible name.
@@ -103,8 +102,8 @@ class IconsConfig:
     image_size: int = flag("width and height of the images in pixels", 64)
     min_authors: int = flag("use only names that at least this many training authors have drawn", 10)
     seed: int = flag("seed for choosing the held-out sets and the icons", 0)
-    val_sets: tuple[str, ...] = flag("prefixes of the validation sets; none: chosen by the seed", ())
-    test_sets: tuple[str, ...] = flag("prefixes of the test sets; none: chosen by the seed", ())
+    val_sets: tuple[str, ...] = flag("prefixes of the validation sets; none means that the seed chooses them", ())
+    test_sets: tuple[str, ...] = flag("prefixes of the test sets; none means that the seed chooses them", ())
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -136,7 +135,7 @@ def fetch(cache: Path) -> Path:
         return package
     if shutil.which("npm") is None:
         sys.exit(
-            f"npm not found: it downloads {PACKAGE}. Install npm (Debian: apt install npm), or unpack {PACKAGE} as {package}"
+            f"npm not found: install npm to download {PACKAGE} (Debian: apt install npm), or unpack {PACKAGE} as {package}"
         )
     cache.mkdir(parents=True, exist_ok=True)
     packed = subprocess.run(["npm", "pack", PACKAGE, "--json"], cwd=cache, stdout=subprocess.PIPE, text=True)
@@ -206,7 +205,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
             or sum(sizes[group] for group in held_out) < HELD_OUT_SURPLUS * config.count(split)
         ):
             if not candidates:
-                raise ValueError(f"not enough sets to hold out {config.count(split)} {split} pairs: ask for fewer")
+                raise ValueError(f"not enough sets to hold out {config.count(split)} {split} pairs: use fewer pairs")
             held_out.append(candidates.pop(0))
         splits |= {prefix: split for prefix in sets if group_of[prefix] in held_out}
     return splits
@@ -226,7 +225,7 @@ def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str,
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
     order = seeded_order(config.seed)
-    for split in SPLITS:  # training comes first, because a drawing in it must not be in a held-out split
+    for split in SPLITS:  # training comes first, because held-out splits must not contain its drawings
         mine = [icon for icon in icons if splits[icon.prefix] == split and icon.canonical in names]
         for icon in sorted(mine, key=lambda icon: order(f"{icon.prefix}:{icon.name}")):
             if icon.body not in seen:
@@ -258,7 +257,7 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
                 yield icon, png
         if taken == number:
             return
-    raise ValueError(f"asked for {number} pairs, the sets have {taken}: ask for fewer, or for a smaller --min-authors")
+    raise ValueError(f"{number} pairs are needed, the sets have {taken}: use fewer pairs, or a smaller --min-authors")
 
 
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:

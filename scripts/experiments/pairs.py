@@ -1,4 +1,4 @@
-"""Code that all programs that make image-text shards use: seeded order, complete output folders, and writing shards.
+"""Code shared by the programs that make image-text shards: seeded order, complete output folders, and writing shards.
 
 :mod:`scripts.experiments.grid` and ``openclip-ext compare`` read these folders::
 
@@ -44,7 +44,7 @@ def flag(help: str, default: Any = MISSING) -> Any:
 
 
 def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
-    """Return a parser with the flags of a configuration. The first line of ``doc`` is its description."""
+    """Return a parser with the flags of a configuration. The parser's description is the first line of ``doc``."""
     parser = argparse.ArgumentParser(
         prog=f"python -m scripts.experiments.{name}",
         description=doc.splitlines()[0],
@@ -79,7 +79,7 @@ def png_on_white(image: Image.Image) -> bytes | None:
 
 @contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``output`` at the end. So ``output`` is always complete."""
+    """Yield a temporary folder, and rename it to ``output`` at the end. ``output`` never exists with partial content."""
     if output.exists():
         raise ValueError(f"{output} already exists: choose another folder or remove it")
     partial = output.with_name(output.name + ".partial")
@@ -97,7 +97,7 @@ def write_dataset(
     (folder / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     for split in SPLITS:
         (folder / split).mkdir()
-        # With a fixed time, equal pairs give equal bytes.
+        # With a fixed modification time, equal pairs give equal bytes.
         pattern, options = str(folder / split / "%05d.tar"), {"maxcount": SAMPLES_PER_SHARD, "mtime": 0, "verbose": 0}
         with webdataset.ShardWriter(pattern, **options) as writer:
             for number, pair in enumerate(splits[split]):

@@ -27,7 +27,7 @@ _SHOWN = {
 
 
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
-    """Return the tables of each schedule. Differences are to the family ``baseline``. None (default) means the first."""
+    """Return the tables of each schedule. Families are compared with ``baseline``. None (default) means the first family."""
     parts = []
     for schedule, contest in contests(grid, data).items():
         parts += [f"{schedule}, test sets:", _best_runs(contest, results, baseline or next(iter(contest.families)))]
@@ -81,7 +81,7 @@ def _tuning(contest: Contest, results: Results) -> str:
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
-    """Return the numbers in a setting, by which the settings of a family differ."""
+    """Format the numbers in a setting. The settings of a family differ in these numbers."""
     flat = {**setting, **setting.get("options", {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"

@@ -118,7 +118,7 @@ def gap(mean: float, half: float) -> Difference:
 
 
 def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
-    """Return a loss's result: its gain over ``openclip``, and an interval of ± ``half`` (None: one seed, no interval)."""
+    """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``. None (default) means no interval."""
     difference = None if half is None else gap(gain, half)
     return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
 
@@ -337,7 +337,8 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
     monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
     argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
     with pytest.raises(
-        ValueError, match=r"--minutes 0.001, and the shortest comparison of 4 losses.*Give --minutes \d+ or"
+        ValueError,
+        match=r"--minutes 0.001 is too short: the shortest comparison of 4 losses.*Give at least --minutes \d+",
     ):
         main(argv)
 
@@ -369,9 +370,9 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main(argv)
     printed, lines = capsys.readouterr().out, (out / "runs.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    assert len(lines) == 2 * (3 + 2)  # two losses: three settings; then two more seeds, because seed 0 is done
+    assert len(lines) == 2 * (3 + 2)  # for each loss, three settings with seed 0, and the best with two more seeds
     written = lasting(out / "report.json")
-    assert "your batch of 8 misjudges its normalizer by a factor of" in printed
+    assert "the normalizers of your batch of 8 are wrong by a factor of" in printed
     assert written["sentence"] in printed
     assert (written["unfinished"], written["stopped"]) == (0, 0)
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
@@ -384,12 +385,12 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert lasting(out / "report.json") == written
     assert len((out / "runs.jsonl").read_text().splitlines()) == len(lines)
 
-    # Runs of openclip and queueclip are reused. With this threshold, every worse setting of sogclr is stopped.
+    # Runs of openclip and queueclip are reused. This threshold stops the worse settings of sogclr.
     monkeypatch.setattr(comparison, "_CLEARLY", -1e6)
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    # Not every run is stopped: a fast run may end before it can be compared with a parallel run.
+    # Some of these runs may not be stopped: a fast run may end before it can be compared with a parallel run.
     stopped = [row for row in rows if "stopped" in row]
     assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
     assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]

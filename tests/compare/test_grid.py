@@ -68,7 +68,7 @@ def data(folder: Path) -> PilotData:
     return load_data(folder, "demo-resnet")
 
 
-@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # image sizes: a number, and a pair
+@pytest.mark.parametrize("name", ["demo-resnet", "demo-vit"])  # their image sizes are a number and a pair
 def test_images_are_halved_and_shifted(name: str):
     add_model_configs()
     visual = open_clip.create_model(name).visual

@@ -21,7 +21,7 @@ def contest(families: int = 2, settings: int = 3, **options: object) -> Contest:
 
 
 def finish(runs: list[Run], **scores: float) -> dict[str, dict]:
-    """Return the results of runs: a score of 0.1, or the score in ``scores`` for a family and setting such as ``base1``."""
+    """Return the results of runs. The score is 0.1, or the one in ``scores`` for a family and setting such as ``base1``."""
     names = [f"{run.family}{run.setting['setting']}" for run in runs]
     return {
         run.id: {"id": run.id, "val": {"mean": scores.get(name, 0.1)}} for run, name in zip(runs, names, strict=True)
@@ -72,7 +72,7 @@ def test_results_survive_a_cut_line(tmp_path):
 
 
 class Task:
-    """A picklable task that succeeds or fails as the setting of its run defines."""
+    """A picklable task. The setting of its run defines whether it succeeds or fails."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

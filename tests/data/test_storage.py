@@ -226,7 +226,7 @@ def test_a_password_is_in_no_file_of_a_run(
     assert len(list((tmp_path / "copies").glob("*.tar*[!k]"))) == 7
     shown = capfd.readouterr()
     assert "Using the manifest" in shown.err and "s3cret" not in shown.out + shown.err
-    with pytest.raises(ValueError, match=r"does not keep the secrets in .*: give it again with --train-data"):
+    with pytest.raises(ValueError, match=r"does not store the secrets in .*: give the full URL with --train-data"):
         load_run(logs / "run0")
 
 

@@ -1,4 +1,4 @@
-"""The command ``curves`` plots the training curves of several runs."""
+"""``openclip-ext plot`` draws the training curves of several runs."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_what_cannot_be_drawn_is_named(tmp_path):
     write_run(tmp_path / "run", range(3))
     (tmp_path / "empty").mkdir()
     for run, picture, message in (
-        ("none", "x.png", "no run folder"),
+        ("none", "x.png", "is not a folder"),
         ("empty", "x.png", "no training step is logged"),
     ):
         with pytest.raises(ValueError, match=message):

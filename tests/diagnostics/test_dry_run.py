@@ -19,7 +19,7 @@ CASES = [
 
 
 def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
-    """Return the peak of the bytes that PyTorch's profiler counts in a forward and backward pass, plus the images."""
+    """Return the peak bytes of a forward and backward pass in PyTorch's profiler, plus the bytes of the images."""
     model = open_clip.create_model(name, output_dict=True).train()
     model.set_grad_checkpointing(grad_checkpointing)
     for parameter in model.parameters():

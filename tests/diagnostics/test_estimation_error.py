@@ -1,4 +1,4 @@
-"""The estimation error: exact log-normalizers equal the naive ones, and estimates are compared with them correctly."""
+"""The estimation error: exact log-normalizers equal a naive computation, and errors are computed from them correctly."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_po
     monkeypatch.setattr(estimation_error, "_CHUNK", chunk)
     images, texts = make_embeddings()
     anchors = [22, 0, 7, 6, 13]
-    # The smallest temperature is 0.005, at which exp(s/τ) exceeds float32 and nearly float64.
+    # The smallest temperature is 0.005, at which exp(s/τ) exceeds the range of float32 and nearly that of float64.
     tau = torch.linspace(0.005, 0.5, 10, dtype=torch.float64).reshape(2, 5)
     eps = EPS if include_positive is None else 0.0
     found = exact_log_normalizers(
@@ -73,7 +73,7 @@ def train_on_batches(loss: torch.nn.Module, images: torch.Tensor, texts: torch.T
 
 
 def test_stored_averages_and_temperatures_belong_to_the_index():
-    """The indices have gaps, as after undecodable samples, and each anchor has its own stored temperature."""
+    """The indices have gaps, as if some samples could not be decoded, and each anchor has its own stored temperature."""
     images, texts = make_embeddings()
     index = torch.arange(SAMPLES) * 2 + 1
     loss = create_loss("isogclr", num_samples=50, eps=EPS).double()
@@ -172,7 +172,7 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
 def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
-    assert "20 anchors on each side against 84 samples, batches of 16" in capsys.readouterr().out
+    assert "20 anchors on each side, 84 samples, batches of 16" in capsys.readouterr().out
 
 
 def test_errors_say_what_is_missing(fastclip, tmp_path, shards):

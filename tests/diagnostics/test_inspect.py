@@ -1,4 +1,4 @@
-"""The command ``inspect``: its categories equal naive definitions; its files; and training without excluded samples."""
+"""``openclip-ext inspect``: its categories, compared with a naive computation, its files, and training on the kept samples."""
 
 import csv
 import json
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # before: 5 steps
     changed = (averages(folder, 1) != averages(folder, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
-    # The last step is step 8 of the new schedule of 2 times 4 steps, although the run counts it as its ninth step.
+    # The last step is the eighth of the new schedule (2 times 4 steps), although it is the run's ninth step.
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 8 and last["lr"] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * (7 - 3) / (8 - 3))))
 
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
 
 
 def test_two_inspections_do_not_share_a_folder(trained, tmp_path, capsys):
-    """Two inspections would write into the same files. By default, each checkpoint has its own folder."""
+    """Two simultaneous inspections would write the same files. By default, each checkpoint has its own folder."""
     with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "both")])
     inspect.main([str(trained), "--device", "cpu", "--workers", "0"])

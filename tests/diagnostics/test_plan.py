@@ -1,4 +1,4 @@
-"""The command ``plan``: its sizes equal those of real states, and its communication equals that of two ranks."""
+"""``openclip-ext plan`` predicts the sizes of real states, and the communication of two real ranks."""
 
 import re
 from collections import Counter
@@ -155,7 +155,7 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
         guard = StepGuard(torch.nn.Module(), loss)
         guard.before_loss()
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
-    # Only nearly equal: some integer sums and checks of indices run on one device only.
+    # The peaks are only nearly equal, because some integer sums and checks of indices run on one device only.
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
 
 
@@ -211,7 +211,8 @@ def test_openclips_loss_composed_of_parts_needs_less_memory(capsys):
 
 
 def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)  # saves time: OpenCLIP's gather has one operation per rank (1024)
+    # This saves time, because OpenCLIP's gather has one operation per rank.
+    monkeypatch.setattr(plan, "LARGEST_WORLD", 2)
     sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "1"]
     command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)

@@ -67,7 +67,7 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
 
 @pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_training_commands_parse(page, argv):
-    """Every training command can be parsed. ``...`` in a command stands for further flags."""
+    """``...`` in a command stands for further flags."""
     words = argv[1:] if argv[:1] == ["--"] else argv
     parse(["--train-data", "x.tar", *words])
 

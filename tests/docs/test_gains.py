@@ -1,4 +1,4 @@
-"""The table and the figure in README agree with the published results, and its code listing prints the shown output."""
+"""README's table and figure agree with the published results, and README's code prints the output that README shows."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The documentation site: its navigation and its links, including links to files outside of docs/."""
+"""The documentation site: its navigation and its links, including links to files outside docs/."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""accelerate: ``save_state`` includes the loss state, also with two processes, and a resumed run is bitwise equal."""
+"""accelerate: resuming is bitwise exact, also with two processes, because ``save_state`` includes the loss state."""
 
 from types import SimpleNamespace
 
@@ -98,7 +98,7 @@ def test_equal_captions_reach_the_loss():
     loss = ModelLoss(create_loss("openclip", embed_dim=WIDTH, equal_captions="mask"), model)
     batch |= {"positives": torch.zeros(8, dtype=torch.int64)}
     inputs, for_loss = split_batch({name: batch[name] for name in ("image", "text", "positives")})
-    assert loss(model(**inputs), **for_loss).item() == 0  # equal captions: no negatives
+    assert loss(model(**inputs), **for_loss).item() == 0  # no negatives, because all captions are equal
 
 
 def test_outputs_of_an_unknown_kind_are_refused():
@@ -107,7 +107,7 @@ def test_outputs_of_an_unknown_kind_are_refused():
 
 
 def _saved() -> tuple[bool, dict]:
-    """Return whether loading the state restores this process's part of it, and the state (of all processes) itself."""
+    """Return whether loading a saved state restores this process's part, and the saved state of all processes."""
     rank, model = distributed.rank(), tiny_model()
     loss, other = (ModelLoss(stateful_loss(), model) for _ in range(2))
     batch = tiny_batch(rank)

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a resumed run is bitwise equal, and the temperature keeps its learning rate and bounds."""
+"""PyTorch Lightning: resuming is bitwise exact, and the temperature keeps its learning rate and bounds."""
 
 import os
 
@@ -82,5 +82,5 @@ def test_accumulation_is_refused(tmp_path):
 
 
 def test_a_sampler_of_another_number_of_processes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="for 2 processes, and there are 1"):
+    with pytest.raises(ValueError, match="for 2 processes, not 1"):
         train(tmp_path, processes=2)

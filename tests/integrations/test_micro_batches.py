@@ -1,4 +1,4 @@
-"""Micro-batches give the gradient of the full batch. The test file of each trainer compares full runs."""
+"""Micro-batches give the gradient of the full batch. The test file of each integration compares full runs."""
 
 import copy
 
@@ -11,11 +11,10 @@ from openclip_ext.integrations.model_loss import ModelLoss
 from tests.integrations.towers import SAMPLES, stateful_loss
 from tests.training.tiny import tiny_batch, tiny_model
 
-SIZE = 3  # the batch of 8 is not divisible by it
+SIZE = 3  # does not divide the batch of 8
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch and the gradients of all parameters."""
     torch.manual_seed(0)
     value = ModelLoss(stateful_loss().double(), model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
     value.backward()

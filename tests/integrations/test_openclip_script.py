@@ -1,4 +1,4 @@
-"""After ``register()``, stock OpenCLIP creates this package's losses. Losses that its loop does not support are errors."""
+"""After ``register()``, OpenCLIP creates this package's losses, and rejects losses that its loop does not support."""
 
 import argparse
 import math
@@ -43,7 +43,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def openclip_args(**changes) -> argparse.Namespace:
-    """Return arguments like those of a custom parser, which lacks the flags that ``register()`` adds."""
+    """Return arguments from a parser without the flags that ``register()`` adds."""
     stock = {name: value for name, value in vars(parse()).items() if name not in ("loss", "loss_options")}
     return argparse.Namespace(**stock | changes)
 

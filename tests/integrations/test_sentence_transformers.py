@@ -1,4 +1,4 @@
-"""sentence-transformers: a resumed run is bitwise equal, the loss's temperature trains, and wrong input is rejected."""
+"""sentence-transformers: resuming is bitwise exact, the temperature is trained, and wrong input is rejected."""
 
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def test_hard_negatives_are_refused():
 
 
 class Rows(nn.Module):
-    """A small replacement of sentence-transformers' transformer module; its input is rows of tokens with a mask."""
+    """A small replacement for sentence-transformers' transformer module. Its input has rows of tokens and a mask."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``transformers.Trainer``: a resumed run is bitwise equal, and the loss receives the temperature and the index."""
+"""``transformers.Trainer``: resuming is bitwise exact, and the loss receives the temperature and the index."""
 
 from pathlib import Path
 

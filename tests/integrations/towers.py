@@ -55,7 +55,7 @@ def stateful_loss(epochs: int = 2) -> ContrastiveLoss:
 
 
 def final_state(model: torch.nn.Module, loss: ContrastiveLoss) -> dict[str, Tensor]:
-    """Return all tensors of a run's final state: model and loss."""
+    """Return all tensors of a run's final model and loss."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return state | {f"loss.{name}": value for name, value in loss.state_dict().items()}
 
@@ -92,12 +92,12 @@ def example(name: str, *arguments: str) -> str:
 def assert_two_processes_train_as_one(
     ranks: list[Any], single: dict[str, Tensor], parts: dict[str, Tensor], whole: Sequence[str] = ("whole",)
 ) -> None:
-    """Assert that rank 0 printed the example's last line, and that all runs equal those of one process.
+    """Assert that only rank 0 printed the example's last line, and that all runs equal the runs of one process.
 
     Args:
-        ranks: per process, the example's output, and the final states of full runs and of a resumed run.
-        single, parts: final states of one process, with full batches and with micro-batches.
-        whole: names of the full runs in ``ranks``.
+        ranks: For each process, the example's output, and the final states of full runs and of a resumed run.
+        single, parts: Final states of one process, with full batches and with micro-batches.
+        whole: Names of the full runs in ``ranks``.
     """
     assert [PAIRS in rank["example"] for rank in ranks] == [True, False], ranks
     assert_close_runs(parts, single)
@@ -108,7 +108,7 @@ def assert_two_processes_train_as_one(
 
 
 def assert_two_equal_one(ranks: list[dict[str, Tensor]], single: dict[str, Tensor]) -> None:
-    """Assert that both processes have the same model, and that model and loss state equal those of one process."""
+    """Assert that both processes have the same model, and that their model and loss state equal a single process's."""
     for name, expected in single.items():
         parts = [rank[name] for rank in ranks]
         if name.endswith(".shard"):

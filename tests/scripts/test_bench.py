@@ -42,7 +42,7 @@ def test_benchmark_prints_and_writes_its_rows(
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     level = logging.root.level
     runpy.run_module(f"scripts.bench.{name}", run_name="__main__", alter_sys=True)
-    logging.root.setLevel(level)  # benchmarks change it; setLevel() also clears the loggers' caches
+    logging.root.setLevel(level)  # benchmarks change the level; setLevel() also clears the loggers' caches
     report, printed = json.loads((tmp_path / "results.json").read_text()), capsys.readouterr().out
     assert {"settings", "hardware", "versions", "load", "baseline"} <= report.keys()
     tables = report["results"]

@@ -101,7 +101,8 @@ def test_whole_sets_are_held_out_by_a_seeded_choice(tmp_path: Path):
     splits = assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2))
     by_split = {split: {prefix for prefix in splits if splits[prefix] == split} for split in icons.SPLITS}
     assert len(by_split["val"]) == len(by_split["test"]) == icons.HELD_OUT_GROUPS
-    assert assign_splits(sets, found, IconsConfig(50, 10, 10, min_authors=2)) == splits  # independent of the size
+    # The splits do not depend on the number of training pairs.
+    assert assign_splits(sets, found, IconsConfig(50, 10, 10, min_authors=2)) == splits
     assert assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2, seed=1)) != splits
     with pytest.raises(ValueError, match="not enough sets"):
         assign_splits(sets, found, IconsConfig(100, 1000, 10))
@@ -138,7 +139,7 @@ def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(
     fewer = make(package, tmp_path / "fewer", replace(SMALL, num_train=4))
     assert read(fewer / "train") == read(first / "train")[:4]
     assert read(fewer / "test") == read(first / "test")
-    with pytest.raises(ValueError, match="asked for 50 pairs, the sets have 11"):
+    with pytest.raises(ValueError, match="50 pairs are needed, the sets have 11"):
         make(package, tmp_path / "more", replace(SMALL, num_train=50))
     assert not (tmp_path / "more").exists()
 

@@ -32,7 +32,7 @@ kill -TERM "$(cat "$RECORD/pid")" 2>/dev/null || true
     "scancel": """#!/bin/bash
 echo "scancel $*" >>"$RECORD/events"
 """,
-    # A fake Python: for recipes, it runs the real one. As a trainer, it records its arguments, and saves on SIGTERM.
+    # This fake Python runs the real Python for recipes. As a trainer, it records its arguments, and saves on SIGTERM.
     "trainer": """#!/bin/bash
 [[ "$*" != *openclip_ext.training.recipes* ]] || exec "$REAL_PYTHON" "$@"
 save() {

@@ -55,7 +55,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _tracking() -> str:
-    """Return the process tracker for SLURM: cgroups v1 if this user may create one; cgroups v2 would need systemd."""
+    """Return how SLURM tracks processes: with cgroups v1 if this user may create them. Version 2 would need systemd."""
     freezer = Path("/sys/fs/cgroup/freezer")
     return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
 
@@ -94,7 +94,6 @@ class Cluster:
         return result.stdout
 
     def submit(self, *arguments: str, **variables: str) -> str:
-        """Submit a job with ``sbatch``; return its number."""
         return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", *arguments, **variables).strip()
 
     def job(self, number: str) -> dict[str, str]:
@@ -120,7 +119,7 @@ class Cluster:
 
 
 def _interpreter(folder: Path) -> Path:
-    """Write a program for ``PYTHON`` that runs the slow trainer; its path contains no spaces, as ``PYTHON`` requires."""
+    """Write a program that runs the slow trainer. Its path has no spaces, because it is the value of ``PYTHON``."""
     command = folder / "python"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PACED))} "$@"\n')
     command.chmod(0o755)
@@ -147,7 +146,7 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if missing:
         pytest.skip(f"SLURM is not installed ({missing}): apt-get install slurmctld slurmd slurm-client munge")
     if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons must be started by root here")
+        pytest.skip("SLURM's daemons must be started by root")
     folder = tmp_path_factory.mktemp("slurm")
     _configure(folder)
     cluster = Cluster(folder)

@@ -1,4 +1,4 @@
-"""``--executor slurm`` of ``compare`` and of the grid: submitit runs the tasks of a pool as jobs of a real SLURM."""
+"""``--executor slurm`` of ``compare`` and of the grid: submitit runs the tasks of a pool as jobs on a real SLURM."""
 
 import json
 import os

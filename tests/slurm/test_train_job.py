@@ -1,4 +1,4 @@
-"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs end bitwise equal to an uninterrupted run."""
+"""``sbatch scripts/slurm/train.sh`` on a real SLURM: interrupted jobs have bitwise the same result as an uninterrupted run."""
 
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ def jobs(cluster, runs):
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
-    # The script requests a signal 120 s before the time limit. SLURM sends it 120 to 150 s before.
+    # The script requests a signal 120 s before the time limit, and SLURM sends the signal 120 to 150 s before.
     minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
     cluster.run("scontrol", "update", f"JobId={limited}", f"TimeLimit={minutes + 2}")
     cluster.wait(limited, "PENDING", "COMPLETING")

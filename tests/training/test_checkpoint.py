@@ -127,7 +127,7 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
         ({"epoch": 9}, "expected state_dict and epoch, found"),
         ({"epoch": 9, "state_dict": {1: 2}}, "expected state_dict and epoch, found"),
         ({"epoch": 9, "state_dict": {}, "step": 7}, "the checkpoint is incomplete"),
-        (Path(), "contains more than tensors and plain types, and was not opened"),
+        (Path(), "expected only tensors and plain types, found other objects"),
     ],
 )
 def test_foreign_files_are_passed_over(tmp_path, caplog, content, message):

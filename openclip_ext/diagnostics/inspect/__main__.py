@@ -89,7 +89,7 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):
-        raise UsageError("--write-manifest needs webdataset shards: remove the rows of found.csv from other data")
+        raise UsageError("--write-manifest needs webdataset shards: remove the samples in found.csv from other data")
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
     return source.manifest
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
-    names = f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one of each pair stays"
+    names = f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one per pair is kept"
     parser.add_argument("--leave-out", type=_categories, default=[], metavar="NAMES", help=names)
     file = "file for a manifest that excludes the samples of --leave-out"
     parser.add_argument("--write-manifest", type=output_path, metavar="PATH", help=file)

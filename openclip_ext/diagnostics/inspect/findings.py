@@ -15,22 +15,22 @@ from openclip_ext.evaluation.embeddings import Embeddings
 
 # Rows and columns of a block of similarities. A block of each of the four kinds needs 64 MiB.
 _ROWS, _COLUMNS = 2048, 8192
-# Tolerance for float32 rounding. For example, with equal captions, an image's similarity to both captions must count as equal.
+# Tolerance for float32 rounding. For example, an image's similarities to two equal captions must count as equal.
 _ROUNDING = 1e-5
 # Ratio of the standard deviation of a normal distribution to its median absolute deviation.
 _MAD_TO_STD = 1.4826
 
 DEFINITIONS = {
     "duplicates": "two samples whose images have a cosine similarity of at least {duplicate_image:g}, and whose captions "
-    "one of at least {duplicate_caption:g}",
+    "have a cosine similarity of at least {duplicate_caption:g}",
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
     "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
-    "false-negatives": "two samples: the image of one matches the caption of the other at least as well as both match in "
-    "their own pairs, and as well as the best {best_share:g} % of all own pairs",
-    "misfit-captions": "captions whose best image, their own or another, has a cosine similarity more than "
-    "{deviations:g} standard deviations (1.4826 median absolute deviations) below the median of the best ones",
-    "misfit-images": "images whose best caption, their own or another, has a cosine similarity more than {deviations:g} "
-    "standard deviations (1.4826 median absolute deviations) below the median of the best ones",
+    "false-negatives": "two samples: the image of one matches the caption of the other at least as well as both samples' "
+    "own pairs match, and as well as the best {best_share:g} % of all own pairs",
+    "misfit-captions": "captions whose largest cosine similarity to any image is more than {deviations:g} standard "
+    "deviations (1.4826 median absolute deviations) below the median of these largest similarities",
+    "misfit-images": "images whose largest cosine similarity to any caption is more than {deviations:g} standard "
+    "deviations (1.4826 median absolute deviations) below the median of these largest similarities",
     "hardest": "the {extremes:,} samples with the largest log-normalizers (mean of both sides): other samples match as well "
     "as their own partners, or better",
     "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean of both sides): no other sample is similar",
@@ -45,14 +45,14 @@ class Thresholds:
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
     false_negative_quantile: float = flag(
-        0.9, "a false negative is at least as similar as this quantile of own pairs; 0: no limit", minimum=0, maximum=1
+        0.9, "minimum similarity of false negatives, as a quantile of own pairs (0: no minimum)", minimum=0, maximum=1
     )
     deviations: float = flag(
-        3.0, "a misfit's best similarity is this many standard deviations below the median", minimum=0
+        3.0, "minimum distance of a misfit's similarity below the median, in standard deviations", minimum=0
     )
-    extremes: int = flag(100, "number of hardest samples, and of easiest samples", minimum=0)
+    extremes: int = flag(100, "number of hardest samples and of easiest samples", minimum=0)
     max_pairs: int = flag(
-        10_000, "maximum number of listed pairs per category (the most similar); all are counted", minimum=1
+        10_000, "maximum number of pairs to list per category, the most similar first; all are counted", minimum=1
     )
 
     def definition(self, category: str) -> str:
@@ -68,7 +68,7 @@ class Found:
         count: Number of all findings. The arrays contain at most ``Thresholds.max_pairs`` pairs.
         sample, partner: Rows ``(k,)`` of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
             match. ``partner`` is None if findings are single samples.
-        value: ``(k,)`` similarities or log-normalizers. In ``duplicates``, the smaller of the image and caption similarity.
+        value: ``(k,)`` similarities or log-normalizers. For ``duplicates``, the smaller of the image and caption similarities.
     """
 
     count: int
@@ -77,7 +77,7 @@ class Found:
     value: np.ndarray
 
     def redundant(self) -> set[int]:
-        """Return the samples whose exclusion leaves no pair. The first sample of a pair is kept."""
+        """Return samples whose exclusion leaves no pair: the second sample of each pair whose first sample is kept."""
         assert self.partner is not None
         left_out: set[int] = set()
         order = np.lexsort((self.sample, self.partner))
@@ -115,7 +115,7 @@ class _StrongestPairs:
 
 
 class _Best:
-    """The largest similarity of each anchor, and the row with which the anchor has it."""
+    """The largest similarity of each anchor, and the row that has this similarity to the anchor."""
 
     def __init__(self, anchors: int, device: torch.device) -> None:
         self._value = torch.full((anchors,), -torch.inf, device=device)
@@ -143,13 +143,13 @@ def log_normalizers(
 ) -> tuple[Tensor, bool]:
     """Return log-normalizers ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
 
-    A log-normalizer is the mean of a sample's image side and text side. If the loss stores none, exact ones are computed over
-    the full set, with the loss's temperatures.
+    A sample's log-normalizer is the mean over its image and its text. If the loss does not store log-normalizers, they are
+    computed exactly over all samples, with the loss's temperatures.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
     parts = []
-    # Parts have equal sizes, because no part may have only one sample: then a loss could not estimate its log-normalizer.
+    # Parts have equal sizes to avoid a part with one sample, whose log-normalizer a loss cannot estimate.
     for rows in anchors.tensor_split(math.ceil(len(anchors) / _ROWS)):
         image, text, index = (part[rows].to(device) for part in (embeddings.image, embeddings.text, embeddings.index))
         if is_stored:
@@ -184,7 +184,7 @@ def find(
         image, text = (side[rows].to(device) for side in (embeddings.image, embeddings.text))
         for columns in torch.arange(len(positive)).split(_COLUMNS):
             images, texts = (side[columns].to(device).T for side in (embeddings.image, embeddings.text))
-            # A pair of two anchors is computed twice; this is True for one of the two, and for pairs with one anchor.
+            # A pair of two anchors is computed twice, but is new only once. A pair with one anchor is computed once.
             is_new = ((rows[:, None] < columns) | ~is_anchor[columns]).to(device)
             own = torch.maximum(positive[rows, None], positive[columns]).to(device)
             of_images, of_captions = image @ images, text @ texts

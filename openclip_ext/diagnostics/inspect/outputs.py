@@ -41,7 +41,7 @@ class Inspection:
 def read_samples(
     source: Source, listed: Iterable[int], shown: Iterable[int]
 ) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Return the samples with the indices ``listed``, and thumbnails of the samples ``shown``, as data URIs."""
+    """Return the samples with the indices ``listed`` and ``shown``, and thumbnails (data URIs) of those ``shown``."""
     samples, thumbnails, reader, with_image = {}, {}, source.reader(), set(shown)
     for index in sorted({*listed, *with_image}):
         raw = reader(index)
@@ -94,7 +94,7 @@ def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
 
 _NOTES = {
     "misfit-captions": "Left: the caption with its own image. Right: the image that matches it best, with its caption.",
-    "misfit-images": "Left: the image with its own caption. Right: the pair of the caption that matches it best.",
+    "misfit-images": "Left: the image with its own caption. Right: the caption that matches it best, with its image.",
 }
 
 
