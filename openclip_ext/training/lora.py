@@ -119,9 +119,12 @@ def with_merged(content: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a plain model's state from an adapted model's state, by adding the adapters to the weights."""
     result = {name.replace(".base_layer", ""): value for name, value in state.items() if ".lora_" not in name}
-    for name, layer in model.named_modules():
-        if (down := state.get(f"{name}.lora_A.{_ADAPTER}.weight")) is None:
-            continue
+    layers = dict(compat.unwrap(model).named_modules())
+    adapter = f".lora_A.{_ADAPTER}.weight"
+    for name in [name.removesuffix(adapter) for name in state if name.endswith(adapter)]:
+        # Only a DistributedDataParallel model's own state has the prefix; an average of the weights does not.
+        layer: Any = layers[name.removeprefix("module.")]
+        down = state[f"{name}{adapter}"]
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
         plain = name.replace(".base_layer", "")
         weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"

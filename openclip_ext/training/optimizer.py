@@ -64,13 +64,16 @@ def create_optimizer(
         return _adamw(groups, config)
     from timm.optim import create_optimizer_v2
 
-    # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP.
+    # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP. The model lists its
+    # parameters without weight decay. A wrapper of the model has no such list.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     betas = None if config.beta1 is None else (config.beta1, config.beta2)
     options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
     options = {option: value for option, value in options.items() if value is not None}
     options |= {"lr": config.lr, "weight_decay": config.weight_decay, **further_arguments(config)}
-    optimizer = create_optimizer_v2(groups if own_groups else model, name.removeprefix("timm/"), **options)
+    optimizer = create_optimizer_v2(
+        groups if own_groups else compat.unwrap(model), name.removeprefix("timm/"), **options
+    )
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:
             group["lookahead_k"] = config.lookahead_steps

@@ -136,8 +136,16 @@ def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
     runs.assert_same_run(tmp_path / "resumed", tmp_path / "whole")
     assert runs.final_state(tmp_path / "whole")["model"][lora.UNMERGED].keys() == {"state_dict", "trained_state_dict"}
     folder = tmp_path / "whole" / "checkpoints"
-    assert (folder / "best.lora" / "adapter_model.safetensors").is_file()
-    stock_model(folder / "best.pt", SMALL_MODEL)
+    first = stock_model(base[1], SMALL_MODEL).state_dict()
+    for name in ("best", "epoch_2"):
+        saved = stock_model(folder / f"{name}.pt", SMALL_MODEL).state_dict()
+        adapted = peft.PeftModel.from_pretrained(stock_model(base[1], SMALL_MODEL), str(folder / f"{name}.lora"))
+        merged = adapted.merge_and_unload().state_dict()
+        changed = [name for name in first if not torch.equal(saved[name], first[name])]
+        assert len([name for name in changed if "resblocks" in name]) == 6
+        for name in changed:
+            if name != "logit_scale":
+                torch.testing.assert_close(saved[name], merged[name])
 
 
 def test_without_weights_and_without_peft(shards, tmp_path, monkeypatch, caplog):

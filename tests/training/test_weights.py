@@ -202,8 +202,8 @@ def test_globs_exclude_parameters_from_weight_decay():
     model = open_clip.create_model("demo-vit")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def without_decay(wrapped: nn.Module, *globs: str) -> set[str]:
-        optimizer = create_optimizer(wrapped, OptimizerConfig(decay_excluded=globs), None)
+    def without_decay(wrapped: nn.Module, *globs: str, name: str = "adamw") -> set[str]:
+        optimizer = create_optimizer(wrapped, OptimizerConfig(name, decay_excluded=globs), None)
         groups = [group for group in optimizer.param_groups if not group["weight_decay"]]
         return {names[id(parameter)] for group in groups for parameter in group["params"]}
 
@@ -216,6 +216,10 @@ def test_globs_exclude_parameters_from_weight_decay():
         assert found - usual == {"positional_embedding", "visual.positional_embedding", "visual.proj"}
     with pytest.raises(UsageError, match=r"--wd-exclude proj: matches no trained parameter"):
         without_decay(model, "visual.proj", "proj")
+    # timm asks the model for its list, which a wrapper does not have.
+    of_timm = without_decay(model, name="timm/sgd")
+    assert {"positional_embedding", "visual.positional_embedding"} <= of_timm
+    assert without_decay(torch.compile(model), name="timm/sgd") == of_timm
 
 
 def test_further_arguments_reach_the_optimizer():
