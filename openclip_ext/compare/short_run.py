@@ -86,7 +86,7 @@ class PilotRun:
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
         options = run.setting.get("options", {})
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
-        chosen = for_training(asked, self.steps, bool(config.model.weights))
+        chosen = for_training(asked, self.steps, bool(config.model.weights), data.reference)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
         self.prepare()
         rate = self.logit_scale_lr()

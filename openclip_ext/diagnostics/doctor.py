@@ -129,7 +129,8 @@ class Doctor:
         if self.steps is None or ":" in self.config.model.name:
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
-        config = replace(self.config, loss=for_training(self.config.loss, steps, bool(self.config.model.pretrained)))
+        pretrained = bool(self.config.model.pretrained)
+        config = replace(self.config, loss=for_training(self.config.loss, steps, pretrained, self.reference))
         with command_line.without_warnings():
             built = build_model(replace(config.model, pretrained=None), meta, config.loading.seed)
             few = min(self.samples or 1, _FEW_SAMPLES)

@@ -152,9 +152,16 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
     )
 
 
-def for_training(config: LossConfig, steps: int, pretrained: bool = False) -> LossConfig:
-    """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given."""
+def for_training(
+    config: LossConfig, steps: int, pretrained: bool = False, reference: EmbeddingStore | None = None
+) -> LossConfig:
+    """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given.
+
+    With a ``reference``, distillation has the reference model's temperature by default.
+    """
     options = registry.training_defaults(config.name, config.given, steps, pretrained)
+    if reference is not None and "steer" in config.given:
+        options["reference_temperature"] = reference.temperature
     of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}
     return replace(config, options=options | {name: config.options[name] for name in of_run} | dict(config.given))
 
@@ -179,8 +186,6 @@ def build_loss(
     options: dict[str, Any] = dict(config.options)
     if reference is not None and has_reference:
         options["reference_dim"] = reference.width
-        if "reference_temperature" not in config.given:
-            options["reference_temperature"] = reference.temperature
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
     return loss.to(device)
 

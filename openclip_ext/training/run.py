@@ -119,7 +119,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     )
     steps_per_epoch = loader.batches_per_epoch // config.length.accum_freq
     steps = steps_per_epoch * config.length.epochs
-    loss_config = models.for_training(config.loss, steps, bool(config.model.weights))
+    loss_config = models.for_training(config.loss, steps, bool(config.model.weights), loader.source.reference)
     defaults = dict(loss_config.options.items() - config.loss.options.items())
     if defaults and distributed.is_master():
         logging.info(f"Defaults of the loss in this run: {defaults}.")
@@ -158,7 +158,10 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         saved = (start.checkpoint.shared or {}).get("parts", {})
         for name, part in stateful_parts(step, loader).items():
             part.load_state_dict(saved.get(name, {}))
-    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - position.step_in_epoch
+    # An epoch may have fewer steps than before the resume.
+    steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
+        position.step_in_epoch, steps_per_epoch
+    )
     if distributed.is_master():
         if changed := restoring.changed_settings(start.checkpoint, identity):
             logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
@@ -178,7 +181,9 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         length=config.length,
         policy=config.saving,
         identity=identity,
-        reporter=Reporter(folder, config.reporting, position.step + steps_left, steps_per_epoch, config.stored_flags),
+        reporter=Reporter(
+            folder, config.reporting, position.step + steps_left, steps_per_epoch, config.stored_flags, loss.steers
+        ),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
     )

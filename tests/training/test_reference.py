@@ -1,8 +1,12 @@
 """Training runs with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
 
+from pathlib import Path
+
 import pytest
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.evaluation.run_folder import read_config
 from tests.data.test_reference import write_store
 from tests.training.commands import config_of
 from tests.training.runs import (
@@ -32,6 +36,9 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
         for stop in stops:
             assert run(argv, stop_after=stop) == (EXIT_AFTER_SIGTERM if stop else 0)
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    # The settings contain the reference model's temperature, unless the user gave another.
+    used = read_config(tmp_path / "whole")["loss"]["options"]["reference_temperature"]
+    assert used == pytest.approx(EmbeddingStore.open(Path(reference)).temperature)
     last = metrics_of(tmp_path / "whole")[-1]
     assert 0 <= last["reference_ahead"] <= 1 and last["reference_infonce"] > 0
 

@@ -15,9 +15,11 @@ from tests.training.programs import Program
 _CHANCE = math.log(64)
 
 
-def _warnings(infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: int) -> list[str]:
+def _warnings(
+    infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: int, is_steered: bool = False
+) -> list[str]:
     """Return the warnings of a run whose logged steps have these InfoNCE values."""
-    reporter = Reporter(None, ReportingConfig(warmup=warmup), total_steps=1000, steps_per_epoch=1000)
+    reporter = Reporter(None, ReportingConfig(warmup=warmup), 1000, 1000, is_steered=is_steered)
     with caplog.at_level(logging.WARNING):
         for number, value in enumerate(infonce):
             record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": _CHANCE}
@@ -38,6 +40,10 @@ def test_a_collapse_after_the_warmup_is_named_once(infonce, warmup, count, caplo
     messages = _warnings(infonce, caplog, warmup)
     assert len(messages) == count
     assert all("4.1589" in message and "--lr" in message for message in messages)
+
+
+def test_infonce_of_a_steered_loss_may_exceed_chance(caplog: pytest.LogCaptureFixture) -> None:
+    assert not _warnings(_COLLAPSED, caplog, warmup=0, is_steered=True)
 
 
 def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class Stopwatch:
 class Reporter:
     """Writer of a run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
+    ``is_steered`` states whether the loss is steered. Its InfoNCE may exceed chance, so no warning is logged then.
+
     If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
     files are written.
     """
@@ -69,11 +71,12 @@ class Reporter:
         total_steps: int,
         steps_per_epoch: int,
         flags: Mapping[str, Any] | None = None,
+        is_steered: bool = False,
     ) -> None:
         self.active = distributed.is_master()
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
-        self.epochs, self.warmup = config.epochs, config.warmup
+        self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
         self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines that are not yet written, by file
@@ -156,7 +159,8 @@ class Reporter:
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
         """Log a warning once if the run stays at chance after the warm-up, because all other metrics may look normal."""
         chance = record["chance"]
-        is_at_chance = record["step"] >= self.warmup and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
+        is_late = record["step"] >= self.warmup and not self._is_steered
+        is_at_chance = is_late and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
             logging.warning(
