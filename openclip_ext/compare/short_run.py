@@ -13,6 +13,7 @@ from torch import Tensor
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
+from openclip_ext.compat import OPENCLIP_LOSSES
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -81,7 +82,8 @@ class PilotRun:
         self.steps_per_epoch = (run.epoch_samples or data.num_samples) // self.batch
         self.steps = self.steps_per_epoch * run.epochs
         with without_warnings():
-            self.built = build_model(config.model, device, run.seed)
+            is_siglip = run.setting["loss"] == OPENCLIP_LOSSES[1]
+            self.built = build_model(replace(config.model, siglip_start=is_siglip), device, run.seed)
         self.model: Any = self.built.model
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
         options = run.setting.get("options", {})

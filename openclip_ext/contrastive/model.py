@@ -18,17 +18,29 @@ SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the model's initial temperature, if ``set_logit_scale``, and freeze the parameters that the loss does not train.
+    """Set the model's initial temperature and bias, if ``set_logit_scale``, and freeze what the loss does not train.
 
-    They are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
+    These parameters are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
+
+    Raises:
+        ValueError: The loss trains a bias, and the model has none.
     """
     logit_scale = model.get_parameter(LOGIT_SCALE)
+    logit_bias = getattr(model, "logit_bias", None)
+    if loss.initial_logit_bias is not None:
+        if logit_bias is None:
+            raise ValueError(
+                f"{type(loss).__name__} trains a bias: expected a model with the parameter logit_bias, such as OpenCLIP's "
+                f"with init_logit_bias={loss.initial_logit_bias:g}"
+            )
+        if set_logit_scale:
+            with torch.no_grad():
+                logit_bias.fill_(loss.initial_logit_bias)
     if set_logit_scale and loss.initial_logit_scale is not None:
         with torch.no_grad():
             logit_scale.fill_(loss.initial_logit_scale)
     if not loss.learns_logit_scale:
         logit_scale.requires_grad_(False)
-    logit_bias = getattr(model, "logit_bias", None)
     if logit_bias is not None and not loss.uses_logit_bias:
         logit_bias.requires_grad_(False)
     if loss.trains_captions_only and compat.is_captioner(model):

@@ -103,9 +103,22 @@ def _extended_create_loss(original: Callable) -> Callable:
         given = ", ".join(OPTIONS[option].flag for option in _IGNORED_BY_OPENCLIP if option in options)
         if asked.learns_logit_scale and given:
             logging.warning(f"{given}: no effect on --loss {name} in OpenCLIP's loop. {_USE_OURS}")
-        return registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
+        loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
+        if not loss.learns_logit_scale:
+            loss.register_forward_hook(_with_zero_gradient, with_kwargs=True)
+        return loss
 
     return create_loss
+
+
+def _with_zero_gradient(loss: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], terms: Any) -> Any:
+    """Add a gradient of 0 with respect to ``logit_scale``, which OpenCLIP's script trains, to the loss's terms.
+
+    DistributedDataParallel fails if a trainable parameter has no gradient.
+    """
+    if isinstance(terms, dict) and "logit_scale" in inputs:
+        terms["contrastive_loss"] = terms["contrastive_loss"] + 0 * inputs["logit_scale"]
+    return terms
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -25,15 +26,20 @@ class LossCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         repeats = args.world_size > 1 and not args.dataloader_drop_last
         self.model_loss.check_loop(args.gradient_accumulation_steps, repeats)
+        self._next_epoch = 0
         if state.global_step == 0:
             return
         path = self._path(args, state)
         if not path.is_file():
             raise ValueError(f"{path} not found: resume from a checkpoint in output_dir that has this file")
         self.model_loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        self._next_epoch = self.model_loss.loss.epoch
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.model_loss.loss.start_epoch(int(state.epoch or 0))
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        # For a data set without a length, state.epoch is a fraction of max_steps, so the passes are counted.
+        epoch = int(state.epoch or 0) if has_length(more["train_dataloader"]) else self._next_epoch
+        self.model_loss.loss.start_epoch(epoch)
+        self._next_epoch = epoch + 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.model_loss.before_step(more["optimizer"])

@@ -131,6 +131,14 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
     assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
 
 
+def test_the_sigmoid_loss_trains_its_bias(data: PilotData):
+    run = replace(pending(GRID, "data", {})[0], setting={"loss": "siglip"})
+    training = grids.GridRun(grids.config_of(run), data, run, torch.device("cpu"))
+    assert training.model.logit_bias.item() == -10
+    *_, last = training.run_steps()
+    assert last and training.model.logit_bias.item() != -10
+
+
 @pytest.mark.parametrize("loss", ["openclip", "fastclip", "queueclip"])
 def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
     run = replace(pending(GRID, "data", {})[0], setting={"loss": loss}, epochs=2)

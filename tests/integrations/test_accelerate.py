@@ -93,6 +93,17 @@ def test_a_temperature_in_a_shared_group_is_refused():
         loss.step(torch.optim.AdamW(model.parameters()))
 
 
+def test_the_sigmoid_loss_starts_with_its_bias_and_trains_it():
+    model, batch = tiny_model(), tiny_batch(0)
+    with pytest.raises(ValueError, match=r"trains a bias: expected a model with the parameter logit_bias"):
+        ModelLoss(create_loss("siglip"), model)
+    model.logit_bias = torch.nn.Parameter(torch.zeros([]))
+    loss = ModelLoss(create_loss("siglip"), model)
+    assert model.logit_bias.item() == -10
+    loss(model(batch["image"], batch["text"])).backward()
+    assert model.logit_bias.grad.item() != 0
+
+
 def test_equal_captions_reach_the_loss():
     model, batch = tiny_model(), tiny_batch(0)
     loss = ModelLoss(create_loss("openclip", embed_dim=WIDTH, equal_captions="mask"), model)

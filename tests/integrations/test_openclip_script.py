@@ -59,6 +59,17 @@ def test_openclip_builds_our_loss_with_the_options_of_args():
     assert image.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize(("name", "options"), [("queueclip", {}), ("neuclip", {"temperature_scheme": "constant"})])
+def test_the_models_temperature_has_a_gradient_even_if_the_loss_does_not_train_it(name, options):
+    """DistributedDataParallel needs the gradient in each step."""
+    loss = open_clip.create_loss(openclip_args(loss=name, loss_options=options))
+    features = F.normalize(torch.randn(2, 6, 64), dim=2).requires_grad_()
+    scale = torch.tensor(10.0, requires_grad=True)
+    terms = loss(image_features=features[0], text_features=features[1], logit_scale=scale, output_dict=True)
+    sum(terms.values()).backward()
+    assert scale.grad == 0 and features.grad.abs().sum() > 0
+
+
 def test_without_a_name_the_loss_is_openclips():
     assert type(open_clip.create_loss(openclip_args())) is open_clip.ClipLoss
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -32,7 +33,7 @@ def collate(samples):
     return {names[name]: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def trainer(folder: Path, **options) -> ContrastiveTrainer:
+def trainer(folder: Path, data=None, **options) -> ContrastiveTrainer:
     arguments = {"num_train_epochs": 2, "save_steps": 3, "logging_steps": 1, "remove_unused_columns": False}
     arguments |= {"per_device_train_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments |= options
@@ -40,7 +41,7 @@ def trainer(folder: Path, **options) -> ContrastiveTrainer:
     return ContrastiveTrainer(
         clip(),
         TrainingArguments(str(folder), learning_rate=1e-2, **arguments),
-        train_dataset=pairs(),
+        train_dataset=pairs() if data is None else data,
         eval_dataset=Pairs(),
         data_collator=collate,
         contrastive_loss=stateful_loss(),
@@ -64,6 +65,23 @@ def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
     resumed = trainer(folder)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     towers.assert_equal_runs(_state(resumed), _state(uninterrupted))
+
+
+class Stream(IterableDataset):
+    """The same pairs without a length."""
+
+    def __iter__(self):
+        data = pairs()
+        return (data[position] for position in range(len(data)))
+
+
+@pytest.mark.parametrize("data", [pairs(), Stream()], ids=["with a length", "stream"])
+def test_the_loss_learns_the_epoch(tmp_path, data, monkeypatch):
+    run = trainer(tmp_path, data, max_steps=3 * STEPS)
+    announced = []
+    monkeypatch.setattr(run.model_loss.loss, "start_epoch", announced.append)
+    run.train()
+    assert announced == [0, 1, 2]
 
 
 def _values(run) -> torch.Tensor:

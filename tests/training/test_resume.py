@@ -75,6 +75,15 @@ def test_workers(whole, shards, tmp_path, loss):
     assert_same_run(resumed, whole(shards, loss, *TWO_WORKERS))
 
 
+def test_a_shorter_epoch_after_a_resume_counts_the_steps_that_are_left(shards, tmp_path, caplog):
+    argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
+    assert run(argv, stop_after=4) == EXIT_AFTER_SIGTERM
+    with caplog.at_level("INFO"):
+        assert run([*argv, "--train-num-samples", "32"]) == 0  # two steps per epoch
+    assert not [message for message in caplog.messages if "Nothing is left" in message]
+    assert [message for message in caplog.messages if "step 6/6" in message]
+
+
 def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
     """The resumed run takes no further step, and must save the learning rates of the last step."""
     assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
