@@ -53,6 +53,9 @@ class _WithGradients(torch.autograd.Function):
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
     """Return the 0-d mean of ``values``. Each of ``pairs`` is a tensor and the mean's gradient with respect to this tensor."""
+    pairs = tuple(pair for pair in pairs if pair[0].requires_grad)
+    if not pairs:  # Dynamo cannot trace the function below if no input needs a gradient
+        return values.mean()
     tensors, gradients = zip(*pairs, strict=True)
     return _WithGradients.apply(values, len(pairs), *tensors, *gradients)
 

@@ -132,7 +132,6 @@ def test_training_compiles_to_one_graph_for_all_steps(name: str) -> None:
     compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     for step in make_steps(12):
-        # Inputs need gradients, as in training: without them, Dynamo fails on the autograd.Function.
         trained = step.images, step.texts, torch.tensor(step.logit_scale)
         results = []
         for loss, call in ((plain, plain), (wrapped, compiled)):
@@ -154,8 +153,8 @@ def test_a_compiled_loss_reports_bad_samples_except_of_skipped_steps(skipped: bo
     for number, step in enumerate(make_steps(3, duplicates=False)):
         images = step.images.clone()
         images[number] = torch.nan
-        scale = torch.tensor(10.0, requires_grad=True)
-        loss(images.requires_grad_(), step.texts, scale, index=torch.tensor(step.index))
+        frozen_scale = torch.tensor(10.0)
+        loss(images.requires_grad_(), step.texts, frozen_scale, index=torch.tensor(step.index))
         # The trainer's guard does this after each step.
         loss.nonfinite.forget(number, skip_if=torch.tensor(not (skipped and number == 1)))
     expected = [(number, [step.index[number]]) for number, step in enumerate(make_steps(3, duplicates=False))]
