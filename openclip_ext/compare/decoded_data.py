@@ -173,8 +173,8 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
         text = read(index).fields.get("cls", b"").decode().strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(
-                f"sample {index} of {spec.source} has the class {text!r} in its member cls: expected a line number of the "
-                f"--classes file, from 0 to {count - 1}"
+                f"sample {index} of {spec.source}: expected field cls to be a line number of the --classes file, from 0 to "
+                f"{count - 1}, found {text!r}"
             )
         classes.append(int(text))
     return classes

@@ -109,7 +109,7 @@ def make_report(
     captions: Sequence[str],
     command_line: Callable[[Row], str],
 ) -> Report:
-    """Return the report of the finished runs.
+    """Build the report on a comparison from the results of its runs.
 
     Args:
         contests: The runs of each stage.
@@ -377,7 +377,12 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     runs = [["loss", "setting", "lr", "epochs", "seeds", "MRR, choosing half", "R@1"]]
     for loss, setting, lr, epochs, count, choice, recall in report.runs:
         runs.append([loss, setting, f"{lr:g}", f"{epochs:.1f}", str(count), _plain(choice), _plain(recall)])
-    found = {"Result": result, "Gain by length": gains, "Normalizers of the trained models": errors, "Cost": cost}
+    found = {
+        "Result": result,
+        "Gain by length": gains,
+        "Errors of the trained models' normalizers": errors,
+        "Cost": cost,
+    }
     found["All runs"] = runs
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
@@ -389,7 +394,10 @@ def _command(report: Report) -> str | None:
 def markdown(report: Report) -> str:
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
-        parts += ["Train the recommended configuration for the length of its longest run:", f"```bash\n{command}\n```"]
+        parts += [
+            "To train the recommended configuration for the epochs of its longest run:",
+            f"```bash\n{command}\n```",
+        ]
     for title, rows in tables(report).items():
         parts += [f"## {title}", markdown_table(rows)]
     return "\n\n".join([*parts, "## Reading it", *lines(report)]) + "\n"

@@ -281,8 +281,8 @@ class ContrastiveLoss(nn.Module):
     def model_head(self) -> nn.Module | None:
         """Return the modules of the loss that are part of the trained model, or None (``openclip_ext/losses/heads.py``).
 
-        Pass their parameters to the training's optimizer, average their gradients over the processes like the model's, and
-        save them in the checkpoint's model file.
+        The training loop must pass their parameters to the optimizer, average their gradients over the processes like the
+        model's, and save them with the model.
         """
         return None
 

@@ -36,13 +36,13 @@ class Estimand:
 
 # ε + g_i, where g_i is the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
 NEGATIVES_MEAN = Estimand(
-    "log(ε + g), the mean over the negatives",
+    "log(ε + g), where g is the mean over the negatives",
     from_batch=lambda batch_at_tau: batch_at_tau.log_g,
     log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
 )
 # The mean of exp((s_ij − s_ii)/τ) over all B pairs of an anchor, including the positive pair.
 PARTITION_MEAN = Estimand(
-    "log((1 + (B−1)·g)/B), the mean over all pairs, the positive one included",
+    "log((1 + (B−1)·g)/B), the log of the mean over all pairs, including the positive pair",
     from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
     log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_pairs,
     includes_positive=True,

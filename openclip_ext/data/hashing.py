@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The first word of every hash. It gives each use of a seed its own random numbers."""
+    """What random bits are used for: the first input of :func:`hash64`, so each use of a seed has its own random bits."""
 
     SEQUENCE = 1
     ROTATION = 2

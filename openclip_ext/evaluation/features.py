@@ -80,8 +80,8 @@ class Encoder:
     ) -> Samples:
         """Apply ``compute`` to all batches of images, and concatenate the tensors ``(B, ...)`` that it returns, by name.
 
-        The result also contains the batches' own values, such as labels, but not the images. Raise DataError if a batch has an
-        error or no image decodes.
+        The result also contains the other values of the batches, such as labels, but not the input images. Raise DataError if
+        a batch has an error or no image decodes.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:

@@ -86,7 +86,7 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
     if any(value.shape != model.state_dict()[name].shape for name, value in plain.state_dict().items()):
         raise UsageError(
             f"--force-image-size {settings.force_image_size}: stock OpenCLIP cannot load a folder with a timm tower of "
-            "another size. Use the loading line that the run printed"
+            "another size. Use the code that the run logged for loading its model"
         )
 
 

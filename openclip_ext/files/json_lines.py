@@ -30,7 +30,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each line with its content. The content is None if the line is broken or not a dictionary."""
+    """Yield each line with its content. The content is None if the line is not JSON of a dictionary."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         content = None
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The losses in PyTorch Lightning."""
+"""Use this package's losses in PyTorch Lightning."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,8 +15,8 @@ One step ``t`` (Algorithm 1):
 3. Predict ``α`` with the updated ``W``. The encoders minimize the same objective, averaged over the two sides, plus
    ``τ(ρ − 1)`` (:class:`openclip_ext.contrastive.objectives.NeuCLIPObjective`).
 
-With ``verify_fit`` (not in the paper), the prototypes and the recent embeddings both predict the batch before step 2. If the
-recent embeddings predict it better, step 3 uses them as prototypes.
+With ``verify_fit`` (not in the paper), ``α`` of this batch is predicted before step 2, once from the prototypes and once from
+the recent embeddings. If the recent embeddings predict it better, step 3 uses them as prototypes.
 
 Naive float64 version: ``tests/references/prototypes.py``. Page: ``docs/methods/neuclip.md``.
 

@@ -103,7 +103,7 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # The queue is a control variate only if its gradient reaches the encoders. lr_tau is NeuCLIP's learning rate.
+    # The queue is a control variate only if the gradient of its α reaches the encoders. lr_tau has NeuCLIP's default.
     parts=(
         NormalizerPart(
             "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}

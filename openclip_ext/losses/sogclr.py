@@ -35,7 +35,7 @@ CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
 
 
 _UNCENTERED_MEAN = Estimand(
-    "log u, the mean of exp(s/τ) over the negatives, not relative to the positive pair",
+    "log u, where u is the mean of exp(s/τ) over the negatives (the positive pair is not subtracted)",
     from_batch=lambda batch_at_tau: batch_at_tau.log_sums - batch_at_tau.batch.log_negatives,
     log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives - batch_at_tau.positive_exponent,
 )

@@ -1,4 +1,4 @@
-"""Batches contain the reference model's embeddings of their samples. Corrupt files and files of other data are rejected."""
+"""Batches contain the reference model's embeddings of their samples. Files that are corrupt or of other data are rejected."""
 
 import json
 import pickle

@@ -53,7 +53,7 @@ class RankPool:
     def run(self, function: Callable, *arguments: Any, group: bool = True, timeout: float = 600) -> list[Any]:
         """Call ``function(*arguments)`` on every rank.
 
-        The ranks use the environment variables and the working directory that this process has at the call.
+        The ranks use the environment variables and working directory of this process at the time of the call.
 
         Args:
             function: function at the top level of a module, so that it can be pickled.

@@ -17,7 +17,7 @@ from openclip_ext.losses.registry import create_loss, options_used_by
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
 
 ROOT = Path(__file__).parents[2]
-# The example loss of docs/add-your-own-loss.md.
+# The example loss `decoupled` of docs/add-your-own-loss.md.
 DECOUPLED: Method = runpy.run_path(str(ROOT / "examples/add_a_loss/openclip_ext/losses/decoupled.py"))["METHOD"]
 
 

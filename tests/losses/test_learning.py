@@ -12,7 +12,8 @@ from tests.losses.cases import TwoTowers
 
 SAMPLES, LATENT, WIDTH, BATCH, EPOCHS = 240, 10, 16, 24, 10
 
-# Options whose defaults are for long runs. AmorLIP's networks must be fitted within this short run to guide the encoders.
+# Replacements for defaults that suit only long runs. AmorLIP's networks must be fitted within this short run to guide the
+# encoders.
 _SMALL = {
     "neuclip": {"prototypes": 48, "restart_every": 50},
     "queueclip": {"prototypes": 96},

@@ -113,7 +113,7 @@ class Victim:
                 return False
             if time.monotonic() > deadline:
                 program.kill()
-                pytest.fail("no step and no save in 300 s")
+                pytest.fail(f"expected {kill.count} x {kill.after} in 300 s")
             if kill.after == "save":
                 new = unfinished_saves(self._logs / "run") - before
                 saves |= {name for name, _ in new if "tmp_step_" in name}

@@ -191,7 +191,7 @@ def scan_remote(
 
     def scan(url: str) -> tuple[tuple[str, ...], Shard]:
         version = ""
-        with contextlib.suppress(OSError):  # the scan reports the reason
+        with contextlib.suppress(OSError):  # ignored here, because the scan of the shard reports the error
             version = RemoteFile(url, storage.patience).version
         identity = (image_key, caption_key, without_secrets(url), version)
         if version and identity in written:

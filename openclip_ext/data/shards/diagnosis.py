@@ -86,7 +86,7 @@ def _explain_no_tar(start: bytes, problem: str) -> str:
 
 
 def _explain_unpaired(names: Sequence[tuple[str, str]], images: set[str], captions: set[str]) -> str:
-    """Explain why no sample of a tar has an image and a caption. ``names`` contains the key and field of each member."""
+    """Explain why no sample of a tar has both an image and a caption. ``names`` contains the key and field of each member."""
     fields = Counter(field for _, field in names)
     with_image, with_caption = ({key for key, field in names if field in wanted} for wanted in (images, captions))
     if with_image & with_caption:

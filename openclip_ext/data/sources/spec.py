@@ -35,7 +35,7 @@ class DataSpec:
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
-    # The losses of ``--steer`` and ``--distill`` use these embeddings.
+    # Embeddings of the reference model, for losses with ``--steer`` or ``--distill``.
     reference: str | os.PathLike[str] | None = flag(
         None, "folder with a reference model's embeddings of the training data, from openclip-ext embed"
     )

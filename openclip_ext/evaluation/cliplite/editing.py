@@ -2,7 +2,7 @@
 
 Source: CLIP-Lite, section 4.8. The two prompts of a pair differ only in the concept ("I am a boy.", "I am a girl."). The two
 embeddings of each pair are shifted to mean zero (Bolukbasi et al., 2016). The principal components of all shifted embeddings
-span the concept's subspace. To remove the concept from an image embedding, its projection on the subspace is subtracted. The
+span the concept's subspace. The concept is removed by subtracting an image embedding's projection onto the subspace. The
 alignment table (Table 6 of the paper) shows how well the best-matching images of two groups fit the prompts of each side,
 before and after the removal. If both groups then have equal values, the concept is removed.
 """
