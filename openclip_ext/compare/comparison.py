@@ -35,8 +35,6 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 
-# Fraction of --minutes that is reserved for runs that are slower than planned.
-_RESERVE = 0.1
 # Fraction of --minutes for measuring the throughput, and the maximum of this time in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
@@ -73,15 +71,10 @@ def main(argv: list[str]) -> None:
 
 def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
     """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
-    batch = training.loading.batch_size * training.loading.accum_freq
-    needed = planner.least_seconds(seconds_a_sample(training), len(config.losses), config.processes, batch)
-    if seconds * (1 - _RESERVE) < needed:
-        least = math.ceil(config.minutes + (needed / (1 - _RESERVE) - seconds) / 60)
-        raise ValueError(
-            f"--minutes {config.minutes:g} is too short: the shortest comparison of {len(config.losses)} losses needs "
-            f"{needed / 60:.1f} minutes for training, and time for reading and scoring. Give at least --minutes {least}, or "
-            f"better {2 * least}; or fewer --losses, or a smaller --model"
-        )
+    costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training)), 0.0)
+    needed = planner.least_seconds(costs, config.processes, training.loading.batch_size * training.loading.accum_freq)
+    if seconds * (1 - planner.RESERVE) < needed:
+        raise planner.too_short(costs, needed, seconds * (1 - planner.RESERVE), config.minutes)
 
 
 class Comparison:
@@ -179,11 +172,12 @@ class Comparison:
         per_sample, per_run = (statistics.fmean(probe[key] for probe in probes) for key in ("per_sample", "per_run"))
         tried, stage = planner.plan_tuning(
             planner.Costs(dict.fromkeys(self.config.losses, per_sample), per_run),
-            self._seconds_left * (1 - _RESERVE),
+            self._seconds_left * (1 - planner.RESERVE),
             self.config.processes,
             self.pilot.batch,
             self._most_samples,
             most_tried=min(map(len, self.candidates.values())),
+            minutes=self.config.minutes,
         )
         about = {"flags": self.flags, "context": self.context, "judged": probes[0]}
         self._write_plan(**about, tried=tried, stages=[asdict(stage)])
@@ -202,7 +196,7 @@ class Comparison:
             costs = measured_costs(last, winners(last, known), known)
             if costs is None or self._seconds_left <= 0:
                 return False
-            left = self._seconds_left * (1 - _RESERVE)
+            left = self._seconds_left * (1 - planner.RESERVE)
             limits = (self.config.processes, self.pilot.batch, self._most_samples)
             stage = planner.plan_next(planner.Stage(**stages[-1]), costs, left, *limits)
             if stage is None:

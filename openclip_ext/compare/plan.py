@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+# Fraction of --minutes that is reserved for runs that are slower than planned.
+RESERVE = 0.1
 SEEDS = (0, 1, 2)
 # Maximum number of seeds. More than three are only used if time is left.
 MOST_SEEDS = 6
@@ -45,12 +47,12 @@ class Stage:
 
 
 def plan_tuning(
-    costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int
+    costs: Costs, seconds: float, processes: int, batch: int, most_samples: int, most_tried: int, minutes: float
 ) -> tuple[int, Stage]:
     """Plan the first stage of a comparison that takes ``seconds``; return the number of candidates per loss and the stage.
 
     There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
-    second stage is needed.
+    second stage is needed. If the time is too short, raise ValueError with the minimum of --minutes, now ``minutes``.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
@@ -60,10 +62,8 @@ def plan_tuning(
         steps = int(min(costs.fitting(share * seconds * processes, runs), most_samples) // batch)
         if steps >= enough_steps or steps == most_samples // batch:
             return tried, Stage(steps * batch, seeds)
-    raise ValueError(
-        f"the time is too short: reading and measuring leave {max(0, seconds) / 60:.1f} minutes, enough for {max(0, steps)} "
-        f"steps per run; expected at least {_LEAST_STEPS}. Use more --minutes, fewer --losses, or a smaller --model"
-    )
+    needed = least_seconds(costs, processes, batch, min(enough_steps, most_samples // batch), tried)
+    raise too_short(costs, needed, seconds, minutes)
 
 
 def _first_stage(tried: int, losses: int) -> tuple[int, float]:
@@ -77,10 +77,23 @@ def _first_stage(tried: int, losses: int) -> tuple[int, float]:
     return tried, tried * losses / (tried * losses + _PLANNED_LONGER * later)
 
 
-def least_seconds(per_sample: float, losses: int, processes: int, batch: int) -> float:
-    """Return the duration in seconds of the shortest comparison, if training takes ``per_sample`` seconds per sample."""
-    runs, share = _first_stage(FINALISTS, losses)
-    return _LEAST_STEPS * batch * per_sample * losses * runs / (processes * share)
+def least_seconds(
+    costs: Costs, processes: int, batch: int, steps: float = _LEAST_STEPS, tried: int = FINALISTS
+) -> float:
+    """Return the duration in seconds of the shortest comparison: runs of ``steps`` steps, ``tried`` candidates per loss."""
+    losses = len(costs.per_sample)
+    runs, share = _first_stage(tried, losses)
+    return runs * (steps * batch * sum(costs.per_sample.values()) + losses * costs.per_run) / (processes * share)
+
+
+def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> ValueError:
+    """Return the error for a comparison of ``minutes`` that leaves ``seconds`` for its runs, less than ``needed``."""
+    least = math.ceil(minutes + (needed - seconds) / (1 - RESERVE) / 60)
+    return ValueError(
+        f"--minutes {minutes:g} is too short: expected at least {needed / 60:.1f} minutes for runs of "
+        f"{len(costs.per_sample)} losses, found {max(0, seconds) / 60:.1f}. Give at least --minutes {least}, or better "
+        f"{2 * least}; or fewer --losses, or a smaller --model"
+    )
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:

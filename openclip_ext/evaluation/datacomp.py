@@ -21,7 +21,7 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel
-from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
+from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
@@ -91,9 +91,12 @@ def evaluate(args: argparse.Namespace) -> int:
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
     if distributed.is_master():
-        content = json.dumps(summary(lines, failed, missing), indent=2, allow_nan=False) + "\n"
+        changed = [line["key"] for line in lines if has_other_data(line, args.data_dir)]
+        lines = [line for line in lines if line["key"] not in changed]
+        problems = dict.fromkeys(changed, "the data have changed since the evaluation. Evaluate them again.") | failed
+        content = json.dumps(summary(lines, problems, missing), indent=2, allow_nan=False) + "\n"
         write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
-        say(f"{summary_text(lines, failed, missing, args.data_dir)}\n\nResults: {results.path}")
+        say(f"{summary_text(lines, problems, missing, args.data_dir)}\n\nResults: {results.path}")
     return 1 if failed or (args.tasks and missing) else 0
 
 

@@ -72,8 +72,7 @@ class ResultFile:
             own = {line["key"]: line for line in by_run.pop(self._run_id)}
             todo = []
             for task in tasks:
-                data = own.get(task.key, {}).get("data")
-                if overwrite or data is None or data != fingerprint(data_dir / task.folder):
+                if overwrite or task.key not in own or has_other_data(own[task.key], data_dir):
                     todo.append(task)
                     own.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
             for run_id, lines in by_run.items():
@@ -163,6 +162,12 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
         "other_sizes": [line["key"] for line in lines if has_other_size(line)],
         "skipped_images": {line["key"]: line["skipped"] for line in lines if line.get("skipped")},
     }
+
+
+def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
+    """Return whether the data set of a result is in ``data_dir``, with other content than the evaluated data."""
+    folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
+    return folder is not None and folder.is_dir() and line.get("data") != fingerprint(folder)
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ the relation task use complete captions, because most training captions omit so 
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ _METRICS: dict[str, tuple[str, float | None]] = {
     "image-to-text-R@1": ("retrieval image to text, R@1", None),
     "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
+
+# Titles and keys of the output that no checkpoint can have.
+_OTHER_KEYS = ("model", "checkpoint", "untrained", "chance")
 
 
 class ShapesSample(NamedTuple):
@@ -164,10 +168,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_name(checkpoint: Path) -> str:
-    """Return NAME for a path ``LOGS/NAME/checkpoints/FILE``, and the file's name for other paths."""
-    folder = checkpoint.absolute().parent
-    return folder.parent.name if folder.name == "checkpoints" else checkpoint.name
+def _titles(checkpoints: Sequence[str]) -> list[str]:
+    """Return a title for each checkpoint: ``trained`` if there is only one, otherwise NAME, NAME/FILE or the path.
+
+    NAME is the run of a path ``LOGS/NAME/checkpoints/FILE``, and the file's name for other paths. The title is the first of
+    the three that no other column has.
+    """
+    if len(checkpoints) == 1:
+        return ["trained"]
+    choices = []
+    for path in (Path(checkpoint).absolute() for checkpoint in checkpoints):
+        is_run = path.parent.name == "checkpoints"
+        folder = path.parents[is_run]
+        choices.append((folder.name if is_run else path.name, f"{folder.name}/{path.stem}", str(path)))
+    count = Counter([*_OTHER_KEYS, *(title for titles in choices for title in titles)])
+    return [next((title for title in titles if count[title] == 1), titles[-1]) for titles in choices]
 
 
 def main(argv: list[str]) -> None:
@@ -176,9 +191,8 @@ def main(argv: list[str]) -> None:
     add_model_configs()
     samples = read_samples(args.data_dir)
     models: dict[str, tuple[Any, Any]] = {}
-    for checkpoint in args.checkpoint:
+    for checkpoint, title in zip(args.checkpoint, _titles(args.checkpoint), strict=True):
         loaded = load_model(args.model, checkpoint, args.device)
-        title = "trained" if len(args.checkpoint) == 1 else _run_name(Path(checkpoint))
         models[title] = (loaded.model, loaded.preprocess)
     if args.untrained or not args.checkpoint:
         torch.manual_seed(0)

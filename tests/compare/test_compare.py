@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -65,7 +66,7 @@ def test_settings_keep_the_users_options_and_a_losss_own_temperature_scheme():
 def test_the_stages_fit_the_time_and_use_it(minutes, processes):
     costs = Costs(dict.fromkeys(DEFAULT_LOSSES, 1e-3), 1.0)
     seconds = 60 * minutes * processes
-    tried, first = plan_tuning(costs, 60 * minutes, processes, batch=16, most_samples=10**9, most_tried=18)
+    tried, first = plan_tuning(costs, 60 * minutes, processes, 16, 10**9, most_tried=18, minutes=minutes)
     assert first.seeds == SEEDS[:1] and first.samples % 16 == 0 and first.samples >= 20 * 16
     spent = tried * 5 * (1 + first.samples * 1e-3)
     going_on = Costs(dict.fromkeys(DEFAULT_LOSSES[:3], 1e-3), 1.0)
@@ -84,8 +85,25 @@ def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     assert plan_next(whole, COSTS, seconds, 2, 16, most_samples=640) == Stage(640, (0, 1, 2, 3))
     # If a finished comparison gets more minutes, its next runs are longer.
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
-    with pytest.raises(ValueError, match=r"too short: .* leave 0\.1 minutes, .* more --minutes, fewer --losses"):
-        plan_tuning(COSTS, 6, 2, 16, 10**9, 18)
+
+
+@pytest.mark.parametrize("losses", [2, 5])
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize(("per_run", "most_samples"), [(0.0, 10**9), (30.0, 10**9), (30.0, 80)])
+def test_too_short_a_time_is_told_with_the_least(losses, processes, per_run, most_samples):
+    """The minimum of --minutes suffices, and a minute less does not."""
+    costs = Costs(dict.fromkeys(DEFAULT_LOSSES[:losses], 0.2), per_run)
+
+    def plan_minutes(minutes: float, spent: float = 2.5) -> tuple[int, Stage]:
+        left = 60 * (minutes - spent) * (1 - plan.RESERVE)
+        return plan_tuning(costs, left, processes, 16, most_samples, 18, minutes)
+
+    with pytest.raises(ValueError, match=r"--minutes 3 is too short: .* found 0\.[45]\..* fewer --losses") as error:
+        plan_minutes(3)
+    least = int(re.search(r"at least --minutes (\d+)", str(error.value))[1])
+    assert plan_minutes(least)[1].samples >= min(most_samples, 20 * 16)
+    with pytest.raises(ValueError, match=rf"Give at least --minutes {least}"):
+        plan_minutes(least - 1)
 
 
 def test_the_best_losses_and_settings_go_on():
@@ -338,7 +356,7 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
     argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
     with pytest.raises(
         ValueError,
-        match=r"--minutes 0.001 is too short: the shortest comparison of 4 losses.*Give at least --minutes \d+",
+        match=r"--minutes 0.001 is too short: .* for runs of 4 losses.*Give at least --minutes \d+",
     ):
         main(argv)
 

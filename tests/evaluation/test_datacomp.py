@@ -154,6 +154,19 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
 
 
+def test_the_summary_has_no_result_of_changed_data(tiny_folder, tmp_path, capfd):
+    for key in ("cifar10", "mnist"):
+        datasets.make_task(tmp_path, key, count=12)
+    output = ("--output-dir", str(tmp_path / "out"))
+    evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist")
+    datasets.make_task(tmp_path, "cifar10", count=20)
+    capfd.readouterr()
+    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "mnist") == 0
+    assert "CIFAR-10: the data have changed since the evaluation. Evaluate them again." in capfd.readouterr().out
+    summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
+    assert (set(summary["main_metrics"]), set(summary["problems"])) == ({"mnist"}, {"cifar10"})
+
+
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     for key in ("cifar10", "mnist", "stl10"):
         datasets.make_task(tmp_path, key, count=12)

@@ -9,6 +9,7 @@ import torch
 
 from openclip_ext.data.shapes.scene import COLORS, SHAPES, SIZES, TEXTURES
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.evaluation import shapes
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.shapes import chance, main, read_samples, score
 from openclip_ext.model_configs import add_model_configs
@@ -93,7 +94,7 @@ def test_oracle_scores_one_in_everything(samples):
     assert score(encoder_of(Oracle, samples), samples) == dict.fromkeys(chance(samples), pytest.approx(1.0))
 
 
-def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tmp_path, capsys):
+def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tmp_path, capsys, monkeypatch):
     add_model_configs()
     torch.manual_seed(0)
     model = open_clip.create_model("demo-vit")
@@ -107,14 +108,21 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
-    # If several checkpoints are given, each result is labeled with the name of its run.
-    runs = [tmp_path / "runs" / name / "checkpoints" / "epoch_1.pt" for name in ("queueclip", "openclip")]
-    for run in runs:
-        run.parent.mkdir(parents=True)
-        shutil.copy(checkpoint, run)
-    main([*arguments, "--checkpoint", *map(str, runs)])
+    # If several checkpoints are given, each result has the shortest distinct title of its checkpoint.
+    titles = {
+        "runs/queueclip/checkpoints/epoch_1.pt": "queueclip",
+        "runs/q/checkpoints/epoch_1.pt": "q/epoch_1",
+        "runs/q/checkpoints/epoch_2.pt": str(tmp_path / "runs/q/checkpoints/epoch_2.pt"),
+        "other/q/checkpoints/epoch_2.pt": str(tmp_path / "other/q/checkpoints/epoch_2.pt"),
+        **{f"runs/{name}/checkpoints/epoch_1.pt": f"{name}/epoch_1" for name in ("untrained", "chance", "model")},
+    }
+    for place in titles:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkpoint, tmp_path / place)
+    monkeypatch.setattr(shapes, "score", lambda encoder, samples: numbers["trained"])
+    main([*arguments, "--untrained", "--checkpoint", *(str(tmp_path / place) for place in titles)])
     several = json.loads((tmp_path / "o.json").read_text())
-    assert several["queueclip"] == several["openclip"] == numbers["trained"]
+    assert list(several) == ["model", "checkpoint", *titles.values(), "untrained", "chance"]
 
 
 def test_wrong_folders_are_refused_with_the_cure(tmp_path):
