@@ -30,8 +30,8 @@ class EmbeddingStore:
         images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
         positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
         about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
-            ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the source; null if
-            unknown) and ``logit_scale`` (``1/τ`` of the model).
+            ``image_key``, ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the
+            source; null if unknown) and ``logit_scale`` (``1/τ`` of the model).
     """
 
     folder: Path
@@ -42,13 +42,13 @@ class EmbeddingStore:
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None
+        cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None, **keys: str
     ) -> "EmbeddingStore":
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples`` or ``data``
-                (an ``index_digest``).
+            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples``, ``data``
+                (an ``index_digest``) or ``keys`` (``image_key`` and ``caption_key``).
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
@@ -60,11 +60,12 @@ class EmbeddingStore:
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--reference {path / name}: missing or truncated ({error!r}); write it again") from None
-        for wanted, found, what in ((num_samples, about["samples"], "samples"), (data, about.get("data"), "data")):
+        for what, wanted in {"samples": num_samples, "data": data, **keys}.items():
+            found = about.get(what)
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
-                    f"--reference {path} was made from other data than --train-data, or in another order: expected "
-                    f"{what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
+                    f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
+                    f"expected {what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
         for name, values in zip((IMAGES, TEXTS), arrays, strict=True):
             if values.shape != shape or values.dtype != np.float16:
