@@ -30,8 +30,9 @@ class EmbeddingStore:
         images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
         positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
         about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
-            ``image_key``, ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the
-            source; null if unknown) and ``logit_scale`` (``1/τ`` of the model).
+            ``image_key``, ``caption_key``, ``samples`` (number of samples), ``unreadable`` (number of
+            samples with rows of zeros), ``width``, ``data`` (``index_digest`` of the source; null if unknown) and
+            ``logit_scale`` (``1/τ`` of the model).
     """
 
     folder: Path
@@ -87,6 +88,16 @@ class EmbeddingStore:
     def temperature(self) -> float:
         """Temperature τ of the reference model."""
         return 1 / self.about["logit_scale"]
+
+    @property
+    def warning(self) -> str | None:
+        """A warning about samples without embeddings; None if all samples have embeddings."""
+        if not (unread := self.about.get("unreadable")):
+            return None
+        return (
+            f"--reference {self.folder}: {unread:,} of {self.about['samples']:,} samples were unreadable, so steering and "
+            "distillation mask them. If they are repaired, run openclip-ext embed with another --output"
+        )
 
     def part(self, positions: Sequence[int]) -> "EmbeddingStore":
         """Return the embeddings of a subset: row i of the result belongs to the sample ``positions[i]``."""

@@ -166,7 +166,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
             logging.info(
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
-        if warning := other_batch(config, identity.global_batch, distributed.world_size()):
+        mismatch = other_batch(config, identity.global_batch, distributed.world_size())
+        for warning in filter(None, (mismatch, reference and reference.warning)):
             logging.warning(warning)
         if folder is not None:
             _begin_folder(config, folder, position, start, trains=steps_left > 0)

@@ -39,10 +39,11 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
     assert 0 <= last["reference_ahead"] <= 1 and last["reference_infonce"] > 0
 
 
-def test_a_resume_reports_a_reference_of_other_weights(shards, tmp_path, caplog):
-    folder = write_store(tmp_path / "store", shards, weights="a")
+def test_a_run_reports_unreadable_samples_and_a_resume_other_weights(shards, tmp_path, caplog):
+    folder = write_store(tmp_path / "store", shards, weights="a", unreadable=2)
     argv = small_command(shards, tmp_path, "run", "openclip", "--reference", str(folder), "--resume", "latest")
     assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM
+    assert caplog.text.count("2 of 84 samples were unreadable") == 1
     about = json.loads((folder / ABOUT).read_text())
     (folder / ABOUT).write_text(json.dumps(about | {"weights": "b"}))
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
