@@ -55,12 +55,17 @@ class EmbeddingStore:
         if not (path / ABOUT).exists():
             raise UsageError(f"--reference {path} does not exist or is not finished: start openclip-ext embed again")
         try:
-            about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-            shape = (about["samples"], about["width"])
+            about = dict(json.loads((path / ABOUT).read_text(encoding="utf-8")))
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"--reference {path / name}: missing or truncated ({error!r}); write it again") from None
+        needed = ("logit_scale", "samples", "width")
+        if missing := [key for key in needed if not isinstance(about.get(key), int | float)]:
+            raise UsageError(
+                f"--reference {path / ABOUT}: expected numbers for {', '.join(needed)}, found none for "
+                f"{', '.join(missing)}. Remove the folder and start openclip-ext embed again"
+            )
         for what, wanted in {"samples": num_samples, "data": data, **keys}.items():
             found = about.get(what)
             if wanted is not None and found is not None and wanted != found:
@@ -68,6 +73,7 @@ class EmbeddingStore:
                     f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
                     f"expected {what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
+        shape = (about["samples"], about["width"])
         for name, values in zip((IMAGES, TEXTS), arrays, strict=True):
             if values.shape != shape or values.dtype != np.float16:
                 raise UsageError(

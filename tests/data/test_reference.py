@@ -73,6 +73,11 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
     cut = write_store(tmp_path / "cut", shards)
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
     refused(cut, "texts.npy: missing or truncated")
+    for key in ("logit_scale", "samples"):
+        folder = write_store(tmp_path / key, shards, **{key: None})
+        refused(folder, f"{key}/embeddings.json: expected numbers .*, found none for {key}. Remove the folder")
+    (broken := write_store(tmp_path / "broken", shards)).joinpath(ABOUT).write_text("[1]")
+    refused(broken, "embeddings.json: missing or truncated")
     wide = write_store(tmp_path / "wide", shards, width=WIDTH)
     np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
     refused(wide, r"images.npy: expected \(84, 5\) float16, found \(84, 6\)")
