@@ -126,7 +126,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         steered = batch
         if self.reference_dim:
             steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
-            batch = steered if self.steers else replace(batch, finite=steered.finite)
+            batch = steered if self.steers else batch
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)

@@ -30,7 +30,8 @@ _SMALLEST_NORM = 1e-12
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
     """Return the batch with two blocks of features: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
-    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. Raise ValueError for other shapes.
+    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. A sample with a row of zeros, which
+    means that the reference could not read it, is masked. Raise ValueError for other shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -39,6 +40,8 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
             f"reference: expected the reference model's embeddings of images and of texts, {expected} each, found {found}"
         )
     image, text = (side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference)
+    # With NaN, a sample is also masked on the ranks that receive its features.
+    image, text = (side.masked_fill(~side.any(dim=1, keepdim=True), torch.nan) for side in (image, text))
     return replace(
         batch,
         image=torch.cat([image, batch.image.to(batch.dtype)], dim=1),

@@ -30,8 +30,9 @@ class EmbeddingStore:
         images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
         positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
         about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
-            ``caption_key``, ``samples`` (number of samples), ``width``, ``data`` (``index_digest`` of the source; null if
-            unknown) and ``logit_scale`` (``1/τ`` of the model).
+            ``image_key``, ``caption_key``, ``samples`` (number of samples), ``unreadable`` (number of
+            samples with rows of zeros), ``width``, ``data`` (``index_digest`` of the source; null if unknown) and
+            ``logit_scale`` (``1/τ`` of the model).
     """
 
     folder: Path
@@ -42,30 +43,37 @@ class EmbeddingStore:
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None
+        cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None, **keys: str
     ) -> "EmbeddingStore":
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 
         Raises:
-            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples`` or ``data``
-                (an ``index_digest``).
+            UsageError: The folder does not exist, is incomplete or corrupt, or does not match ``num_samples``, ``data``
+                (an ``index_digest``) or ``keys`` (``image_key`` and ``caption_key``).
         """
         path, name, arrays = Path(folder), ABOUT, []
         if not (path / ABOUT).exists():
             raise UsageError(f"--reference {path} does not exist or is not finished: start openclip-ext embed again")
         try:
-            about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-            shape = (about["samples"], about["width"])
+            about = dict(json.loads((path / ABOUT).read_text(encoding="utf-8")))
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"--reference {path / name}: missing or truncated ({error!r}); write it again") from None
-        for wanted, found, what in ((num_samples, about["samples"], "samples"), (data, about.get("data"), "data")):
+        needed = ("logit_scale", "samples", "width")
+        if missing := [key for key in needed if not isinstance(about.get(key), int | float)]:
+            raise UsageError(
+                f"--reference {path / ABOUT}: expected numbers for {', '.join(needed)}, found none for "
+                f"{', '.join(missing)}. Remove the folder and start openclip-ext embed again"
+            )
+        for what, wanted in {"samples": num_samples, "data": data, **keys}.items():
+            found = about.get(what)
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
-                    f"--reference {path} was made from other data than --train-data, or in another order: expected "
-                    f"{what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
+                    f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
+                    f"expected {what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
+        shape = (about["samples"], about["width"])
         for name, values in zip((IMAGES, TEXTS), arrays, strict=True):
             if values.shape != shape or values.dtype != np.float16:
                 raise UsageError(
@@ -86,6 +94,16 @@ class EmbeddingStore:
     def temperature(self) -> float:
         """Temperature τ of the reference model."""
         return 1 / self.about["logit_scale"]
+
+    @property
+    def warning(self) -> str | None:
+        """A warning about samples without embeddings; None if all samples have embeddings."""
+        if not (unread := self.about.get("unreadable")):
+            return None
+        return (
+            f"--reference {self.folder}: {unread:,} of {self.about['samples']:,} samples were unreadable, so steering and "
+            "distillation mask them. If they are repaired, run openclip-ext embed with another --output"
+        )
 
     def part(self, positions: Sequence[int]) -> "EmbeddingStore":
         """Return the embeddings of a subset: row i of the result belongs to the sample ``positions[i]``."""

@@ -155,7 +155,7 @@ def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:
 @torch.no_grad()
 def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) -> dict[str, Any]:
     """Return the content of ``embeddings.json``."""
-    model, is_csv = loaded.model, spec.resolved_type == "csv"
+    model = loaded.model
     text = loaded.tokenizer(["a"]).to(next(model.parameters()).device)
     inner: Any = getattr(model, "model", model)  # projection heads wrap the model
     about = {
@@ -165,8 +165,7 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
         "config": config_digest(loaded.config),
         "preprocess": loaded.config["preprocess"],
         "precision": precision,
-        "image_key": spec.csv_image_key if is_csv else spec.image_key,
-        "caption_key": spec.csv_caption_key if is_csv else spec.caption_key,
+        **spec.keys,
         "samples": source.num_samples,
         "width": model.encode_text(text).shape[-1],
         "data": source.index_digest,

@@ -124,9 +124,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     if defaults and distributed.is_master():
         logging.info(f"Defaults of the loss in this run: {defaults}.")
     config = replace(config, loss=loss_config)
-    loss = models.build_loss(
-        config.loss, config.model.name, built.model, loader.num_samples, built.device, loader.source.reference
-    )
+    reference = loader.source.reference
+    loss = models.build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device, reference)
     check_combination(config, loss, distributed.world_size())
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     temperature_lr = loss.logit_scale_lr
@@ -146,7 +145,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         seed=config.loading.seed,
         optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
         data=loader.source.index_digest,
-        settings=run_folder.settings(config.stored_flags, config.loss.options),
+        settings=run_folder.settings(config.stored_flags, config.loss.options)
+        | {"reference_weights": reference and reference.about.get("weights")},
     )
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
@@ -169,7 +169,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
             logging.info(
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
-        if warning := other_batch(config, identity.global_batch, distributed.world_size()):
+        mismatch = other_batch(config, identity.global_batch, distributed.world_size())
+        for warning in filter(None, (mismatch, reference and reference.warning)):
             logging.warning(warning)
         if folder is not None:
             _begin_folder(config, folder, position, start, trains=steps_left > 0)

@@ -66,12 +66,26 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1),
         f"other data .*expected samples {NUM_SAMPLES}, found {NUM_SAMPLES - 1}",
     )
+    for key, kept in (("image_key", "jpg;png;jpeg;webp"), ("caption_key", "txt")):
+        refused(
+            write_store(tmp_path / key, shards, **{key: "json:b"}), f"other keys: expected {key} {kept}, found json:b"
+        )
     cut = write_store(tmp_path / "cut", shards)
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
     refused(cut, "texts.npy: missing or truncated")
+    for key in ("logit_scale", "samples"):
+        folder = write_store(tmp_path / key, shards, **{key: None})
+        refused(folder, f"{key}/embeddings.json: expected numbers .*, found none for {key}. Remove the folder")
+    (broken := write_store(tmp_path / "broken", shards)).joinpath(ABOUT).write_text("[1]")
+    refused(broken, "embeddings.json: missing or truncated")
     wide = write_store(tmp_path / "wide", shards, width=WIDTH)
     np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
     refused(wide, r"images.npy: expected \(84, 5\) float16, found \(84, 6\)")
     begun = write_store(tmp_path / "begun", shards)
     (begun / ABOUT).unlink()
     refused(begun, "not finished: start openclip-ext embed again")
+    drawn = TrainLoaderConfig(batch_size=8, draw_captions=True)
+    with pytest.raises(ValueError, match="--draw-captions: expected no --reference"):
+        build_train_loader(
+            DataSpec(shards, reference=write_store(tmp_path / "one", shards)), drawn, preprocess=str, tokenizer=str
+        )

@@ -19,6 +19,8 @@ STEPS = 5
 LOCAL_AMORLIP = "amorlip-local"
 # Suffix of cases with NaN or inf.
 NONFINITE = "-nonfinite"
+# Suffix of cases with samples whose reference embeddings are zero.
+UNREAD = "-unread"
 # Suffix of cases that process anchors in chunks.
 CHUNKS = "-chunks"
 
@@ -29,7 +31,7 @@ def _case(name: str) -> Case:
         return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
-    return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(CHUNKS)]
+    return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS)]
 
 
 def _names() -> list[str]:
@@ -44,7 +46,8 @@ def _names() -> list[str]:
         "queueclip-steered-distilled",
     )
     chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
-    return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *chunks]
+    unread = [name + UNREAD for name in ("amorlip-steered", "fastclip-distilled", "queueclip-steered-distilled")]
+    return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *unread, *chunks]
 
 
 def _steps(name: str) -> list[Step]:
@@ -52,6 +55,9 @@ def _steps(name: str) -> list[Step]:
     if name.endswith(NONFINITE):
         steps[1].images[1, 2] = float("nan")
         steps[2].texts[5, 0] = float("inf")
+    if name.endswith(UNREAD):
+        for number, step in enumerate(steps):
+            step.unread = [step.index[number]]
     return steps
 
 
@@ -67,7 +73,7 @@ def _run(loss: ContrastiveLoss, steps: list[Step]) -> dict[str, Any]:
             last.texts,
             torch.tensor(last.logit_scale),
             torch.tensor(last.index),
-            **reference_of(loss, last.index),
+            **reference_of(loss, last.index, last.unread),
         ),
         "metrics": loss.metrics(),
         "nonfinite": loss.pop_nonfinite(),
@@ -77,7 +83,8 @@ def _run(loss: ContrastiveLoss, steps: list[Step]) -> dict[str, Any]:
 def _own_part(step: Step, rank: int) -> Step:
     size = len(step.index) // WORLD_SIZE
     own = slice(rank * size, (rank + 1) * size)
-    return Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch, step.labels[own])
+    part = step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch, step.labels[own]
+    return Step(*part, step.unread)
 
 
 def _run_own_part(name: str) -> dict[str, Any]:

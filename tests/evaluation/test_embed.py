@@ -84,6 +84,11 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
     with mock.patch.object(embed, "_BLOCK", 4):
         embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])
     assert_rows(tmp_path / "csv", tiny, DataSpec(table), {7})
+    assert build_source(DataSpec(table, reference=tmp_path / "csv"), tiny.preprocess).reference is not None
+    columns = tmp_path / "columns.csv"
+    columns.write_text(Path(table).read_text().replace("title", "caption", 1))
+    with pytest.raises(UsageError, match="expected caption_key caption, found title"):
+        build_source(DataSpec(str(columns), csv_caption_key="caption", reference=tmp_path / "csv"), tiny.preprocess)
 
 
 def killed(argv: list[str], after: int) -> None:

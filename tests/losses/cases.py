@@ -329,12 +329,16 @@ REFERENCE_TABLES = tuple(
 )
 
 
-def reference_of(loss: ContrastiveLoss, index: Iterable[int]) -> dict[str, Any]:
-    """Return the keyword argument with the reference embeddings of samples; an empty dict if the loss does not use them."""
+def reference_of(loss: ContrastiveLoss, index: Iterable[int], unread: Iterable[int] = ()) -> dict[str, Any]:
+    """Return the keyword argument with the reference embeddings of samples; an empty dict if the loss does not use them.
+
+    The rows of the samples ``unread`` are zero.
+    """
     if not loss.reference_dim:
         return {}
     rows = list(index)
-    return {"reference": tuple(table[rows] for table in REFERENCE_TABLES)}
+    read = torch.tensor([[row not in unread] for row in rows])
+    return {"reference": tuple(table[rows] * read for table in REFERENCE_TABLES)}
 
 
 def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Case:
@@ -390,6 +394,7 @@ class Step:
     index: list[int]
     epoch: int
     labels: list[Any] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)  # indices of samples whose reference embeddings are zero
 
 
 class TwoTowers(nn.Module):
@@ -444,7 +449,7 @@ def run_step(
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
-        given = positives | reference_of(loss, step.index)
+        given = positives | reference_of(loss, step.index, step.unread)
         value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **given)
     gradients = torch.autograd.grad(value, (images, texts, logit_scale, *more), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

@@ -1,5 +1,7 @@
 """Naive references of losses with a reference model: steering (features with two blocks) and distillation."""
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -7,6 +9,19 @@ from torch import Tensor
 
 from tests.references.contrastive import StepResult, leaves
 from tests.references.prototypes import two_blocks
+
+_unread: frozenset[int] = frozenset()
+
+
+@contextlib.contextmanager
+def without_reference(unread: Iterable[int]) -> Iterator[None]:
+    """Within this context, the reference model has no embeddings of the samples ``unread``."""
+    global _unread
+    _unread, before = frozenset(unread), _unread
+    try:
+        yield
+    finally:
+        _unread = before
 
 
 def distillation(
@@ -32,20 +47,27 @@ class WithReference:
         self.distill, self.temperature, self.learns = distill, temperature, learns
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step of the plain reference, and add the distillation loss."""
-        theirs = self.tables[0][index], self.tables[1][index]
+        """Take a step of the plain reference, and add the distillation loss. Both omit samples without embeddings.
+
+        Without steering, the plain reference omits no sample.
+        """
+        kept = [i for i, sample in enumerate(index) if sample not in _unread]
+        theirs = self.tables[0][index][kept], self.tables[1][index][kept]
         width = theirs[0].shape[1] if self.steer else 0
-        one = torch.cat([theirs[0], images], dim=1) if self.steer else images
-        other = torch.cat([-theirs[1], texts], dim=1) if self.steer else texts
+        used = kept if self.steer else list(range(len(index)))
+        one = torch.cat([theirs[0], images[used]], dim=1) if self.steer else images
+        other = torch.cat([-theirs[1], texts[used]], dim=1) if self.steer else texts
         with two_blocks(width):
-            found = self.plain.step(one, other, logit_scale, index, epoch)
+            found = self.plain.step(one, other, logit_scale, [index[i] for i in used], epoch)
         inputs = leaves(images, texts, logit_scale)
-        added = self.distill * distillation(*inputs[:2], theirs, inputs[2], self.temperature)
+        added = self.distill * distillation(inputs[0][kept], inputs[1][kept], theirs, inputs[2], self.temperature)
         gradients = torch.autograd.grad(added, inputs)
+        for side, plain in enumerate((found.images, found.texts)):
+            gradients[side][used] += plain[:, width:]
         return StepResult(
             found.value + added.item(),
-            found.images[:, width:] + gradients[0],
-            found.texts[:, width:] + gradients[1],
+            gradients[0],
+            gradients[1],
             found.logit_scale + (gradients[2].item() if self.learns else 0),
             found.alpha,
         )

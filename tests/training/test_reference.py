@@ -1,11 +1,12 @@
 """Training runs with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.reference import ABOUT, EmbeddingStore
 from openclip_ext.evaluation.run_folder import read_config
 from tests.data.test_reference import write_store
 from tests.training.commands import config_of
@@ -41,6 +42,20 @@ def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
     assert used == pytest.approx(EmbeddingStore.open(Path(reference)).temperature)
     last = metrics_of(tmp_path / "whole")[-1]
     assert 0 <= last["reference_ahead"] <= 1 and last["reference_infonce"] > 0
+
+
+def test_a_run_reports_unreadable_samples_and_a_resume_other_weights(shards, tmp_path, caplog):
+    folder = write_store(tmp_path / "store", shards, weights="a", unreadable=2)
+    argv = small_command(shards, tmp_path, "run", "openclip", "--reference", str(folder), "--resume", "latest")
+    assert run(argv, stop_after=2) == EXIT_AFTER_SIGTERM
+    assert caplog.text.count("2 of 84 samples were unreadable") == 1
+    about = json.loads((folder / ABOUT).read_text())
+    (folder / ABOUT).write_text(json.dumps(about | {"weights": "b"}))
+    assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
+    assert "The run continues with other settings: reference_weights b (before: a)." in caplog.text
+    caplog.clear()
+    assert run(argv) == 0
+    assert "other settings" not in caplog.text
 
 
 def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):

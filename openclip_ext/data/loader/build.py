@@ -124,7 +124,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         weights = _shard_weights(spec, urls)
         source = ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
     if spec.reference is not None:
-        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest)
+        source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source
 
 

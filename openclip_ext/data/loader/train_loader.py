@@ -305,6 +305,11 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
         )
     if config.draw_captions and not source.several_captions:
         raise ValueError("--draw-captions needs shards: other data sets have one caption for each image")
+    if config.draw_captions and source.reference is not None:
+        raise ValueError(
+            "--draw-captions: expected no --reference, which has the embedding of one caption for each image. "
+            "Remove one of the two flags"
+        )
     bad, where = source.known_bad()
     if bad > max_bad_fraction * source.num_samples:
         raise BadDataError(

@@ -74,6 +74,13 @@ class DataSpec:
         return Storage(self.remote_patience, self.cache_dir, self.cache_size)
 
     @property
+    def keys(self) -> dict[str, str]:
+        """``image_key`` and ``caption_key``: fields of shards, or columns of a CSV file."""
+        if self.resolved_type == "csv":
+            return {"image_key": self.csv_image_key, "caption_key": self.csv_caption_key}
+        return {"image_key": self.image_key, "caption_key": self.caption_key}
+
+    @property
     def resolved_type(self) -> str:
         """``webdataset``, ``csv`` or ``synthetic``; for ``auto``, the path's ending decides. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
