@@ -165,7 +165,7 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
     found = json.loads(written.read_text())
     assert [(one["checkpoint"], one["samples_seen"]) for one in found] == [("epoch_1.pt", 80), ("epoch_2.pt", 160)]
     assert "epoch_1.pt" in capsys.readouterr().out and "samples seen" in drawn.read_text()
-    with pytest.raises(UsageError, match=r"has its \.state folder"):
+    with pytest.raises(UsageError, match=r"has a \.state folder"):
         estimation_error.main([str(tmp_path), "--checkpoint", "all"])
 
 

@@ -221,7 +221,7 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     more = ["--manifest", str(inspected / "fewer.json"), "--resume", "latest"]
     with caplog.at_level("INFO"):
         assert run(command(shards, tmp_path, "run", "fastclip", *more)) == 0
-    assert "84 samples, 4 steps of 16 an epoch" in caplog.text  # before: 5 steps
+    assert "84 samples, 4 steps of 16 per epoch" in caplog.text  # before: 5 steps
     changed = (averages(folder, 1) != averages(folder, 2)).any(axis=1)
     assert not changed[hardest].any() and changed.sum() == 64
     # The last step is the eighth of the new schedule (2 times 4 steps), although it is the run's ninth step.

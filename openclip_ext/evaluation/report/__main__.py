@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
-        "repeats of one run, shown as mean and standard deviation. The difference between two runs has a 95 % interval "
+        "repeats of one run, shown as mean and standard deviation. The difference between two runs has a 95 %% interval "
         "if both have repeats with the same seeds"
     )
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
