@@ -22,14 +22,15 @@ from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.workers import WorkerError
-from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.sources.source import BadDataError, Source
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
-from openclip_ext.training.checkpoint.format import Position, RunIdentity
+from openclip_ext.training.checkpoint.format import Checkpoint, Position, RunIdentity
 from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.model import BuiltModel
@@ -128,26 +129,10 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     loss = models.build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device, reference)
     check_combination(config, loss, distributed.world_size())
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
-    temperature_lr = loss.logit_scale_lr
-    if "lr_tau" not in config.loss.given:
-        temperature_lr = logit_scale_lr(temperature_lr, steps)
-        if temperature_lr != loss.logit_scale_lr:
-            logging.info(
-                f"lr_tau is {temperature_lr:.3g}, not {loss.logit_scale_lr:g}: the run has only {steps:,} steps."
-            )
+    temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = gradient_scaler(config.step.precision, built.device)
-    identity = RunIdentity(
-        model=config.model.name,
-        loss=config.loss.name,
-        num_samples=loader.num_samples,
-        global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
-        seed=config.loading.seed,
-        optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
-        data=loader.source.index_digest,
-        settings=run_folder.settings(config.stored_flags, config.loss.options)
-        | {"reference_weights": reference and reference.about.get("weights")},
-    )
+    identity = _identity(config, loader.source)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
     ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
@@ -163,15 +148,11 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         position.step_in_epoch, steps_per_epoch
     )
     if distributed.is_master():
-        if changed := restoring.changed_settings(start.checkpoint, identity):
-            logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
         if steps_left <= 0:
             logging.info(
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
-        mismatch = other_batch(config, identity.global_batch, distributed.world_size())
-        for warning in filter(None, (mismatch, reference and reference.warning)):
-            logging.warning(warning)
+        _warn(config, identity, start.checkpoint, reference)
         if folder is not None:
             _begin_folder(config, folder, position, start, trains=steps_left > 0)
         _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
@@ -188,6 +169,43 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
     )
+
+
+def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -> float | None:
+    """Return the learning rate of the temperature, which is larger in short runs unless the user gave it."""
+    if "lr_tau" in config.loss.given:
+        return loss.logit_scale_lr
+    rate = logit_scale_lr(loss.logit_scale_lr, steps)
+    if rate != loss.logit_scale_lr:
+        logging.info(f"lr_tau is {rate:.3g}, not {loss.logit_scale_lr:g}: the run has only {steps:,} steps.")
+    return rate
+
+
+def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
+    lora, reference = config.model.lora, source.reference
+    return RunIdentity(
+        model=config.model.name,
+        loss=config.loss.name,
+        num_samples=source.num_samples,
+        global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
+        seed=config.loading.seed,
+        optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
+        data=source.index_digest,
+        lora=f"rank {lora.rank}, targets {lora.targets}" if lora.rank else None,
+        settings=run_folder.settings(config.stored_flags, config.loss.options)
+        | {"reference_weights": reference and reference.about.get("weights")},
+    )
+
+
+def _warn(
+    config: TrainingConfig, identity: RunIdentity, checkpoint: Checkpoint | None, reference: EmbeddingStore | None
+) -> None:
+    """Log changed settings, a global batch other than the recipe's, and samples without reference embeddings."""
+    if changed := restoring.changed_settings(checkpoint, identity):
+        logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
+    mismatch = other_batch(config, identity.global_batch, distributed.world_size())
+    for warning in filter(None, (mismatch, reference and reference.warning)):
+        logging.warning(warning)
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
