@@ -126,7 +126,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         steered = batch
         if self.reference_dim:
             steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
-            batch = steered if self.steers else batch
+            if self.steers:
+                batch = steered
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
