@@ -13,8 +13,8 @@ from torch import Tensor
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
-from openclip_ext.compat import OPENCLIP_LOSSES
 from openclip_ext.contrastive.model import prepare_for
+from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig, TrainingConfig
@@ -81,12 +81,12 @@ class PilotRun:
         self.batch = config.loading.batch_size * config.loading.accum_freq
         self.steps_per_epoch = (run.epoch_samples or data.num_samples) // self.batch
         self.steps = self.steps_per_epoch * run.epochs
+        options = run.setting.get("options", {})
+        has_bias = registry.check_options(run.setting["loss"], **options).initial_logit_bias is not None
         with without_warnings():
-            is_siglip = run.setting["loss"] == OPENCLIP_LOSSES[1]
-            self.built = build_model(replace(config.model, siglip_start=is_siglip), device, run.seed)
+            self.built = build_model(replace(config.model, siglip_start=has_bias), device, run.seed)
         self.model: Any = self.built.model
         self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
-        options = run.setting.get("options", {})
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
         chosen = for_training(asked, self.steps, bool(config.model.weights), data.reference)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
