@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from openclip_ext.cli.command_line import progress_bar
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
@@ -263,7 +264,7 @@ class PilotData:
 
     def loader(
         self, config: TrainLoaderConfig, preprocess: Callable, tokenizer: Callable, epoch_samples: int
-    ) -> TrainLoader:
+    ) -> AnyTrainLoader:
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)

@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     PIXELS = 4
     RESAMPLING = 6
     CAPTION = 7
+    SINGLE_SOURCE = 8
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:

@@ -33,17 +33,19 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
     return indices
 
 
-def shuffled_shards(counts: np.ndarray, seed: int, epoch: int) -> EpochSequence:
+def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarray | None = None) -> EpochSequence:
     """Return all samples, with the shards (of ``counts`` samples) in random order, starting at a random sample.
 
-    Because of the random start, the samples that an epoch leaves out at its end differ between epochs.
+    Because of the random start, the samples that an epoch leaves out at its end differ between epochs. ``shards`` are the
+    numbers of the shards to use; None (default) means all.
     """
-    shards = permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(len(counts))))
-    return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts.sum()))
+    shards = np.arange(len(counts)) if shards is None else shards
+    shards = shards[permutation(hash64(Purpose.SEQUENCE, seed, epoch, shards))]
+    return _shard_sequence(counts, shards, hash_int(Purpose.ROTATION, seed, epoch) % int(counts[shards].sum()))
 
 
 def resampled_shards(
-    counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | None = None
+    counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | np.ndarray | None = None
 ) -> EpochSequence:
     """Return at least ``num_slots`` samples, from full shards that are sampled with replacement by ``weights``."""
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
-from openclip_ext.data.loader.train_loader import Interrupted, TrainLoader
+from openclip_ext.data.loader.single_source import AnyTrainLoader
+from openclip_ext.data.loader.train_loader import Interrupted
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
@@ -48,7 +49,7 @@ class SaveFailed(RuntimeError):
     """The run's last checkpoint could not be written."""
 
 
-def stateful_parts(step: TrainStep, loader: TrainLoader) -> dict[str, Stateful]:
+def stateful_parts(step: TrainStep, loader: AnyTrainLoader) -> dict[str, Stateful]:
     """Return, by name, the parts of a run that a checkpoint contains in addition to model, optimizer and loss."""
     return {"loader": loader, "guard": step.guard}
 
@@ -58,7 +59,7 @@ class Trainer:
     """The training loop: steps, checkpoints, evaluations and reports until the last epoch."""
 
     step: TrainStep
-    loader: TrainLoader
+    loader: AnyTrainLoader
     schedule: Callable[[int], None]  # sets the learning rates for the given optimizer step of the run
     length: RunLength
     policy: SavePolicy
@@ -204,7 +205,7 @@ class Trainer:
     def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool) -> None:
         """Log a step; this synchronizes with the device."""
         position = self.position
-        known_bad, own_bad = self.loader.bad.counts()
+        known_bad, own_bad = self.loader.bad_counts()
         own = torch.stack([value.float() for value in terms.values()])
         *sums, other_bad = distributed.all_reduce_sum(torch.cat([own, own.new_tensor([own_bad])])).tolist()
         named = {name: value / distributed.world_size() for name, value in zip(terms, sums, strict=True)}
@@ -235,7 +236,7 @@ class Trainer:
         position = self.position
         skipped = self.step.guard.skipped
         self.position = Position(position.epoch + 1, position.step, samples=position.samples)
-        self.reporter.epoch_end({"step": position.step - 1, "epoch": position.epoch}, self.loader.bad.counts()[0])
+        self.reporter.epoch_end({"step": position.step - 1, "epoch": position.epoch}, self.loader.bad_counts()[0])
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
                 f"all {skipped} steps of the run were skipped, because their gradients were not finite. The model is "

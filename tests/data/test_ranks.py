@@ -25,6 +25,7 @@ def on_each_rank(folder: str) -> None:
     only_master_scans_and_every_rank_hears_of_an_error(rank, data)
     ranks_divide_the_epoch(data)
     ranks_add_up_their_bad_samples(data)
+    ranks_draw_the_same_source(data)
 
 
 def only_master_scans_and_every_rank_hears_of_an_error(rank: int, data: Path) -> None:
@@ -58,6 +59,18 @@ def ranks_add_up_their_bad_samples(data: Path) -> None:
         assert tolerant.bad.counts() == (3, 0)
     with pytest.raises(BadDataError, match="3 bad samples in this epoch of 40"):
         list(build(shards, rank=None, world_size=None, max_bad_fraction=0.05).iterate(0))
+
+
+def ranks_draw_the_same_source(data: Path) -> None:
+    """Source 0 has samples 0 to 19, of which two are bad, so its loader runs out of samples before the other one."""
+    shards = f"{data}/bad/00000.tar::{data}/bad/00001.tar"
+    loader = build(shards, rank=None, world_size=None, single_source=True, max_bad_fraction=0.1)
+    for epoch in range(2):
+        found: list[list[int]] = [[], []]
+        dist.all_gather_object(found, indices(list(loader.iterate(epoch))))
+        assert [index >= 20 for index in found[0]] == [index >= 20 for index in found[1]]
+        assert len({*found[0], *found[1]}) == len(found[0]) + len(found[1]) >= 16
+        assert loader.bad_counts() == (3, 0)
 
 
 def test_two_ranks(tmp_path: Path):

@@ -6,13 +6,16 @@ import logging
 import math
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from PIL import Image
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
-from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
+from openclip_ext.data.loader.single_source import AnyTrainLoader, SingleSourceLoader
+from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform, check_known_bad
 from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.diagnosis import explain
@@ -41,14 +44,18 @@ def build_train_loader(
     preprocess: Transform,
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
-) -> TrainLoader:
+) -> AnyTrainLoader:
     """Build the training loader. For its errors, see :class:`TrainLoader`. Collective: all ranks call it."""
     kind = spec.resolved_type
-    if (spec.resampled or spec.upsampling_factors is not None) and kind != "webdataset":
-        raise ValueError(f"--dataset-resampled and --train-data-upsampling-factors need webdataset shards, not {kind}")
+    if (spec.resampled or spec.upsampling_factors is not None or spec.single_source) and kind != "webdataset":
+        raise ValueError(
+            "--dataset-resampled, --train-data-upsampling-factors and --single-source-batches need webdataset shards, "
+            f"not {kind}"
+        )
     source = build_source(spec, preprocess)
     if isinstance(source, ShardSource) and spec.cache_dir is not None:
-        _check_cache(source, spec, max(1, config.workers))
+        readers = len(expand_components(spec.source or "")) if spec.single_source else 1
+        _check_cache(source, spec, max(readers, config.workers))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logging.warning(
@@ -56,15 +63,38 @@ def build_train_loader(
             "epoch uses the whole data set"
         )
         epoch_samples = source.num_kept
-    return TrainLoader(
-        source,
-        config,
+    create = partial(
+        TrainLoader,
         preprocess=preprocess,
         tokenizer=tokenizer,
         decoder=decoder,
-        epoch_samples=epoch_samples,
         max_bad_fraction=spec.max_bad_fraction,
     )
+    if not spec.single_source:
+        return create(source, config, epoch_samples=epoch_samples)
+    assert isinstance(source, ShardSource)
+    check_known_bad(source, spec.max_bad_fraction)
+    parts = _parts(source, spec)
+    config = replace(config, workers=math.ceil(config.workers / len(parts)))
+    total = source.num_kept if epoch_samples is None else epoch_samples
+    loaders = []
+    for name, part in parts.items():
+        try:
+            loaders.append(create(part, config, epoch_samples=int(total * part.expected_share)))
+        except ValueError as error:
+            raise ValueError(f"--single-source-batches: source {name}: {error}") from None
+    return SingleSourceLoader(source, loaders)
+
+
+def _parts(source: ShardSource, spec: DataSpec) -> dict[str, ShardSource]:
+    """Return each ``::`` component's part of the samples, by the name of its first shard, in the order of indices."""
+    components = expand_components(spec.source or "")
+    if len(components) < 2:
+        raise ValueError("--single-source-batches: expected several sources in --train-data, joined by '::', found 1")
+    first = {shard.url: shard.first_index for shard in source.manifest.shards}
+    components.sort(key=lambda urls: min(first[url] for url in urls))
+    parts = {urls[0]: source.part(frozenset(urls)) for urls in components}
+    return {name: part for name, part in parts.items() if part.expected_share > 0}
 
 
 def build_eval_loader(

@@ -147,7 +147,12 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
-        return {"progress": self.progress() if self._is_in_epoch else [], "bad": self.bad.state_dict()}
+        progress = self.progress() if self._is_in_epoch else list(self._loaded)
+        return {"progress": progress, "bad": self.bad.state_dict()}
+
+    def bad_counts(self) -> tuple[int, int]:
+        """Return how many bad samples this epoch skips, see :meth:`BadSamples.counts`."""
+        return self.bad.counts()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it. For errors, see :meth:`check_progress`."""
@@ -310,6 +315,11 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
             "--draw-captions: expected no --reference, which has the embedding of one caption for each image. "
             "Remove one of the two flags"
         )
+    check_known_bad(source, max_bad_fraction)
+
+
+def check_known_bad(source: Source, max_bad_fraction: float) -> None:
+    """Raise BadDataError if too many samples are known to be bad before training."""
     bad, where = source.known_bad()
     if bad > max_bad_fraction * source.num_samples:
         raise BadDataError(

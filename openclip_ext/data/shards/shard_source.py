@@ -1,9 +1,11 @@
 """A source that reads WebDataset shards."""
 
 import contextlib
+import copy
+import hashlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -46,7 +48,8 @@ class ShardSource(Source):
         self.keys = SampleKeys(image_key, caption_key)
         self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
-        self._weights = weights
+        self._weights = np.ones(len(manifest.shards)) if weights is None else np.asarray(weights, dtype=np.float64)
+        self._numbers = np.arange(len(manifest.shards))  # of the shards that are used
         self._storage = storage
         self._gave_up = False  # whether the last local shard could not be opened
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
@@ -56,13 +59,34 @@ class ShardSource(Source):
         place = np.searchsorted(left_out, index)
         return bool(place < len(left_out) and left_out[place] == index)
 
+    def part(self, urls: Collection[str]) -> "ShardSource":
+        """Return a source with only the samples of these shards, which keep their indices."""
+        part = copy.copy(self)
+        part._numbers = np.array([number for number, shard in enumerate(self.manifest.shards) if shard.url in urls])
+        part.num_samples = sum(self.manifest.shards[number].num_samples for number in part._numbers)
+        part.num_kept = int(self._kept_counts(self.manifest.left_out)[part._numbers].sum())
+        part.digest = f"{self.digest}:{hashlib.blake2b(part._numbers.tobytes(), digest_size=4).hexdigest()}"
+        return part
+
+    @property
+    def expected_share(self) -> float:
+        """The expected share of this part's samples in an epoch of all shards."""
+        drawn = self._kept_counts(self.manifest.left_out) * (self._weights if self._resampled else 1)
+        return float(drawn[self._numbers].sum() / drawn.sum())
+
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
         left_out = np.union1d(self.manifest.left_out, bad)
-        bounds = np.append(self._first_indices, self.num_samples)
-        counts = np.diff(bounds - np.searchsorted(left_out, bounds))
+        counts = self._kept_counts(left_out)
         if self._resampled:
-            return kept_samples(resampled_shards(counts, num_slots, seed, epoch, self._weights), left_out), None
-        return kept_samples(shuffled_shards(counts, seed, epoch), left_out), int(counts.sum())
+            weights = np.where(np.isin(np.arange(len(counts)), self._numbers), self._weights, 0)
+            return kept_samples(resampled_shards(counts, num_slots, seed, epoch, weights), left_out), None
+        order = shuffled_shards(counts, seed, epoch, self._numbers)
+        return kept_samples(order, left_out), int(counts[self._numbers].sum())
+
+    def _kept_counts(self, left_out: np.ndarray) -> np.ndarray:
+        """Return the number of samples of each shard without those ``left_out``."""
+        bounds = np.append(self._first_indices, self.manifest.num_samples)
+        return np.diff(bounds - np.searchsorted(left_out, bounds))
 
     def reader(self) -> Reader:
         return _ShardReader(self)
@@ -86,7 +110,7 @@ class ShardSource(Source):
         return shard.url, shard.first_index, shard.num_samples
 
     def known_bad(self) -> tuple[int, str]:
-        if not self._has_same_keys:
+        if not self._has_same_keys or len(self._numbers) < len(self.manifest.shards):  # of a part, the whole is checked
             return 0, ""
         lines = list(self.manifest.report())
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")

@@ -35,6 +35,9 @@ class DataSpec:
     upsampling_factors: str | Sequence[float] | None = flag(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
+    single_source: bool = flag(
+        False, "take all samples of a step from the same '::' source of --train-data", dest="single_source_batches"
+    )
     # Embeddings of the reference model, for losses with ``--steer`` or ``--distill``.
     reference: str | os.PathLike[str] | None = flag(
         None, "folder with a reference model's embeddings of the training data, from openclip-ext embed"
@@ -65,6 +68,7 @@ class DataSpec:
             reference=None,
             resampled=False,
             upsampling_factors=None,
+            single_source=False,
             max_bad_fraction=cls.max_bad_fraction,
         )
 
