@@ -20,6 +20,8 @@ from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
+# Name of the embeddings of captions that do not fit the image, among the other outputs of the model.
+HARD_NEGATIVES = "hard_negative_features"
 # OpenCLIP's bounds of log(1/τ), which keep the temperature τ in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
 
@@ -60,6 +62,7 @@ class ContrastiveLoss(nn.Module):
         views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
         follows_autocast: whether the loss uses the caller's autocast instead of the dtype of the features.
+        accepts_hard_negatives: whether ``forward`` uses ``hard_negative_features``, ``(B_local, d)`` text embeddings.
         reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0 means none.
         steers: whether the loss subtracts the reference model's similarities from the model's similarities.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
@@ -83,6 +86,7 @@ class ContrastiveLoss(nn.Module):
     logit_scale_lr: float | None = None
     follows_autocast = False
     normalizers_include_positive = False
+    accepts_hard_negatives = False
     reference_dim = 0
     steers = False
     indices_in_range: Tensor
@@ -168,6 +172,7 @@ class ContrastiveLoss(nn.Module):
                 distributed.check_equal_sizes(image_features)
             if watched:
                 watched = self._check_loop(batch)
+            self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             if watched:
                 self._checks.finish_call(terms.values())
@@ -330,6 +335,19 @@ class ContrastiveLoss(nn.Module):
         if batch.index is not None and batch.in_range is not None:
             self._note_range(batch.index, batch.in_range)
         return batch
+
+    def _check_hard_negatives(self, hard_negatives: Tensor | None, text_features: Tensor) -> None:
+        if hard_negatives is None:
+            return
+        if not self.accepts_hard_negatives:
+            raise ValueError(
+                f"{HARD_NEGATIVES}: {type(self).__name__} does not use hard negatives. Use the loss openclip, or omit them"
+            )
+        if hard_negatives.shape != text_features.shape:
+            raise ValueError(
+                f"{HARD_NEGATIVES}: expected the shape of text_features, {tuple(text_features.shape)}, found "
+                f"{tuple(hard_negatives.shape)}"
+            )
 
     def _note_range(self, index: Tensor, in_range: Tensor) -> None:
         """On the CPU, raise ValueError for an index out of range. On other devices, only record it, to avoid a sync."""

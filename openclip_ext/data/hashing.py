@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     RESAMPLING = 6
     CAPTION = 7
     SINGLE_SOURCE = 8
+    HARD_NEGATIVE = 9
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:

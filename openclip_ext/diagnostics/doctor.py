@@ -135,7 +135,7 @@ class Doctor:
             built = build_model(replace(config.model, pretrained=None), meta, config.loading.seed)
             few = min(self.samples or 1, _FEW_SAMPLES)
             loss = build_loss(config.loss, config.model.name, built.model, few, meta, self.reference)
-        check_combination(config, loss, self.world_size)
+        check_combination(config, loss, self.world_size, compat.is_captioner(built.model))
         prepare_for(loss, built.model, set_logit_scale=False)
         optimizer = create_optimizer(built.model, config.optimizer, loss.logit_scale_lr, loss.model_head())
         create_schedule(config.schedule, optimizer, self.steps, loss.logit_scale_lr)
@@ -149,6 +149,8 @@ class Doctor:
         if ":" in model.name or step.precision not in PRECISIONS:
             yield WARNING, "memory: no plan for this --model and --precision"
             return
+        if self.config.data is not None and self.config.data.hard_negative_key is not None:
+            yield WARNING, "memory: the plan has no hard negatives, which double the memory of the text tower"
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},

@@ -200,11 +200,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
     group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
     for option in own_options([DataSpec]):
-        if option.name not in ("reference", "single_source_batches"):
+        if option.name not in ("reference", "hard_negative_key", "single_source_batches"):
             default = "" if option.default is None else f" (default: {option.default})"
             group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
-    without = dict.fromkeys(("reference", "train_num_samples", "train_data_upsampling_factors"))
-    group.set_defaults(dataset_resampled=False, single_source_batches=False, **without)
+    unused = ("reference", "train_num_samples", "train_data_upsampling_factors", "hard_negative_key")
+    group.set_defaults(dataset_resampled=False, single_source_batches=False, **dict.fromkeys(unused))
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
     args.train_data = args.train_data if args.train_data[1:] else args.train_data[0]

@@ -22,7 +22,7 @@ from torch.nn import functional
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
 from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
@@ -36,8 +36,13 @@ class OpenClipLoss(ContrastiveLoss):
 
     With ``equal_captions="mask"``, other samples with the anchor's caption are excluded from the anchor's softmax. With
     ``"positive"``, the loss is the mean cross-entropy over all samples with the anchor's caption.
+
+    With ``hard_negative_features``, the softmax of each image also has the hard negatives of all samples, as in NegCLIP
+    (Yuksekgonul et al., *When and why vision-language models behave like bags-of-words*, ICLR 2023, section 4). The softmax of
+    the texts is unchanged.
     """
 
+    accepts_hard_negatives = True
     follows_autocast = True
     uses_logit_bias = True
     _logit_scale: Tensor | None = None
@@ -72,8 +77,8 @@ class OpenClipLoss(ContrastiveLoss):
         distributed.check_world_size(self.clip.world_size)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         self._chance = math.log(len(batch.image) * self.clip.world_size)
-        if self.needs_positives:
-            terms = {"contrastive_loss": self._with_equal_captions(batch, features, outputs)}
+        if self.needs_positives or HARD_NEGATIVES in outputs:
+            terms = {"contrastive_loss": self._with_other_candidates(batch, features, outputs)}
         else:
             terms = self._openclips(features, outputs)
         self._logit_scale = batch.logit_scale.detach()
@@ -94,23 +99,32 @@ class OpenClipLoss(ContrastiveLoss):
             loss, used = self.coca, {name: outputs[name] for name in _CAPTIONS}
         return loss(**features, **used, output_dict=True)
 
-    def _with_equal_captions(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
-        """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``) or with more targets (``positive``)."""
+    def _with_other_candidates(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
+        """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``), more targets (``positive``) or hard negatives."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
-            raise ValueError(f"equal_captions={self.equal_captions} does not support CoCa or distillation models")
-        labels = read_labels(outputs.get("positives"), batch)
-        both = self.clip.get_logits(**features, logit_bias=outputs["logit_bias"])
-        own = self.clip.get_ground_truth(labels.device, len(both[0]))
-        gathered = distributed.all_gather(labels)
-        equal = gathered[own, None] == gathered
-        if self.equal_captions == POSITIVE:
-            targets = equal / equal.sum(dim=1, keepdim=True)
-            image, text = (functional.cross_entropy(logits, targets.to(logits.dtype)) for logits in both)
-        else:
-            others = equal.scatter(1, own[:, None], False)
-            image, text = (functional.cross_entropy(logits.masked_fill(others, -torch.inf), own) for logits in both)
-            self._chance = (~others).sum(dim=1).log().mean()
-        return (image + text) / 2
+            raise ValueError("CoCa and distillation models do not support equal_captions or hard negatives")
+        bias, hard = outputs["logit_bias"], outputs.get(HARD_NEGATIVES)
+        image, text = self.clip.get_logits(**features, logit_bias=bias)
+        own = targets = self.clip.get_ground_truth(image.device, len(image))
+        candidates = torch.full(own.shape, text.shape[1], device=own.device)
+        if self.needs_positives:
+            labels = distributed.all_gather(read_labels(outputs.get("positives"), batch))
+            equal = labels[own, None] == labels
+            if self.equal_captions == POSITIVE:
+                targets = (equal / equal.sum(dim=1, keepdim=True)).to(image.dtype)
+            else:
+                others = equal.scatter(1, own[:, None], False)
+                candidates = (~others).sum(dim=1)
+                image, text = image.masked_fill(others, -torch.inf), text.masked_fill(others, -torch.inf)
+        text_loss, chance = functional.cross_entropy(text, targets), candidates.log().mean()
+        if hard is not None:
+            harder, _ = self.clip.get_logits(batch.image, hard, batch.logit_scale, bias)
+            image = torch.cat([image, harder], dim=1)
+            if targets is not own:
+                targets = functional.pad(targets, (0, harder.shape[1]))
+            chance = (chance + (candidates + harder.shape[1]).log().mean()) / 2
+        self._chance = chance
+        return (functional.cross_entropy(image, targets) + text_loss) / 2
 
     def metrics(self) -> dict[str, float]:
         """Return ``infonce`` (without CoCa's weight), ``chance`` and the temperature. Synchronizes with the device."""

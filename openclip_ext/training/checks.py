@@ -35,9 +35,13 @@ def check(config: TrainingConfig) -> None:
     _check_pixels(config.model)
     check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
+    if data is not None:
+        data.check_type()
     if data is not None and data.resolved_type != "synthetic":
         parse_keys(data.image_key, allow_json=False)
         parse_keys(data.caption_key, allow_json=True)
+        if data.hard_negative_key is not None:
+            parse_keys(data.hard_negative_key, allow_json=True)
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
@@ -62,12 +66,19 @@ def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> s
     return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
 
 
-def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int) -> None:
-    """Raise UsageError for flags that the loss or the number of processes does not support."""
+def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int, is_captioner: bool) -> None:
+    """Raise UsageError for flags that the loss, the model or the number of processes does not support."""
     assert config.data is not None
     name, has_head = config.loss.name, loss.model_head() is not None
     if config.data.resampled and loss.needs_index:
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
+    if config.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
+        raise UsageError(
+            f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip, or remove "
+            "the flag"
+        )
+    if config.data.hard_negative_key is not None and is_captioner:
+        raise UsageError("--hard-negative-key does not support models with captions, such as CoCa: remove the flag")
     if config.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):

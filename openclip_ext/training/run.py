@@ -127,7 +127,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     config = replace(config, loss=loss_config)
     reference = loader.source.reference
     loss = models.build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device, reference)
-    check_combination(config, loss, distributed.world_size())
+    check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
     model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())

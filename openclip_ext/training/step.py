@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.training import parallel
@@ -74,7 +74,8 @@ class TrainStep:
 
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
         and ``index`` ``(b,)``; if the loss needs them, also ``caption_hash`` ``(b,)`` and the reference model's embeddings
-        ``reference_image`` and ``reference_text`` ``(b, d)``. The guard reports the ``number`` of a skipped step.
+        ``reference_image`` and ``reference_text`` ``(b, d)``; and, if the data have them, ``hard_negative`` ``(b, L)``. The
+        guard reports the ``number`` of a skipped step.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -103,8 +104,12 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
-            images = batch["image"]
-            outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, batch["text"])
+            images, text = batch["image"], batch["text"]
+            if "hard_negative" in batch:
+                outputs = self.model(images, torch.cat([text, batch["hard_negative"]]))
+                outputs["text_features"], outputs[HARD_NEGATIVES] = outputs["text_features"].split(len(text))
+            else:
+                outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, text)
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms_after_backward(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Captions: left and right swapped for mirrored images, one of several captions sampled per epoch, and hashes."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,33 @@ def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any)
         for batch in loader.iterate(epoch, progress_after(loader, skip))
         for index, text, image in zip(*(batch[name].tolist() for name in ("index", "text", "image")), strict=True)
     }
+
+
+def test_hard_negatives_are_drawn_and_a_sample_without_one_is_bad(shards: list[str], tmp_path: Path):
+    """The field "json:captions" has five texts for each sample. Here they are its hard negatives."""
+    loader = build(shards, preprocess=pixels, tokenizer=tokens, seed=3, hard_negative_key="json:captions")
+    drawn = []
+    for epoch in (0, 1):
+        batches = list(loader.iterate(epoch))
+        for batch in batches:
+            texts = [
+                [bytes(row).decode().rstrip("\0") for row in batch[name].tolist()] for name in ("text", "hard_negative")
+            ]
+            for index, caption, negative in zip(batch["index"].tolist(), *texts, strict=True):
+                assert caption == captions_of(index)[0] and negative in captions_of(index)[1:]
+                drawn.append((index, negative))
+        assert len(drawn) == SAMPLES * (epoch + 1)
+        again = [batch["hard_negative"] for batch in loader.iterate(epoch)]
+        assert all(torch.equal(a, batch["hard_negative"]) for a, batch in zip(again, batches, strict=True))
+    assert SAMPLES < len(set(drawn)) < 2 * SAMPLES, "expected other draws in the second epoch"
+    lacking = write_shards(
+        tmp_path, [40], {7: sample_members(7, ["jpg", "txt"]), 9: [*sample_members(9, ["jpg", "txt"])]}
+    )
+    loader = build(lacking, hard_negative_key="json:caption")
+    assert {7, 9}.isdisjoint(index for batch in loader.iterate(0) for index in batch["index"].tolist())
+    assert loader.bad_counts() == (2, 0)
+    with pytest.raises(ValueError, match="--caption-aware-flip: expected no --hard-negative-key"):
+        build(shards, hard_negative_key="json:captions", caption_aware_flip=True)
 
 
 def test_words_change_places():

@@ -1,7 +1,7 @@
 """Batches of one source: each step has samples of one ``::`` component on all ranks, and resumes are exact."""
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_each_batch_has_one_source_and_the_usual_pixels(data: str):
     usual = by_index(list(build(data).iterate(0)))
     assert all(torch.equal(pixels, usual[index]) for index, pixels in by_index(batches).items())
     order = sources(batches)
-    assert 5 <= sum(a != b for a, b in zip(order, order[1:], strict=False)) < 20
+    assert 5 <= sum(a != b for a, b in pairwise(order)) < 20
     later = sources(list(loader.iterate(1)))
     assert sorted(later) == sorted(order) and later != order
     assert_equal(list(loader.iterate(0)), batches)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused(data: str):
     for shards, options, message in (
         (data.split("::")[0], {}, "expected several sources in --train-data, joined by '::', found 1"),
         (data, {"batch_size": 50}, "source .*00003.tar: too few samples: the epoch has 40"),
-        ("x.csv", {"dataset_type": "csv"}, "need webdataset shards, not csv"),
+        ("x.csv", {"dataset_type": "csv"}, "needs webdataset shards, not csv"),
     ):
         with pytest.raises(ValueError, match=message):
             single(shards, **options)

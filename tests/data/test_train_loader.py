@@ -156,7 +156,7 @@ def test_wrong_options_are_refused(data: str):
         ({"batch_size": 0}, "must be at least 1"),
         ({"upsampling_factors": "0"}, "needs --dataset-resampled"),
         ({"upsampling_factors": "1::1", "resampled": True}, "2 upsampling factors for 1 data sources"),
-        ({"dataset_type": "csv", "resampled": True}, "need webdataset shards, not csv"),
+        ({"dataset_type": "csv", "resampled": True}, "needs webdataset shards, not csv"),
     ):
         with pytest.raises(ValueError, match=message):
             build(data, **options)

@@ -49,6 +49,13 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
             ["--loss", "fastclip", "--dataset-resampled"],
             "ERROR    --dataset-resampled: --loss fastclip needs each",
         ),
+        (["--loss", "fastclip", "--hard-negative-key", "txt"], "ERROR    --hard-negative-key: --loss fastclip with"),
+        (
+            ["--model", "coca_ViT-B-32", "--hard-negative-key", "txt"],
+            "ERROR    --hard-negative-key does not support models",
+        ),
+        (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
+        (["--single-source-batches"], "ERROR    --single-source-batches: expected several sources"),
         (
             ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],
             "ERROR    nothing is left",

@@ -17,6 +17,7 @@ from tests.training import tiny
 
 TOLERANCE = 1e-9
 STEPS = 5
+HARDER = "-hard-negatives"
 SCHEDULE = ScheduleConfig(name="cosine", lr=tiny.OPTIMIZER.lr, warmup=2, epochs=1)
 
 
@@ -32,6 +33,7 @@ CASES = {
     "neuclip-many": ("neuclip", {"prototypes": 20, "normalizer_updates": 3, "restart_every": 3}),
     "neuclip-no-alpha-gradient": ("neuclip", {"prototypes": 8, "alpha_gradient": False}),
     "sogclr-views": ("sogclr", {"views": 2, "gamma": 0.5}),
+    f"openclip{HARDER}": ("openclip", {"local_loss": True, "gather_with_grad": True}),
 }
 
 
@@ -47,7 +49,10 @@ def run(name: str, micro_batches: int = 1) -> dict[str, Tensor]:
     loss.start_epoch(0)
     for number in range(STEPS):
         schedule(number)
-        own = tiny.parts_of(tiny.tiny_batch(number, loss.views, torch.float64), world_size)[rank]
+        batch = tiny.tiny_batch(number, loss.views, torch.float64)
+        if name.endswith(HARDER):
+            batch["hard_negative"] = batch["text"].roll(1, dims=1)
+        own = tiny.parts_of(batch, world_size)[rank]
         step(tiny.parts_of(own, micro_batches))
     return _result(model, loss)
 

@@ -72,6 +72,52 @@ def test_distillation_gets_its_teacher(features: dict[str, torch.Tensor]) -> Non
     assert all(torch.equal(terms[name], expected[name]) for name in expected)
 
 
+def _with_hard_negatives(
+    features: dict[str, torch.Tensor], hard: torch.Tensor, labels: list[int] | None, choice: str
+) -> torch.Tensor:
+    """Return the loss with hard negatives, computed anchor by anchor."""
+    images, texts, scale = features["image_features"], features["text_features"], features["logit_scale"]
+    names, total = labels or list(range(len(images))), torch.zeros(())
+    for i in range(len(images)):
+        equal = [j for j in range(len(images)) if names[j] == names[i]] if choice != "negative" else [i]
+        others = [j for j in range(len(images)) if j == i or choice != "mask" or names[j] != names[i]]
+        positives = equal if choice == "positive" else [i]
+        for anchors, candidates in ((images, torch.cat([texts[others], hard])), (texts, images[others])):
+            logits = scale * candidates @ anchors[i]
+            at = [others.index(j) for j in positives]
+            total = total + (torch.logsumexp(logits, dim=0) - logits[at].mean()) / 2
+    return total / len(images)
+
+
+@pytest.mark.parametrize("choice", ["negative", "mask", "positive"])
+def test_hard_negatives_are_more_candidates_of_the_images(features: dict[str, torch.Tensor], choice: str) -> None:
+    features = {name: value.double() for name, value in features.items()}
+    hard = torch.nn.functional.normalize(torch.randn(features["image_features"].shape, dtype=torch.float64), dim=1)
+    labels = [0, 1, 0, 2, 1, 3]
+    given = [value.requires_grad_() for value in (*features.values(), hard)]
+    loss = create_loss("openclip", equal_captions=choice)
+    found = loss(**features, hard_negative_features=hard, positives=torch.tensor(labels))
+    expected = _with_hard_negatives(features, hard, labels, choice)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for actual, reference in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-10, atol=1e-12)
+    equal = {name: value.detach()[:1].expand_as(value) if value.ndim else value for name, value in features.items()}
+    same = equal["image_features"]
+    loss(**equal | {"text_features": same}, hard_negative_features=same, positives=torch.tensor(labels))
+    assert loss.metrics()["infonce"] == pytest.approx(loss.metrics()["chance"], abs=1e-6)
+
+
+def test_hard_negatives_that_do_not_fit_are_refused(features: dict[str, torch.Tensor]) -> None:
+    hard = features["text_features"]
+    for loss, negatives, message in (
+        (create_loss("openclip"), hard[:3], r"expected the shape of text_features, \(6, 8\), found \(3, 8\)"),
+        (create_loss("openclip", temperature_scheme="constant"), hard, "does not use hard negatives"),
+        (create_loss("fastclip", num_samples=9), hard, "does not use hard negatives"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(**features, index=torch.arange(6), hard_negative_features=negatives)
+
+
 def test_parameter_is_clamped_as_openclip_does() -> None:
     for name in ("openclip", "siglip"):
         parameter = torch.nn.Parameter(torch.tensor(9.0))

@@ -96,6 +96,7 @@ MISTAKES = [
     ("--val-data val.tar", "reads no files: remove --val-data val.tar"),
     ("--eval-suite quick", "--eval-data-dir"),
     ("--train-data-upsampling-factors 1::2", "--dataset-resampled"),
+    ("--hard-negative-key txt", "--hard-negative-key needs webdataset shards, not synthetic"),
     ("--fsdp --ddp-static-graph", "--ddp-static-graph does not work with --fsdp"),
     ("--ddp-static-graph --accum-freq 2", "--ddp-static-graph does not work with --accum-freq"),
     ("--lora-rank 0", "--lora-rank: '0': expected an integer >= 1"),

@@ -92,13 +92,16 @@ class BatchDataset(Dataset):
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
         """Make a batch of the next usable samples. The key ``is_short`` means that too few were left."""
-        images, indices, captions = [], [], []
+        images, indices, captions, negatives = [], [], [], []
         bad: list[BadSample] = []
         num_cut = 0
         for raw in self._stream:
             try:
                 draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
                 image, caption = self._source.decode(raw, self._decoder, draw)
+                if self._source.has_hard_negatives:
+                    draw = self._hash(Purpose.HARD_NEGATIVE, epoch, raw.index)
+                    negatives.append(self._source.hard_negative(raw, draw)[:MAX_CAPTION])
             except BadSampleError as error:
                 bad.append(BadSample(raw.index, str(error), raw.problem is None))
                 if len(bad) > self._max_bad:
@@ -114,6 +117,8 @@ class BatchDataset(Dataset):
         if len(indices) < self._layout.batch_size:
             return {"is_short": True, "bad": bad}
         batch = {"image": default_collate(images), "text": self._tokenizer(captions), "index": torch.tensor(indices)}
+        if negatives:
+            batch["hard_negative"] = self._tokenizer(negatives)
         if self._source.reference is not None:
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:

@@ -46,12 +46,7 @@ def build_train_loader(
     decoder: ImageDecoder = decode_image,
 ) -> AnyTrainLoader:
     """Build the training loader. For its errors, see :class:`TrainLoader`. Collective: all ranks call it."""
-    kind = spec.resolved_type
-    if (spec.resampled or spec.upsampling_factors is not None or spec.single_source) and kind != "webdataset":
-        raise ValueError(
-            "--dataset-resampled, --train-data-upsampling-factors and --single-source-batches need webdataset shards, "
-            f"not {kind}"
-        )
+    spec.check_type()
     source = build_source(spec, preprocess)
     if isinstance(source, ShardSource) and spec.cache_dir is not None:
         readers = len(expand_components(spec.source or "")) if spec.single_source else 1
@@ -152,7 +147,9 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         urls = [shard.url for shard in manifest.shards]
         _on_all_ranks(lambda: spec.storage.reach(urls))
         weights = _shard_weights(spec, urls)
-        source = ShardSource(manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage)
+        source = ShardSource(
+            manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage, spec.hard_negative_key
+        )
     if spec.reference is not None:
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source

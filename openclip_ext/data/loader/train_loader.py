@@ -209,7 +209,7 @@ class TrainLoader:
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
-            and if configured ``caption_hash`` ``(batch_size,)`` int64.
+            and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
 
         Raises:
             ValueError: The progress belongs to another data set or seed, or has more batches than the epoch.
@@ -314,6 +314,11 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
         raise ValueError(
             "--draw-captions: expected no --reference, which has the embedding of one caption for each image. "
             "Remove one of the two flags"
+        )
+    if config.caption_aware_flip and source.has_hard_negatives:
+        raise ValueError(
+            "--caption-aware-flip: expected no --hard-negative-key, because a mirrored image may fit a caption that the image "
+            "does not fit. Remove one of the two flags"
         )
     check_known_bad(source, max_bad_fraction)
 

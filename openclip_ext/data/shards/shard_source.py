@@ -40,12 +40,14 @@ class ShardSource(Source):
         resampled: bool = False,
         weights: Sequence[float] | None = None,
         storage: Storage = DEFAULT_STORAGE,
+        hard_negative_key: str | None = None,
     ) -> None:
         super().__init__(manifest.num_samples, manifest.digest)
         self.num_kept -= len(manifest.left_out)
         self.index_digest = manifest.index_digest
         self.manifest = manifest
-        self.keys = SampleKeys(image_key, caption_key)
+        self.keys = SampleKeys(image_key, caption_key, hard_negative_key)
+        self.has_hard_negatives = hard_negative_key is not None
         self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = np.ones(len(manifest.shards)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -93,6 +95,9 @@ class ShardSource(Source):
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self.keys.decode(raw, decoder, draw)
+
+    def hard_negative(self, raw: RawSample, draw: int) -> str:
+        return self.keys.hard_negative(raw, draw)
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return raw.key, self.keys.caption(raw)

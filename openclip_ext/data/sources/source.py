@@ -67,11 +67,13 @@ class Source(ABC):
         index_digest: Hash of the samples and their indices, without locations and exclusions. None if unknown.
         sequential: Whether samples should be read in ascending order and shuffled in memory, as from tars.
         several_captions: Whether a sample may have several captions.
+        has_hard_negatives: Whether each sample has captions that do not fit its image, see :meth:`hard_negative`.
         reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
     """
 
     sequential = False
     several_captions = False
+    has_hard_negatives = False
     reference: EmbeddingStore | None = None
 
     def __init__(self, num_samples: int, digest: str) -> None:
@@ -101,6 +103,14 @@ class Source(ABC):
         ``decoder`` receives the bytes of an image file, or the open file. The number ``draw``, modulo the number of captions,
         selects the caption.
         """
+
+    def hard_negative(self, raw: RawSample, draw: int) -> str:
+        """Return a caption that does not fit the image: number ``draw``, modulo the number of these captions.
+
+        Raises:
+            BadSampleError: The sample has none.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def group_of(self, index: int) -> tuple[str, int, int]:
@@ -153,12 +163,13 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
 
 
 class SampleKeys:
-    """The image key and the caption key of shards, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
+    """The keys of images, captions and hard negatives, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
 
-    def __init__(self, image_key: str, caption_key: str) -> None:
+    def __init__(self, image_key: str, caption_key: str, hard_negative_key: str | None = None) -> None:
         self._images = parse_keys(image_key, allow_json=False)
         self._captions = parse_keys(caption_key, allow_json=True)
-        self.fields = frozenset(key.field for key in (*self._images, *self._captions))
+        self._hard_negatives = () if hard_negative_key is None else parse_keys(hard_negative_key, allow_json=True)
+        self.fields = frozenset(key.field for key in (*self._images, *self._captions, *self._hard_negatives))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         """Decode a sample, like :meth:`Source.decode`. If ``draw`` is not 0, select among the captions of all fields."""
@@ -168,15 +179,25 @@ class SampleKeys:
         caption_key = _first_key(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
-        caption = captions[draw % len(captions)]
-        if not caption.strip():
-            raise BadSampleError("no caption: the text is empty")
+        caption = _drawn(captions, draw, "caption")
         return decoder(raw.fields[image_key.field]), caption
+
+    def hard_negative(self, raw: RawSample, draw: int) -> str:
+        """See :meth:`Source.hard_negative`."""
+        key = _first_key(raw, self._hard_negatives, "hard negative")
+        return _drawn(captions_of(raw.fields[key.field], key), draw, "hard negative")
 
     def caption(self, raw: RawSample) -> str:
         """Return the first caption of a sample; raise BadSampleError if it is missing or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
+
+
+def _drawn(captions: Sequence[str], draw: int, what: str) -> str:
+    caption = captions[draw % len(captions)]
+    if not caption.strip():
+        raise BadSampleError(f"no {what}: the text is empty")
+    return caption
 
 
 def _first_key(raw: RawSample, keys: Sequence[Key], what: str) -> Key:

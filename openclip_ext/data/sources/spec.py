@@ -24,6 +24,9 @@ class DataSpec:
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
+    hard_negative_key: str | None = flag(
+        None, "like --caption-key: captions that do not fit the image, which become more negatives of --loss openclip"
+    )
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
     csv_caption_key: str = flag("title")
@@ -69,6 +72,7 @@ class DataSpec:
             resampled=False,
             upsampling_factors=None,
             single_source=False,
+            hard_negative_key=None,
             max_bad_fraction=cls.max_bad_fraction,
         )
 
@@ -83,6 +87,18 @@ class DataSpec:
         if self.resolved_type == "csv":
             return {"image_key": self.csv_image_key, "caption_key": self.csv_caption_key}
         return {"image_key": self.image_key, "caption_key": self.caption_key}
+
+    def check_type(self) -> None:
+        """Raise ValueError for options that need shards, if the data set has no shards."""
+        needs_shards = {
+            "--dataset-resampled": self.resampled,
+            "--train-data-upsampling-factors": self.upsampling_factors is not None,
+            "--single-source-batches": self.single_source,
+            "--hard-negative-key": self.hard_negative_key is not None,
+        }
+        kind = self.resolved_type
+        for name in (name for name, is_used in needs_shards.items() if is_used and kind != "webdataset"):
+            raise ValueError(f"{name} needs webdataset shards, not {kind}")
 
     @property
     def resolved_type(self) -> str:
