@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,10 @@ def create_optimizer(
     are added to the model's groups.
     """
     modules = [model] if head is None else [model, head]
-    groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded)
+    name = full_name(config)
+    # timm's rule for weight decay: the model lists its parameters without. A wrapper of the model has no such list.
+    listed: set[str] | None = None if name == "adamw" else getattr(compat.unwrap(model), "no_weight_decay", set)()
+    groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded, listed)
     if not any(group["params"] for group in groups):
         raise UsageError(
             "nothing is left to train: both towers are locked, and the loss does not train the temperature"
@@ -59,13 +62,11 @@ def create_optimizer(
         groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
-    name = full_name(config)
     if name == "adamw":
         return _adamw(groups, config)
     from timm.optim import create_optimizer_v2
 
-    # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP. The model lists its
-    # parameters without weight decay. A wrapper of the model has no such list.
+    # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     betas = None if config.beta1 is None else (config.beta1, config.beta2)
     options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
@@ -155,12 +156,17 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
 
 
 def _parameter_groups(
-    modules: list[nn.Module], weight_decay: float, own_logit_scale: bool, excluded: Sequence[str]
+    modules: list[nn.Module],
+    weight_decay: float,
+    own_logit_scale: bool,
+    excluded: Sequence[str],
+    listed: Collection[str] | None,
 ) -> list[dict[str, Any]]:
-    """Return OpenCLIP's two groups: gains and biases (without weight decay), and all other parameters.
+    """Return two groups: gains and biases (without weight decay), and all other parameters.
 
     With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains name patterns for the unwrapped model's
-    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter.
+    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter. Vectors have no weight decay.
+    Of the other parameters, it is those that OpenCLIP's rule for AdamW names, or, if given, those ``listed``.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
@@ -170,9 +176,14 @@ def _parameter_groups(
         if own_logit_scale and name.rsplit(".", 1)[-1] == LOGIT_SCALE:
             logit_scale.append(parameter)
             continue
-        matching = {glob for glob in excluded if fnmatch.fnmatchcase(_plain_name(name), glob)}
+        plain = _plain_name(name)
+        matching = {glob for glob in excluded if fnmatch.fnmatchcase(plain, glob)}
         unused -= matching
-        if matching or parameter.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", LOGIT_SCALE)):
+        if listed is None:
+            is_named = any(part in name for part in ("bn", "ln", "bias", LOGIT_SCALE))
+        else:
+            is_named = name.endswith(".bias") or any(fnmatch.fnmatchcase(plain, glob) for glob in listed)
+        if matching or parameter.ndim < 2 or is_named:
             gains_and_biases.append(parameter)
         else:
             rest.append(parameter)

@@ -202,8 +202,10 @@ def test_globs_exclude_parameters_from_weight_decay():
     model = open_clip.create_model("demo-vit")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def without_decay(wrapped: nn.Module, *globs: str, name: str = "adamw") -> set[str]:
-        optimizer = create_optimizer(wrapped, OptimizerConfig(name, decay_excluded=globs), None)
+    def without_decay(
+        wrapped: nn.Module, *globs: str, name: str = "adamw", logit_scale_lr: float | None = None
+    ) -> set[str]:
+        optimizer = create_optimizer(wrapped, OptimizerConfig(name, decay_excluded=globs), logit_scale_lr)
         groups = [group for group in optimizer.param_groups if not group["weight_decay"]]
         return {names[id(parameter)] for group in groups for parameter in group["params"]}
 
@@ -220,6 +222,9 @@ def test_globs_exclude_parameters_from_weight_decay():
     of_timm = without_decay(model, name="timm/sgd")
     assert {"positional_embedding", "visual.positional_embedding"} <= of_timm
     assert without_decay(torch.compile(model), name="timm/sgd") == of_timm
+    # A loss with its own learning rate of the temperature changes the groups, but not which parameters have weight decay.
+    assert without_decay(model, name="timm/sgd", logit_scale_lr=1e-4) == of_timm
+    assert without_decay(model, "visual.proj", name="timm/sgd") == of_timm | {"visual.proj"}
 
 
 def test_further_arguments_reach_the_optimizer():
