@@ -48,13 +48,17 @@ export MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE
 flags=("${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
 batch_size=$("${python[@]}" -m openclip_ext.training.recipes --share-batch "$world_size" ${flags[@]+"${flags[@]}"})
 
+# The last task of an array has the array's own number, which stands for all tasks.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+
 save_and_end() {
     trap '' USR1
     interrupted=1
     out_of_time=1
-    echo "Time limit ahead: saving, then requeueing job $SLURM_JOB_ID."
-    scancel --signal=TERM "$SLURM_JOB_ID" # signals the job's tasks, not this shell
-    (sleep "${SAVE_SECONDS:-90}" && scontrol requeue "$SLURM_JOB_ID") &
+    echo "Time limit ahead: saving, then requeueing job $job."
+    scancel --signal=TERM "$job" # signals the job's tasks, not this shell
+    (sleep "${SAVE_SECONDS:-90}" && scontrol requeue "$job") &
     last_resort=$!
 }
 out_of_time=0
@@ -77,7 +81,7 @@ done
 if [ "$out_of_time" -eq 1 ]; then
     kill "$last_resort" 2>/dev/null || true
     if [ "$status" -gt 128 ]; then # terminated by the signal
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "$job"
     fi
 fi
 exit "$status"

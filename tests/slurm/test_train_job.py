@@ -52,19 +52,22 @@ def whole(cluster, runs):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, runs):
-    """Run four jobs and return their final fields and output by name.
+    """Run five jobs and return their final fields and output by name.
 
     ``array`` (in a job array) is preempted after its third step, ``limited`` comes near its time limit, ``failing`` fails, and
-    ``nodes`` loses a node. The jobs run in parallel, because SLURM needs half a minute to detect limits and lost nodes.
+    ``nodes`` loses a node. Of the array with ``first`` and ``last``, only the last task comes near its time limit. The jobs run in parallel, because SLURM needs half a minute to detect limits and lost nodes.
     """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
+    pair = runs.submit(cluster, "pair-%a", "--array=1-2", *ONE_GPU, PACE="0.5")
     failing = runs.submit(cluster, "failing", *ONE_GPU, more=("--train-data", "nowhere/00000.tar"))
     nodes = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
     cluster.wait_for_step(nodes, runs.logs / "nodes", 5)
     cluster.kill_node(NODES[1])
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
+    cluster.wait_for_step(f"{pair}_2", runs.logs / "pair-2", 2)
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{pair}_2")  # as SLURM does before the time limit
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
     # The script requests a signal 120 s before the time limit, and SLURM sends the signal 120 to 150 s before.
     minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
@@ -72,6 +75,7 @@ def jobs(cluster, runs):
     cluster.wait(limited, "PENDING", "COMPLETING")
     cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
     numbers = {"array": f"{array}_1", "limited": limited, "failing": failing, "nodes": nodes}
+    numbers |= {"first": f"{pair}_1", "last": f"{pair}_2"}
     ended = {name: cluster.wait(number, "COMPLETED", "FAILED", "TIMEOUT") for name, number in numbers.items()}
     return {name: job | {"output": cluster.output(numbers[name])} for name, job in ended.items()}
 
@@ -89,6 +93,12 @@ def test_before_the_time_limit_every_trainer_saves_and_the_job_goes_on_bitwise(r
     assert runs.notes("limited", "step") == [(step, rank) for step in range(10) for rank in range(2)], "a repeated step"
     assert (limited["JobState"], limited["Restarts"], limited["ExitCode"]) == ("COMPLETED", "1", "0:0"), limited
     assert_same_run(runs.logs / "limited", whole)
+
+
+def test_the_time_limit_of_one_task_of_an_array_leaves_the_others_alone(runs, jobs):
+    states = [(jobs[name]["JobState"], jobs[name]["Restarts"]) for name in ("first", "last")]
+    assert states == [("COMPLETED", "0"), ("COMPLETED", "1")]
+    assert ("SIGTERM", 0) in runs.notes("pair-%a", "signal") and len(runs.notes("pair-%a", "signal")) == 1
 
 
 def test_a_run_that_fails_is_not_requeued(jobs):
