@@ -1,6 +1,6 @@
 """Measure how the costs of a step, the per-sample state, start and resume grow with ranks, samples and shards.
 
-    python -m scripts.bench.growth [ranks samples shards] [--output results.json]
+    python -m scripts.bench.growth [ranks samples shards] [--output results.json] [--figure growth.svg]
 
 Times are CPU times of one run. *slope* is the exponent of growth between the two largest sizes: 0 is constant, 1 is linear.
 Ranks are simulated: a step runs on tensors without values, as in ``openclip-ext plan``. Each shard has one sample.
@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openclip_ext.data.loader.batches import epoch_order
@@ -27,6 +29,7 @@ from openclip_ext.data.manifest.scan import Shard
 from openclip_ext.data.order import Layout, Segment
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.diagnostics.dry_run import dry_run, sent_bytes
+from openclip_ext.files.writing import output_path
 from openclip_ext.losses import registry
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.state.table_files import open_table, restore_table, write_table
@@ -142,6 +145,7 @@ GROWTH: dict[str, tuple[Callable[[int], harness.Row], tuple[int, ...]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", choices=[*GROWTH, "all"], default="all")
+    parser.add_argument("--figure", type=output_path, help="draw the tables to an SVG file")
 
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
@@ -152,7 +156,29 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
         steps = math.log(sizes[-1] / sizes[-2])
         slope = {name: math.log(rows[-1][name] / rows[-2][name]) / steps for name in rows[-1] if rows[-2][name] > 0}
         results[what] = {**{f"{size:,}": row for size, row in zip(sizes, rows, strict=True)}, "slope": slope}
+    if args.figure:
+        draw(results, args.figure)
     return results
+
+
+def draw(results: dict[str, harness.Table], path: Path) -> None:
+    """Draw each cost relative to its value at the smallest size where it is not 0, with its slope in the legend."""
+    figure = Figure(figsize=(5 * len(results), 4.2), layout="constrained")
+    for axes, (what, table) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        slopes = table["slope"]
+        sizes = GROWTH[what][1]
+        for name in slopes:
+            costs = {size: table[f"{size:,}"][name] for size in sizes if table[f"{size:,}"][name] > 0}
+            first = next(iter(costs.values()))
+            label = f"{name.replace('_', ' ')}, {slopes[name]:.1f}"
+            axes.loglog(list(costs), [cost / first for cost in costs.values()], "o-", label=label)
+        axes.loglog(sizes, [size / sizes[0] for size in sizes], color="gray", linestyle=":", label="linear, 1.0")
+        axes.set_xlabel(what)
+        axes.legend(fontsize=7, title="cost, slope", title_fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("cost, relative to the smallest size")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import growth
 from tests.evaluation import datasets
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -52,3 +53,16 @@ def test_benchmark_prints_and_writes_its_rows(
         for row, numbers in table.items():
             assert row in printed
             assert numbers.get("ratio_min", 0) <= numbers.get("ratio", 1) <= numbers.get("ratio_max", 1)
+
+
+def test_growth_is_drawn_relative_to_the_first_size_with_a_cost(tmp_path: Path) -> None:
+    row = {"launches": 3, "MiB_sent": 0.0}
+    table = {
+        "1": row,
+        "8": {**row, "MiB_sent": 2.0},
+        "64": {**row, "MiB_sent": 16.0},
+        "1,024": {**row, "MiB_sent": 256.0},
+    }
+    growth.draw({"ranks": {**table, "slope": {"launches": 0.0, "MiB_sent": 1.0}}}, tmp_path / "growth.svg")
+    drawn = (tmp_path / "growth.svg").read_text(encoding="utf-8")
+    assert all(label in drawn for label in ("ranks", "launches, 0.0", "MiB sent, 1.0", "linear, 1.0"))
