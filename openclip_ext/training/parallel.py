@@ -6,7 +6,7 @@ full model for an evaluation.
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.model import frozen_batchnorm_statistics
 from openclip_ext.training.config import ParallelConfig
 
 # Optimizers that update each element of a parameter independently, so they can update shards.
@@ -44,6 +45,20 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
         # Dynamo's DDP optimizer does not support gradient checkpointing. OpenCLIP also turns this optimizer off.
         torch._dynamo.config.optimize_ddp = False
     return cast(nn.Module, torch.compile(model))
+
+
+def order_buckets(model: nn.Module, forward: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
+    """Let DDP order its buckets of gradients, in a forward and a backward pass of zeros. Call it before the first step.
+
+    After the first backward pass of a process, DDP changes the order. With three ranks or more, sums in another order have
+    other rounding errors, so the first step after a resume would differ from the uninterrupted run.
+    """
+    if distributed.world_size() < 3 or isinstance(model, ShardedDataParallel):
+        return
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), frozen_batchnorm_statistics(model):
+        outputs = [value for value in forward().values() if value.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(value) for value in outputs])
 
 
 class ShardedDataParallel(nn.Module):

@@ -68,6 +68,7 @@ class TrainStep:
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.guard = StepGuard(self.model, self.loss)
+        self._is_first = True
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
         """Take one optimizer step on one or more micro-batches; return the detached terms of the loss.
@@ -79,6 +80,9 @@ class TrainStep:
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
+        if self._is_first:
+            parallel.order_buckets(self.model, lambda: self._forward(batches[0]), self.settings.device)
+            self._is_first = False
         self.optimizer.zero_grad(set_to_none=True)
         self.guard.before_forward()
         if len(batches) == 1:

@@ -55,7 +55,8 @@ def jobs(cluster, runs):
     """Run five jobs and return their final fields and output by name.
 
     ``array`` (in a job array) is preempted after its third step, ``limited`` comes near its time limit, ``failing`` fails, and
-    ``nodes`` loses a node. Of the array with ``first`` and ``last``, only the last task comes near its time limit. The jobs run in parallel, because SLURM needs half a minute to detect limits and lost nodes.
+    ``nodes`` loses a node. Of the array with ``first`` and ``last``, only the last task comes near its time limit. The jobs
+    run in parallel, because SLURM needs half a minute to detect limits and lost nodes.
     """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
