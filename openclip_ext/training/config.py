@@ -7,7 +7,7 @@ program receives only its own part of the tree.
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -437,7 +437,9 @@ def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingCo
         model = flags["model"].replace("/", "-")
         settings = f"lr_{flags['lr']}-b_{flags['batch_size']}-j_{flags['workers']}-p_{flags['precision']}"
         flags["name"] = f"{date}-model_{model}-{settings}"
-    return training_config(flags, config.loss)
+    own = training_config(flags, config.loss)
+    # The validation loss depends on its batch size, which therefore must not depend on the number of processes.
+    return replace(own, evaluation=replace(own.evaluation, batch_size=config.evaluation.batch_size))
 
 
 def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:

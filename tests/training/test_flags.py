@@ -118,3 +118,5 @@ def test_a_batch_is_shared_and_remote_copies_have_the_runs_name():
         *["--global-batch", "128", "--batch-size", "32", "--remote-sync", "s3://b/", "--name", "run"], world_size=2
     )
     assert (config.loading.batch_size, config.loading.accum_freq, config.folder.remote) == (32, 2, "s3://b/run")
+    small = config_of("--global-batch", "48", "--batch-size", "32", world_size=4)
+    assert (small.loading.batch_size, small.evaluation.batch_size) == (12, 32), "validation must not depend on the GPUs"
