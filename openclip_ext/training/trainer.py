@@ -178,8 +178,8 @@ class Trainer:
         raise SystemExit(signals.exit_status)
 
     def _save_before_abort(self) -> None:
-        """Save a checkpoint, from which the run can continue with other data or a higher limit."""
-        if self._has_stepped and self.position.step_in_epoch > 0:
+        """Save the steps since the last checkpoint. The run can continue with other data or a higher limit."""
+        if self._has_stepped and (self._last_saved is None or self._last_saved[1] != self.position.step):
             self._save_mid_epoch(must_succeed=False)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
@@ -248,7 +248,7 @@ class Trainer:
 
     def _save_mid_epoch(self, must_succeed: bool) -> None:
         self._report_skipped(self.step.guard.poll_outcomes(wait=True))
-        path = self._save(ckpt.checkpoint_name(self.position), must_succeed)
+        path = self._save(f"epoch_{self.position.epoch}_step_{self.position.step}", must_succeed)
         if path is not None and distributed.is_master():
             saving.remove_older_mid_epoch(path.parent, kept=path)
 
@@ -257,7 +257,7 @@ class Trainer:
         is_last = completed == self.length.epochs
         saved = None
         if is_last or (policy.every_epochs > 0 and completed % policy.every_epochs == 0):
-            saved = self._save(ckpt.checkpoint_name(self.position), must_succeed=is_last)
+            saved = self._save(f"epoch_{completed}", must_succeed=is_last)
         if policy.most_recent:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
         if saved is None or not distributed.is_master():
