@@ -104,10 +104,10 @@ class Trainer:
                 try:
                     self._train_epoch(signals)
                 except (BadDataError, WorkerError):
-                    self._save_before_abort()
+                    self._save_before_abort(must_succeed=False)
                     raise
                 except Interrupted:
-                    self._save_before_abort()
+                    self._save_before_abort(must_succeed=True)
                     self._stop(signals)
                 self._end_epoch()
 
@@ -177,10 +177,10 @@ class Trainer:
             logging.warning(f"Stopped by a signal after step {self.position.step}; continue with --resume latest.")
         raise SystemExit(signals.exit_status)
 
-    def _save_before_abort(self) -> None:
+    def _save_before_abort(self, must_succeed: bool) -> None:
         """Save the steps since the last checkpoint. The run can continue with other data or a higher limit."""
         if self._has_stepped and (self._last_saved is None or self._last_saved[1] != self.position.step):
-            self._save_mid_epoch(must_succeed=False)
+            self._save_mid_epoch(must_succeed)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
         """Log the skipped steps with their samples on all ranks. Collective: all ranks call it."""

@@ -12,9 +12,11 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.runtime import run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
+from openclip_ext.training.validation import Validation
 from tests.distributed.pool import two_ranks
 from tests.training.programs import LOGS, Program, is_alive, lines_of, wait_until
 from tests.training.runs import (
@@ -162,6 +164,22 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
         patched.setattr(TrainStep, "__call__", step)
         run(argv)
     return str(failed.value)
+
+
+def test_a_stop_between_epochs_fails_if_it_cannot_save(shards, tmp_path, monkeypatch):
+    """A SLURM script would requeue a run with the exit status of SIGTERM."""
+
+    def disk_is_full(*_):
+        raise OSError(28, "No space left on device")
+
+    def evaluate(self, model):
+        monkeypatch.setattr(saving, "save", disk_is_full)
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(Validation, "run", evaluate)
+    with pytest.raises(SaveFailed, match=r"epoch_1_step_5\.pt could not be saved: .*No space left"):
+        run(small_command(shards, tmp_path, "run", "openclip", "--val-data", shards, "--save-frequency", "2"))
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
