@@ -41,6 +41,9 @@ from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
 from openclip_ext.training.validation import build_evaluators, run_evaluators
 
+# Flags that may differ between the ranks.
+_DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
+
 
 def run(config: TrainingConfig) -> None:
     """Run a configuration. For errors, see :func:`openclip_ext.training.main.main`."""
@@ -56,7 +59,7 @@ def run(config: TrainingConfig) -> None:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
         config = models.with_loss_options(for_processes(config, date, **vars(processes)))
         config = replace(config, loading=replace(config.loading, pin_memory=device.type == "cuda"))
-        _refuse_other_flags(run_folder.settings(config.stored_flags, config.loss.options))
+        _refuse_other_flags({**config.stored_flags, **config.loss.options})
         check(config)
         with (
             heartbeat.watched(config.rank_patience),
@@ -85,7 +88,11 @@ def run(config: TrainingConfig) -> None:
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     """Raise UsageError on all ranks if a rank's flags differ from rank 0's. Paths may differ between nodes. Collective."""
-    compared = {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
+    compared = {
+        name: "PATH" if isinstance(value, Path) or os.sep in str(value) else value
+        for name, value in sorted(own.items())
+        if name not in _DIFFERING_FLAGS
+    }
     first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
