@@ -160,9 +160,9 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         _warn(config, identity, start.checkpoint, reference)
-        if folder is not None:
-            _begin_folder(config, folder, position, start, trains=steps_left > 0)
         _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
+    if folder is not None:
+        distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
     return Trainer(
         step=step,
         loader=loader,
@@ -226,22 +226,30 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
-    """Write the run's settings. Remove files and log entries that were written after the run's position."""
+    """Remove files and log entries that were written after the run's position. Write the run's settings.
+
+    Raise UsageError if this fails. The settings of the previous launch then stay unchanged.
+    """
     checkpoints = folder / "checkpoints"
-    if trains or start.checkpoint is None:
-        run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
-        models.write_model_config(config.model, folder)
-    if start.checkpoint is None:
-        (folder / run_folder.SAVED).unlink(missing_ok=True)
-    restoring.cut_logs(folder, position)
-    for unreadable in start.unreadable:
-        saving.set_aside(unreadable)
-    saving.remove_leftovers(checkpoints)
-    if start.checkpoint is not None:
-        # The run may have been killed between a save and the removal of older checkpoints.
-        saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
-    if config.copy_codebase:
-        run_folder.copy_codebase(folder)
+    try:
+        restoring.cut_logs(folder, position)
+        if trains or start.checkpoint is None:
+            run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
+            models.write_model_config(config.model, folder)
+        if start.checkpoint is None:
+            (folder / run_folder.SAVED).unlink(missing_ok=True)
+        for unreadable in start.unreadable:
+            saving.set_aside(unreadable)
+        saving.remove_leftovers(checkpoints)
+        if start.checkpoint is not None:
+            # The run may have been killed between a save and the removal of older checkpoints.
+            saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
+        if config.copy_codebase:
+            run_folder.copy_codebase(folder)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to the run folder {folder} ({error}): free disk space, or make the folder writable"
+        ) from error
 
 
 def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
