@@ -80,8 +80,11 @@ class Trainer:
 
     @property
     def _schedule_step(self) -> int:
-        """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change."""
-        return self.position.epoch * self.steps_per_epoch + self.position.step_in_epoch
+        """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change.
+
+        A resumed epoch may have more steps than the new number. Its last steps have the learning rate of the next epoch.
+        """
+        return self.position.epoch * self.steps_per_epoch + min(self.position.step_in_epoch, self.steps_per_epoch)
 
     def fit(self, evaluate_first: bool = False) -> None:
         """Train to the last epoch. With ``evaluate_first``, start with the evaluations due at the run's position.

@@ -84,6 +84,14 @@ def test_a_shorter_epoch_after_a_resume_counts_the_steps_that_are_left(shards, t
     assert [message for message in caplog.messages if "step 6/6" in message]
 
 
+def test_a_shorter_epoch_after_a_resume_does_not_raise_the_learning_rate(shards, tmp_path):
+    argv = small_command(shards, tmp_path, "run", "openclip", "--batch-size", "2", "--resume", "latest")
+    assert run(argv, stop_after=36) == EXIT_AFTER_SIGTERM
+    assert run([*argv, "--train-num-samples", "40"]) == 0  # 20 steps per epoch
+    rates = [line["lr"] for line in metrics_of(tmp_path / "run") if "loss" in line]
+    assert rates[36:] == sorted(rates[36:], reverse=True)
+
+
 def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
     """The resumed run takes no further step, and must save the learning rates of the last step."""
     assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
