@@ -34,8 +34,8 @@ def restore(
 ) -> Position:
     """Load a checkpoint, if any, into the parts of a run, and return the run's position.
 
-    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError if
-    the checkpoint belongs to a different run.
+    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError, with
+    the changed settings, if the checkpoint belongs to a different run.
     """
     if checkpoint is None:
         return Position()
@@ -43,11 +43,16 @@ def restore(
     content, path = unmerged(checkpoint, model), checkpoint.path
     if "optimizer" not in content:
         raise UsageError(f"{path} contains only the model: continue with --resume latest, or give --pretrained {path}")
-    load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
-    _load_optimizer(model, optimizer, content["optimizer"], path)
-    if scaler is not None and "scaler" in content:
-        scaler.load_state_dict(content["scaler"])
-    restore_loss(checkpoint, loss)
+    try:
+        load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
+        _load_optimizer(model, optimizer, content["optimizer"], path)
+        if scaler is not None and "scaler" in content:
+            scaler.load_state_dict(content["scaler"])
+        restore_loss(checkpoint, loss)
+    except UsageError as error:
+        if not (changed := changed_settings(checkpoint, identity)):
+            raise
+        raise UsageError(f"{error}. Changed settings: {'; '.join(changed)}") from error
     if checkpoint.shared is None:
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
