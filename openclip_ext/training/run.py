@@ -171,7 +171,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         policy=config.saving,
         identity=identity,
         reporter=Reporter(
-            folder, config.reporting, position.step + steps_left, steps_per_epoch, config.stored_flags, loss.steers
+            folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, loss.steers
         ),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
@@ -278,7 +278,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
         if not weights:
             logging.warning("Without --train-data, --pretrained and --resume, this evaluates an untrained model.")
         metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
-        reporter = Reporter(folder, config.reporting, 0, 0, config.stored_flags)
+        reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()
     distributed.barrier()

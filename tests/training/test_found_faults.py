@@ -152,7 +152,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, act: Callable[[Path], object], sa
 
 
 def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path):
-    reporter = Reporter(tmp_path, ReportingConfig(), 10, 5)
+    reporter = Reporter(tmp_path, ReportingConfig(), 0, 10, 5)
     reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
     (tmp_path / "checkpoints").mkdir()
     reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})
