@@ -51,6 +51,8 @@ def run(config: TrainingConfig) -> None:
     signals.end_with_torchrun()
     compat.set_backends()
     check_device(config.device)
+    if not config.flags.get("dist_url"):
+        distributed.check_launcher()
     processes = argparse.Namespace(**{**config.flags, "device": config.device or "cuda"})
     device = compat.init_device(processes)
     distributed.set_patience(distributed.START_PATIENCE)
