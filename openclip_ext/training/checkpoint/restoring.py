@@ -102,12 +102,19 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains."""
+    """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains.
+
+    A run that is saved after the last step of an epoch also ends the epoch again.
+    """
     evaluated = not lacks_evaluation(folder, position)
-    metrics, results = folder / "metrics.jsonl", folder / "checkpoints" / "results.jsonl"
-    steps, epochs = position.step, position.epoch + evaluated
-    json_lines.truncate(metrics, lambda line: line.get("step", math.inf) < steps + ("evaluation" in line and evaluated))
-    json_lines.truncate(results, lambda line: line.get("epoch", 0) < epochs)
+
+    def is_kept(line: dict[str, Any]) -> bool:
+        completed = position.step - position.step_in_epoch + ("evaluation" in line and evaluated)
+        return line.get("step", math.inf) < (position.step if "loss" in line else completed)
+
+    json_lines.truncate(folder / "metrics.jsonl", is_kept)
+    epochs = position.epoch + evaluated
+    json_lines.truncate(folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < epochs)
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
