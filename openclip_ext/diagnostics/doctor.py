@@ -16,7 +16,7 @@ import open_clip
 import requests
 import torch
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.model import prepare_for
@@ -70,12 +70,8 @@ class Doctor:
         yield OK, "versions: " + ", ".join(f"{name} {version}" for name, version in run_folder.versions().items())
 
     def _launcher(self) -> Iterator[Finding]:
-        here = [name for name in ("WORLD_SIZE", "SLURM_NTASKS") if int(os.environ.get(name, "1")) > 1]
-        if here and "MASTER_ADDR" not in os.environ:
-            yield ERROR, f"launcher: {here[0]} is set without MASTER_ADDR: use torchrun or scripts/slurm/train.sh"
-        else:
-            found = "its variables are set" if here else "none found"
-            yield OK, f"launcher: {found}; {self.world_size} processes planned"
+        found = "its variables are set" if distributed.check_launcher() else "none found"
+        yield OK, f"launcher: {found}; {self.world_size} processes planned"
 
     def _caches(self) -> Iterator[Finding]:
         model = self.config.model

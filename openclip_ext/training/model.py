@@ -22,6 +22,7 @@ from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.files.writing import write_atomically
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.losses.options import OPTIONS
@@ -49,7 +50,8 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
     if config.siglip_start:
         content |= compat.SIGLIP_START
     (folder / MODEL_CONFIG).mkdir(exist_ok=True)
-    (folder / MODEL_CONFIG / f"{config.file_name}.json").write_text(json.dumps(content, indent=4) + "\n")
+    text = json.dumps(content, indent=4) + "\n"
+    write_atomically(folder / MODEL_CONFIG / f"{config.file_name}.json", lambda file: file.write(text.encode()))
 
 
 def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path) -> str:

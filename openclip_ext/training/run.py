@@ -41,6 +41,9 @@ from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
 from openclip_ext.training.validation import build_evaluators, run_evaluators
 
+# Flags that may differ between the ranks.
+_DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
+
 
 def run(config: TrainingConfig) -> None:
     """Run a configuration. For errors, see :func:`openclip_ext.training.main.main`."""
@@ -48,6 +51,8 @@ def run(config: TrainingConfig) -> None:
     signals.end_with_torchrun()
     compat.set_backends()
     check_device(config.device)
+    if not config.flags.get("dist_url"):
+        distributed.check_launcher()
     processes = argparse.Namespace(**{**config.flags, "device": config.device or "cuda"})
     device = compat.init_device(processes)
     distributed.set_patience(distributed.START_PATIENCE)
@@ -56,7 +61,7 @@ def run(config: TrainingConfig) -> None:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
         config = models.with_loss_options(for_processes(config, date, **vars(processes)))
         config = replace(config, loading=replace(config.loading, pin_memory=device.type == "cuda"))
-        _refuse_other_flags(run_folder.settings(config.stored_flags, config.loss.options))
+        _refuse_other_flags({**config.stored_flags, **config.loss.options})
         check(config)
         with (
             heartbeat.watched(config.rank_patience),
@@ -85,7 +90,11 @@ def run(config: TrainingConfig) -> None:
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     """Raise UsageError on all ranks if a rank's flags differ from rank 0's. Paths may differ between nodes. Collective."""
-    compared = {name: value for name, value in own.items() if not (isinstance(value, str) and os.sep in value)}
+    compared = {
+        name: "PATH" if isinstance(value, Path) or os.sep in str(value) else value
+        for name, value in sorted(own.items())
+        if name not in _DIFFERING_FLAGS
+    }
     first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
@@ -153,9 +162,9 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         _warn(config, identity, start.checkpoint, reference)
-        if folder is not None:
-            _begin_folder(config, folder, position, start, trains=steps_left > 0)
         _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
+    if folder is not None:
+        distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
     return Trainer(
         step=step,
         loader=loader,
@@ -164,7 +173,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         policy=config.saving,
         identity=identity,
         reporter=Reporter(
-            folder, config.reporting, position.step + steps_left, steps_per_epoch, config.stored_flags, loss.steers
+            folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, loss.steers
         ),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
@@ -219,22 +228,30 @@ def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveL
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
-    """Write the run's settings. Remove files and log entries that were written after the run's position."""
+    """Remove files and log entries that were written after the run's position. Write the run's settings.
+
+    Raise UsageError if this fails. The settings of the previous launch then stay unchanged.
+    """
     checkpoints = folder / "checkpoints"
-    if trains or start.checkpoint is None:
-        run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
-        models.write_model_config(config.model, folder)
-    if start.checkpoint is None:
-        (folder / run_folder.SAVED).unlink(missing_ok=True)
-    restoring.cut_logs(folder, position)
-    for unreadable in start.unreadable:
-        saving.set_aside(unreadable)
-    saving.remove_leftovers(checkpoints)
-    if start.checkpoint is not None:
-        # The run may have been killed between a save and the removal of older checkpoints.
-        saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
-    if config.copy_codebase:
-        run_folder.copy_codebase(folder)
+    try:
+        restoring.cut_logs(folder, position)
+        if trains or start.checkpoint is None:
+            run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
+            models.write_model_config(config.model, folder)
+        if start.checkpoint is None:
+            (folder / run_folder.SAVED).unlink(missing_ok=True)
+        for unreadable in start.unreadable:
+            saving.set_aside(unreadable)
+        saving.remove_leftovers(checkpoints)
+        if start.checkpoint is not None:
+            # The run may have been killed between a save and the removal of older checkpoints.
+            saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
+        if config.copy_codebase:
+            run_folder.copy_codebase(folder)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to the run folder {folder} ({error}): free disk space, or make the folder writable"
+        ) from error
 
 
 def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
@@ -263,7 +280,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
         if not weights:
             logging.warning("Without --train-data, --pretrained and --resume, this evaluates an untrained model.")
         metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
-        reporter = Reporter(folder, config.reporting, 0, 0, config.stored_flags)
+        reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()
     distributed.barrier()

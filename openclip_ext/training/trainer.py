@@ -80,8 +80,11 @@ class Trainer:
 
     @property
     def _schedule_step(self) -> int:
-        """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change."""
-        return self.position.epoch * self.steps_per_epoch + self.position.step_in_epoch
+        """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change.
+
+        A resumed epoch may have more steps than the new number. Its last steps have the learning rate of the next epoch.
+        """
+        return self.position.epoch * self.steps_per_epoch + min(self.position.step_in_epoch, self.steps_per_epoch)
 
     def fit(self, evaluate_first: bool = False) -> None:
         """Train to the last epoch. With ``evaluate_first``, start with the evaluations due at the run's position.
@@ -104,10 +107,10 @@ class Trainer:
                 try:
                     self._train_epoch(signals)
                 except (BadDataError, WorkerError):
-                    self._save_before_abort()
+                    self._save_before_abort(must_succeed=False)
                     raise
                 except Interrupted:
-                    self._save_before_abort()
+                    self._save_before_abort(must_succeed=True)
                     self._stop(signals)
                 self._end_epoch()
 
@@ -177,10 +180,10 @@ class Trainer:
             logging.warning(f"Stopped by a signal after step {self.position.step}; continue with --resume latest.")
         raise SystemExit(signals.exit_status)
 
-    def _save_before_abort(self) -> None:
-        """Save a checkpoint, from which the run can continue with other data or a higher limit."""
-        if self._has_stepped and self.position.step_in_epoch > 0:
-            self._save_mid_epoch(must_succeed=False)
+    def _save_before_abort(self, must_succeed: bool) -> None:
+        """Save the steps since the last checkpoint. The run can continue with other data or a higher limit."""
+        if self._has_stepped and (self._last_saved is None or self._last_saved[1] != self.position.step):
+            self._save_mid_epoch(must_succeed)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
         """Log the skipped steps with their samples on all ranks. Collective: all ranks call it."""
@@ -248,7 +251,7 @@ class Trainer:
 
     def _save_mid_epoch(self, must_succeed: bool) -> None:
         self._report_skipped(self.step.guard.poll_outcomes(wait=True))
-        path = self._save(ckpt.checkpoint_name(self.position), must_succeed)
+        path = self._save(f"epoch_{self.position.epoch}_step_{self.position.step}", must_succeed)
         if path is not None and distributed.is_master():
             saving.remove_older_mid_epoch(path.parent, kept=path)
 
@@ -257,7 +260,7 @@ class Trainer:
         is_last = completed == self.length.epochs
         saved = None
         if is_last or (policy.every_epochs > 0 and completed % policy.every_epochs == 0):
-            saved = self._save(ckpt.checkpoint_name(self.position), must_succeed=is_last)
+            saved = self._save(f"epoch_{completed}", must_succeed=is_last)
         if policy.most_recent:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
         if saved is None or not distributed.is_master():

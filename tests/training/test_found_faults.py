@@ -79,17 +79,27 @@ def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path
     assert lost.isdisjoint(together)
 
 
-def train_with_other_flags(argv: list[str]) -> str:
+def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
     with pytest.raises(UsageError) as refused:
-        run([*argv, "--batch-size", "4" if os.environ["RANK"] == "1" else "8"])
+        run([*argv, *own[int(os.environ["RANK"])]])
     return str(refused.value)
 
 
-def test_ranks_with_other_flags_are_named(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ([["--batch-size", "8"], ["--batch-size", "4"]], "batch_size 4 (8)"),
+        ([["--workers", "1"], ["--workers", "2"]], "workers 2 (1)"),
+        ([[], ["--log-every-n-steps", "3"]], "log_every_n_steps 3 (1)"),
+        ([["--resume", "latest"], []], "resume None (latest)"),
+        ([[], ["--resume", "/a/epoch_1.pt"]], "resume PATH (None)"),
+        ([[], ["--logs", "none"]], "checkpoint_path None (PATH), log_path None (PATH)"),
+    ],
+)
+def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
-    said = two_ranks().run(train_with_other_flags, argv, group=False)
-    assert said[0] == said[1]
-    assert "rank 1 must have the flags of rank 0 (in parentheses): batch_size 4" in said[0]
+    first, second = two_ranks().run(train_with_other_flags, argv, own, group=False)
+    assert first == second == f"rank 1 must have the flags of rank 0 (in parentheses): {said}"
 
 
 def read_checkpoint(folder: Path, **change: object) -> None:
@@ -142,7 +152,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, act: Callable[[Path], object], sa
 
 
 def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path):
-    reporter = Reporter(tmp_path, ReportingConfig(), 10, 5)
+    reporter = Reporter(tmp_path, ReportingConfig(), 0, 10, 5)
     reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
     (tmp_path / "checkpoints").mkdir()
     reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})

@@ -113,6 +113,16 @@ def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
+def test_a_resume_that_fails_names_the_changed_settings(shards, finished, tmp_path):
+    """Without --pretrained, the default temperature scheme of neuclip is a different one."""
+    argv = small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest")
+    pretrained = finished / "checkpoints" / "epoch_2.pt"
+    assert run([*argv, "--pretrained", str(pretrained)], stop_after=2) == EXIT_AFTER_SIGTERM
+    changed = rf"parameter groups\. Changed settings: .*pretrained  \(before: {pretrained}\).*; temperature_scheme "
+    with pytest.raises(UsageError, match=changed):
+        run(argv)
+
+
 def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     """The log reports loss options that were changed, added or removed, even if config.json is empty."""
     argv = small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest")

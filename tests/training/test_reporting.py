@@ -19,7 +19,7 @@ def _warnings(
     infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: int, is_steered: bool = False
 ) -> list[str]:
     """Return the warnings of a run whose logged steps have these InfoNCE values."""
-    reporter = Reporter(None, ReportingConfig(warmup=warmup), 1000, 1000, is_steered=is_steered)
+    reporter = Reporter(None, ReportingConfig(warmup=warmup), 0, 1000, 1000, is_steered=is_steered)
     with caplog.at_level(logging.WARNING):
         for number, value in enumerate(infonce):
             record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": _CHANCE}
@@ -48,10 +48,23 @@ def test_infonce_of_a_steered_loss_may_exceed_chance(caplog: pytest.LogCaptureFi
 
 def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')
-    reporter = Reporter(tmp_path, ReportingConfig(), total_steps=10, steps_per_epoch=10)
+    reporter = Reporter(tmp_path, ReportingConfig(), first_step=0, steps_left=10, steps_per_epoch=10)
     for epoch in (1, 2):
         reporter.epoch_end({"step": epoch, "epoch": epoch}, bad_samples=3)
     assert [line["step"] for line in json_lines.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps in (range(5), range(3, 4)):  # killed after step 4, then resumed at step 3
+        destinations = frozenset({"tensorboard"})
+        reporter = Reporter(tmp_path, ReportingConfig(destinations), steps.start, 10 - steps.start, 5)
+        for step in steps:
+            record = {"step": step, "epoch": 0, "global_batch": 64, "loss": 1.0, "terms": {}, "chance": _CHANCE}
+            reporter.train_step({**record, "temperature": 0.05, "lr": 1e-3}, Stopwatch())
+        reporter.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2, 3]
 
 
 def test_json_has_no_nan() -> None:

@@ -1,5 +1,6 @@
 """A resumed run equals the uninterrupted run bit for bit: with every loss, with workers, and on two ranks."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from openclip_ext.data.shards.tar import TarArchive
 from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.training.validation import Validation
+from tests.training.programs import LOGS, lines_of
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     LOSS_FLAGS,
@@ -84,6 +87,14 @@ def test_a_shorter_epoch_after_a_resume_counts_the_steps_that_are_left(shards, t
     assert [message for message in caplog.messages if "step 6/6" in message]
 
 
+def test_a_shorter_epoch_after_a_resume_does_not_raise_the_learning_rate(shards, tmp_path):
+    argv = small_command(shards, tmp_path, "run", "openclip", "--batch-size", "2", "--resume", "latest")
+    assert run(argv, stop_after=36) == EXIT_AFTER_SIGTERM
+    assert run([*argv, "--train-num-samples", "40"]) == 0  # 20 steps per epoch
+    rates = [line["lr"] for line in metrics_of(tmp_path / "run") if "loss" in line]
+    assert rates[36:] == sorted(rates[36:], reverse=True)
+
+
 def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
     """The resumed run takes no further step, and must save the learning rates of the last step."""
     assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
@@ -143,6 +154,27 @@ def test_a_run_with_too_many_bad_samples_is_saved_before_it_ends(whole, damaged_
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("epoch_0_step_*.pt")]
     assert run([*argv, *FEW_BAD]) == 0
     assert_same_run(tmp_path / "run", whole(damaged_shards, "fastclip", *FEW_BAD))
+
+
+@pytest.mark.parametrize("every_steps", ["0", "4"])
+def test_a_run_that_stops_in_an_evaluation_logs_nothing_twice(
+    whole, shards, damaged_shards, tmp_path, monkeypatch, every_steps
+):
+    """The save after the last step of the epoch was before the end of the epoch, so the resumed run ends it again."""
+
+    def evaluate(self, model, validate=Validation.run):
+        signal.raise_signal(signal.SIGTERM)
+        return validate(self, model)
+
+    more = (*FEW_BAD, "--val-data", shards, "--save-frequency", "2", "--save-every-steps", every_steps)
+    argv = small_command(damaged_shards, tmp_path, "run", "fastclip", *more, "--resume", "latest")
+    with monkeypatch.context() as patched:
+        patched.setattr(Validation, "run", evaluate)
+        assert run(argv) == EXIT_AFTER_SIGTERM
+    assert run(argv) == 0
+    expected = whole(damaged_shards, "fastclip", *more)
+    assert_same_run(tmp_path / "run", expected)
+    assert [lines_of(tmp_path / "run" / log) for log in LOGS] == [lines_of(expected / log) for log in LOGS]
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,9 @@ class SingleSourceLoader:
         self._left, self._loaded = [self._loaded.get(digest, whole[digest]) for digest in self._digests], {}
         epochs = [loader.iterate(epoch) for loader in self._loaders]
         while (number := self._draw(epoch)) is not None:
-            left = self._left[number]
-            self._left[number] = None if left is None else left - self._step_samples
-            batch = next(epochs[number], None)
+            batch, left = next(epochs[number], None), self._left[number]
+            self._left[number] = None if batch is None or left is None else left - self._step_samples
             if batch is None:
-                self._left[number] = None
                 continue
             yield batch
             yield from islice(epochs[number], self._accum_freq - 1)

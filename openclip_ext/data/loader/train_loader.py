@@ -148,7 +148,8 @@ class TrainLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
         progress = self.progress() if self._is_in_epoch else list(self._loaded)
-        return {"progress": progress, "bad": self.bad.state_dict()}
+        has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
+        return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
 
     def bad_counts(self) -> tuple[int, int]:
         """Return how many bad samples this epoch skips, see :meth:`BadSamples.counts`."""

@@ -1,7 +1,8 @@
 """Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
-The model file is ``epoch_K.pt`` (``epoch_K_step_S.pt`` mid-epoch, ``epoch_latest.pt`` with ``--save-most-recent``). The folder
-has the same name with the suffix ``.state``, and a subfolder named after the step::
+The model file is ``epoch_K.pt`` after K full epochs, ``epoch_latest.pt`` with ``--save-most-recent``, or, until the next save,
+``epoch_K_step_S.pt`` after S optimizer steps. The folder has the same name with the suffix ``.state``, and a subfolder named
+after the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position
@@ -89,13 +90,6 @@ class Checkpoint:
         if self.shared is None:
             return Position(epoch=self.model_file["epoch"])
         return Position(**self.shared["position"])
-
-
-def checkpoint_name(position: Position) -> str:
-    """Return ``epoch_K`` at the end of an epoch, else ``epoch_K_step_S``, after K full epochs and S optimizer steps."""
-    if position.step_in_epoch == 0:
-        return f"epoch_{position.epoch}"
-    return f"epoch_{position.epoch}_step_{position.step}"
 
 
 def table_file(rank_file: Path, table: str) -> Path:

@@ -34,8 +34,8 @@ def restore(
 ) -> Position:
     """Load a checkpoint, if any, into the parts of a run, and return the run's position.
 
-    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError if
-    the checkpoint belongs to a different run.
+    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError, with
+    the changed settings, if the checkpoint belongs to a different run.
     """
     if checkpoint is None:
         return Position()
@@ -43,11 +43,16 @@ def restore(
     content, path = unmerged(checkpoint, model), checkpoint.path
     if "optimizer" not in content:
         raise UsageError(f"{path} contains only the model: continue with --resume latest, or give --pretrained {path}")
-    load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
-    _load_optimizer(model, optimizer, content["optimizer"], path)
-    if scaler is not None and "scaler" in content:
-        scaler.load_state_dict(content["scaler"])
-    restore_loss(checkpoint, loss)
+    try:
+        load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
+        _load_optimizer(model, optimizer, content["optimizer"], path)
+        if scaler is not None and "scaler" in content:
+            scaler.load_state_dict(content["scaler"])
+        restore_loss(checkpoint, loss)
+    except UsageError as error:
+        if not (changed := changed_settings(checkpoint, identity)):
+            raise
+        raise UsageError(f"{error}. Changed settings: {'; '.join(changed)}") from error
     if checkpoint.shared is None:
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
@@ -97,12 +102,19 @@ def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | 
 
 
 def cut_logs(folder: Path, position: Position) -> None:
-    """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains."""
+    """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains.
+
+    A run that is saved after the last step of an epoch also ends the epoch again.
+    """
     evaluated = not lacks_evaluation(folder, position)
-    metrics, results = folder / "metrics.jsonl", folder / "checkpoints" / "results.jsonl"
-    steps, epochs = position.step, position.epoch + evaluated
-    json_lines.truncate(metrics, lambda line: line.get("step", math.inf) < steps + ("evaluation" in line and evaluated))
-    json_lines.truncate(results, lambda line: line.get("epoch", 0) < epochs)
+
+    def is_kept(line: dict[str, Any]) -> bool:
+        completed = position.step - position.step_in_epoch + ("evaluation" in line and evaluated)
+        return line.get("step", math.inf) < (position.step if "loss" in line else completed)
+
+    json_lines.truncate(folder / "metrics.jsonl", is_kept)
+    epochs = position.epoch + evaluated
+    json_lines.truncate(folder / "checkpoints" / "results.jsonl", lambda line: line.get("epoch", 0) < epochs)
 
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:

@@ -59,6 +59,7 @@ class Reporter:
     """Writer of a run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
     ``is_steered`` states whether the loss is steered. Its InfoNCE may exceed chance, so no warning is logged then.
+    TensorBoard hides what an earlier launch logged for ``first_step`` and later steps if this launch repeats them.
 
     If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
     files are written.
@@ -68,13 +69,14 @@ class Reporter:
         self,
         folder: Path | None,
         config: ReportingConfig,
-        total_steps: int,
+        first_step: int,
+        steps_left: int,
         steps_per_epoch: int,
         flags: Mapping[str, Any] | None = None,
         is_steered: bool = False,
     ) -> None:
         self.active = distributed.is_master()
-        self.total_steps = total_steps
+        self.total_steps = first_step + steps_left
         self.steps_per_epoch = steps_per_epoch
         self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
         self._folder = folder if self.active else None
@@ -86,7 +88,8 @@ class Reporter:
         if self._folder and "tensorboard" in config.destinations:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(self._folder / "tensorboard")
+            purge_step = first_step if steps_left > 0 else None
+            self._tensorboard = SummaryWriter(self._folder / "tensorboard", purge_step=purge_step)
         self._wandb: Any = None
         if self.active and "wandb" in config.destinations:
             import wandb

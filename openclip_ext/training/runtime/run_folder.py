@@ -20,6 +20,7 @@ import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
+from openclip_ext.files.writing import write_atomically
 from openclip_ext.training.config import RunFolderConfig
 
 # Flags that only determine how a run is started and logged, so they may change on resume.
@@ -149,7 +150,7 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
 
 def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
     """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``."""
-    (folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in sorted(flags.items())))
+    parameters = "".join(f"{name}: {value}\n" for name, value in sorted(flags.items()))
     config = {
         "flags": _plain(flags),
         "loss": {"name": loss, "options": loss_options},
@@ -157,7 +158,9 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
         "git_commit": _git_commit(),
         "world_size": distributed.world_size(),
     }
-    (folder / "config.json").write_text(json_lines.dumps(config, indent=2) + "\n")
+    content = json_lines.dumps(config, indent=2) + "\n"
+    write_atomically(folder / "config.json", lambda file: file.write(content.encode()))
+    write_atomically(folder / "params.txt", lambda file: file.write(parameters.encode()))
 
 
 def versions() -> dict[str, str]:
