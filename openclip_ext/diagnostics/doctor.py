@@ -104,7 +104,10 @@ class Doctor:
         self.steps = loader.batches_per_epoch // loading.accum_freq
         self.samples = min(spec.num_samples or source.num_kept, source.num_kept)
         try:
-            _, caption = source.decode(source.reader()(0), decode_image)
+            first = source.reader()(0)
+            _, caption = source.decode(first, decode_image)
+            if source.has_hard_negatives:
+                source.hard_negative(first, 0)
         except BadSampleError as error:
             yield WARNING, f"data: the first sample is bad: {error}"
         else:

@@ -104,6 +104,8 @@ class OpenClipLoss(ContrastiveLoss):
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError("CoCa and distillation models do not support equal_captions or hard negatives")
         bias, hard = outputs["logit_bias"], outputs.get(HARD_NEGATIVES)
+        if hard is not None and self.clip.world_size > 1 and self.clip.local_loss and not self.clip.gather_with_grad:
+            raise ValueError("hard negatives have no gradient with local_loss alone: add gather_with_grad")
         image, text = self.clip.get_logits(**features, logit_bias=bias)
         own = targets = self.clip.get_ground_truth(image.device, len(image))
         candidates = torch.full(own.shape, text.shape[1], device=own.device)

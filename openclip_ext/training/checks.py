@@ -77,6 +77,11 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
             f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip, or remove "
             "the flag"
         )
+    options = config.loss.options
+    if config.data.hard_negative_key is not None and options.get("local_loss") and not options.get("gather_with_grad"):
+        raise UsageError(
+            "--hard-negative-key: --local-loss also needs --gather-with-grad, or they would get no gradient"
+        )
     if config.data.hard_negative_key is not None and is_captioner:
         raise UsageError("--hard-negative-key does not support models with captions, such as CoCa: remove the flag")
     if config.step.model_ema_decay is not None and has_head:

@@ -16,6 +16,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
+from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 
 # Key in a parameter group: its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
@@ -51,7 +52,7 @@ def create_optimizer(
     modules = [model] if head is None else [model, head]
     name = full_name(config)
     # timm's rule for weight decay: the model lists its parameters without. A wrapper of the model has no such list.
-    listed: set[str] | None = None if name == "adamw" else getattr(compat.unwrap(model), "no_weight_decay", set)()
+    listed: set[str] | None = None if name == "adamw" else getattr(parallel.unwrap(model), "no_weight_decay", set)()
     groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded, listed)
     if not any(group["params"] for group in groups):
         raise UsageError(
@@ -73,7 +74,7 @@ def create_optimizer(
     options = {option: value for option, value in options.items() if value is not None}
     options |= {"lr": config.lr, "weight_decay": config.weight_decay, **further_arguments(config)}
     optimizer = create_optimizer_v2(
-        groups if own_groups else compat.unwrap(model), name.removeprefix("timm/"), **options
+        groups if own_groups else parallel.unwrap(model), name.removeprefix("timm/"), **options
     )
     if config.lookahead_steps is not None:
         for group in optimizer.param_groups:

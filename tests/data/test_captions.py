@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.hashing import hash_text
 from openclip_ext.data.sources.source import BadSampleError, RawSample, SampleKeys, decode_image
-from tests.data.loading import build, progress_after
+from tests.data.loading import build, indices, progress_after
 from tests.data.shards import image_bytes, sample_members, write_shards
 
 SAMPLES, OTHERS = 24, 5
@@ -69,12 +69,19 @@ def test_hard_negatives_are_drawn_and_a_sample_without_one_is_bad(shards: list[s
         again = [batch["hard_negative"] for batch in loader.iterate(epoch)]
         assert all(torch.equal(a, batch["hard_negative"]) for a, batch in zip(again, batches, strict=True))
     assert SAMPLES < len(set(drawn)) < 2 * SAMPLES, "expected other draws in the second epoch"
-    lacking = write_shards(
-        tmp_path, [40], {7: sample_members(7, ["jpg", "txt"]), 9: [*sample_members(9, ["jpg", "txt"])]}
-    )
-    loader = build(lacking, hard_negative_key="json:caption")
-    assert {7, 9}.isdisjoint(index for batch in loader.iterate(0) for index in batch["index"].tolist())
+    texts = {7: None, 9: ["", " "], 11: ["", "sample 5"]}
+    members = {number: sample_members(number, ["jpg", "txt"]) for number in texts}
+    for number in (9, 11):
+        members[number].append((f"{number:06d}.json", json.dumps({"caption": texts[number]}).encode()))
+    loader = build(write_shards(tmp_path, [40], members), hard_negative_key="json:caption")
+    for epoch in range(3):  # of a list, an empty text is never drawn
+        found = indices(list(loader.iterate(epoch)))
+        assert {7, 9}.isdisjoint(found) and len(found) == 36 and len(set(found)) == 36
     assert loader.bad_counts() == (2, 0)
+    with pytest.raises(
+        BadSampleError, match="no hard negative: expected a text, or a list of texts, at 'nope' in json"
+    ):
+        SampleKeys("jpg", "txt", "json:nope").hard_negative(RawSample(0, {"json": b"{}"}), 0)
     with pytest.raises(ValueError, match="--caption-aware-flip: expected no --hard-negative-key"):
         build(shards, hard_negative_key="json:captions", caption_aware_flip=True)
 

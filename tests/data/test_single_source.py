@@ -88,8 +88,12 @@ def test_bad_samples_shorten_only_their_source(tmp_path: Path):
     for done in (3, 12, 18):
         stopped, resumed = (single(data, max_bad_fraction=0.6) for _ in range(2))
         list(islice(stopped.iterate(0), done))
+        counts = stopped.bad_counts()[0] + stopped.bad_counts()[1]
         resumed.load_state_dict(stopped.state_dict())
-        assert_equal(list(resumed.iterate(0)), whole[done:])
+        batches = resumed.iterate(0)
+        first = next(batches)
+        assert resumed.bad_counts()[0] >= counts, "expected the bad samples of all sources"
+        assert_equal([first, *batches], whole[done:])
         assert sorted(indices(list(resumed.iterate(1)))) == [*range(60), *range(80, 100)]
 
 
@@ -110,6 +114,13 @@ def test_samples_are_divided_by_the_factors(data: str):
     # 60 samples of factor 1 and 40 of factor 3: the second source has two thirds of the samples.
     assert order.count(1) == 66 and order.count(0) == 33
     assert set(sources(list(single(data, resampled=True, upsampling_factors="0::1", num_samples=64).iterate(0)))) == {1}
+
+
+def test_no_sample_is_lost_by_rounding(tmp_path: Path):
+    write_shards(tmp_path, [64, 34])
+    data = f"{tmp_path}/00000.tar::{tmp_path}/00001.tar"
+    assert single(data, batch_size=32).batches_per_epoch == 3
+    assert len(list(single(data, batch_size=2).iterate(0))) == 49
 
 
 def test_what_does_not_fit_is_refused(data: str):

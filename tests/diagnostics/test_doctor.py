@@ -71,6 +71,10 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
             ["--model", "coca_ViT-B-32", "--hard-negative-key", "txt"],
             "ERROR    --hard-negative-key does not support models",
         ),
+        (
+            ["--hard-negative-key", "json:nope"],
+            "warning  data: the first sample is bad: no hard negative: expected a text",
+        ),
         (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
         (["--single-source-batches"], "ERROR    --single-source-batches: expected several sources"),
         (

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.training.checks import other_batch
+from openclip_ext.losses.registry import create_loss
+from openclip_ext.training.checks import check_combination, other_batch
 from tests.training.commands import config_of
 from tests.training.runs import run, small_command
 
@@ -22,6 +23,15 @@ def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
     config = config_of("--recipe", "cc3m", "--loss", "neuclip", *batch_size)
     message = other_batch(config, config.loading.batch_size, 1) or ""
     assert ("for a global batch of 1,024, but this run has 128: give --batch-size 1024" in message) == told
+
+
+@pytest.mark.parametrize(("flags", "told"), [(["--local-loss"], True), (["--local-loss", "--gather-with-grad"], False)])
+def test_hard_negatives_without_a_gradient_are_refused(flags, told):
+    config, loss = config_of("--hard-negative-key", "txt", *flags), create_loss("openclip")
+    if not told:
+        return check_combination(config, loss, 2, False)
+    with pytest.raises(UsageError, match="--local-loss also needs --gather-with-grad"):
+        check_combination(config, loss, 2, False)
 
 
 RESNET = "--model demo-resnet --force-patch-dropout 0"

@@ -49,8 +49,8 @@ def build_train_loader(
     spec.check_type()
     source = build_source(spec, preprocess)
     if isinstance(source, ShardSource) and spec.cache_dir is not None:
-        readers = len(expand_components(spec.source or "")) if spec.single_source else 1
-        _check_cache(source, spec, max(readers, config.workers))
+        sources = len(expand_components(spec.source or "")) if spec.single_source else 1
+        _check_cache(source, spec, sources * max(1, math.ceil(config.workers / sources)))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logging.warning(
@@ -71,11 +71,10 @@ def build_train_loader(
     check_known_bad(source, spec.max_bad_fraction)
     parts = _parts(source, spec)
     config = replace(config, workers=math.ceil(config.workers / len(parts)))
-    total = source.num_kept if epoch_samples is None else epoch_samples
     loaders = []
     for name, part in parts.items():
         try:
-            loaders.append(create(part, config, epoch_samples=int(total * part.expected_share)))
+            loaders.append(create(part, config, epoch_samples=part.share_of(epoch_samples)))
         except ValueError as error:
             raise ValueError(f"--single-source-batches: source {name}: {error}") from None
     return SingleSourceLoader(source, loaders)
@@ -89,7 +88,7 @@ def _parts(source: ShardSource, spec: DataSpec) -> dict[str, ShardSource]:
     first = {shard.url: shard.first_index for shard in source.manifest.shards}
     components.sort(key=lambda urls: min(first[url] for url in urls))
     parts = {urls[0]: source.part(frozenset(urls)) for urls in components}
-    return {name: part for name, part in parts.items() if part.expected_share > 0}
+    return {name: part for name, part in parts.items() if part.share_of(None)}
 
 
 def build_eval_loader(

@@ -90,6 +90,8 @@ class SingleSourceLoader:
         """Yield the rest of an epoch. For the batches and the errors, see :meth:`TrainLoader.iterate`."""
         whole = {loader.layout["data"]: loader.layout["epoch_samples"] for loader in self._loaders}
         self._left, self._loaded = [self._loaded.get(digest, whole[digest]) for digest in self._digests], {}
+        for loader, digest, left in zip(self._loaders, self._digests, self._left, strict=True):
+            loader.bad.begin(epoch, is_fresh=left == whole[digest])  # a loader's own epoch begins with its first step
         epochs = [loader.iterate(epoch) for loader in self._loaders]
         while (number := self._draw(epoch)) is not None:
             batch, left = next(epochs[number], None), self._left[number]

@@ -70,11 +70,14 @@ class ShardSource(Source):
         part.digest = f"{self.digest}:{hashlib.blake2b(part._numbers.tobytes(), digest_size=4).hexdigest()}"
         return part
 
-    @property
-    def expected_share(self) -> float:
-        """The expected share of this part's samples in an epoch of all shards."""
-        drawn = self._kept_counts(self.manifest.left_out) * (self._weights if self._resampled else 1)
-        return float(drawn[self._numbers].sum() / drawn.sum())
+    def share_of(self, epoch_samples: int | None) -> int:
+        """Return the number of this part's samples in an epoch of all shards. None means that an epoch has all samples."""
+        counts = self._kept_counts(self.manifest.left_out)
+        total = int(counts.sum()) if epoch_samples is None else epoch_samples
+        if not self._resampled:
+            return total * self.num_kept // int(counts.sum())
+        drawn = counts * self._weights
+        return round(total * drawn[self._numbers].sum() / drawn.sum())
 
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
         left_out = np.union1d(self.manifest.left_out, bad)

@@ -42,21 +42,21 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def captions_of(data: bytes, key: Key) -> list[str]:
-    """Return one or more captions from a field. A json entry may be a list of captions."""
+def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
+    """Return one or more captions from a field, or other texts (``what``). A json entry may be a list of texts."""
     try:
         text = data.decode("utf-8")
         content = {} if key.entry is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadSampleError(f"the caption ({key.field}) does not decode: {error}") from error
+        raise BadSampleError(f"the {what} ({key.field}) does not decode: {error}") from error
     if key.entry is None:
         return [text]
     entry = content.get(key.entry) if isinstance(content, dict) else None
     captions: list[Any] = entry if isinstance(entry, list) else [entry]
     if not captions or not all(isinstance(caption, str) for caption in captions):
         raise BadSampleError(
-            f"no caption: expected a text, or a list of texts, at {key.entry!r} in {key.field}, found {text[:80]}"
+            f"no {what}: expected a text, or a list of texts, at {key.entry!r} in {key.field}, found {text[:80]}"
         )
     if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
-        raise BadSampleError(f"the caption ({key.field}) does not decode: it has a lone surrogate")
+        raise BadSampleError(f"the {what} ({key.field}) does not decode: it has a lone surrogate")
     return captions

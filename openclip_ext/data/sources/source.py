@@ -179,25 +179,23 @@ class SampleKeys:
         caption_key = _first_key(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
-        caption = _drawn(captions, draw, "caption")
+        caption = captions[draw % len(captions)]
+        if not caption.strip():
+            raise BadSampleError("no caption: the text is empty")
         return decoder(raw.fields[image_key.field]), caption
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
         """See :meth:`Source.hard_negative`."""
         key = _first_key(raw, self._hard_negatives, "hard negative")
-        return _drawn(captions_of(raw.fields[key.field], key), draw, "hard negative")
+        captions = [caption for caption in captions_of(raw.fields[key.field], key, "hard negative") if caption.strip()]
+        if not captions:
+            raise BadSampleError("no hard negative: the text is empty")
+        return captions[draw % len(captions)]
 
     def caption(self, raw: RawSample) -> str:
         """Return the first caption of a sample; raise BadSampleError if it is missing or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
-
-
-def _drawn(captions: Sequence[str], draw: int, what: str) -> str:
-    caption = captions[draw % len(captions)]
-    if not caption.strip():
-        raise BadSampleError(f"no {what}: the text is empty")
-    return caption
 
 
 def _first_key(raw: RawSample, keys: Sequence[Key], what: str) -> Key:
