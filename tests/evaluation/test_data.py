@@ -189,11 +189,25 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
             evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
 
 
-def test_faces_need_all_their_questions(tmp_path, make_encoder):
-    folder = datasets.make_task(tmp_path, "fairness/utkface")
-    (folder / "classnames.txt").write_text("race:black\ngender:male\nage:old\n")
-    with pytest.raises(DataError, match="no class names for toxic"):
-        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
+@pytest.mark.parametrize("key", ["fairness/fairface", "fairness/utkface"])
+@pytest.mark.parametrize("name", ["race:east asian", "toxic:animal"])
+def test_faces_need_all_their_classes(tmp_path, key, name, make_encoder):
+    folder = datasets.make_task(tmp_path, key)
+    path = folder / "classnames.txt"
+    path.write_text(path.read_text().replace(name + "\n", ""))
+    with pytest.raises(DataError, match=r"expected DataComp's numbers of classes {'race': 7, .*, found {'race'"):
+        evaluate_task(TASKS[key], tmp_path, make_encoder())
+    path.write_text("race:black\ngender:male\nage:old\n")
+    with pytest.raises(DataError, match="no lines for toxic"):
+        evaluate_task(TASKS[key], tmp_path, make_encoder(), any_size=True)
+
+
+@pytest.mark.parametrize("wrong", [(9, 0, 0, 1), (0, 2, 0, 1), (0, 0, 50, 1), (0, 0, 0, 2)])
+def test_faces_labels_are_checked(tmp_path, wrong, make_encoder):
+    folder = datasets.make_task(tmp_path, "fairness/fairface")
+    rewrite(folder / "test" / "0.tar", spoil({0}, npy=datasets.npy_bytes(wrong)))
+    with pytest.raises(DataError, match=re.escape("s0000000: expected metadata (.npy) below {'age': 9, 'gender': 2")):
+        evaluate_task(TASKS["fairness/fairface"], tmp_path, make_encoder(), any_size=True)
 
 
 def test_the_fingerprint_notices_other_data(folder, tmp_path):
