@@ -1,6 +1,7 @@
 """Load the model to evaluate: any OpenCLIP model with any checkpoint, with or without projection heads."""
 
 import ast
+import contextlib
 import copy
 import hashlib
 import logging
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -99,7 +101,10 @@ def load_model(
     is_late = is_file and (_is_folder(name) or bool(run_options))
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, device="cpu", **source_options, **options)
+        with without_warnings() if is_late else contextlib.nullcontext():
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                name, device="cpu", **source_options, **options
+            )
         if is_late:
             open_clip.load_checkpoint(model, source)
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))

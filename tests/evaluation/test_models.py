@@ -125,11 +125,12 @@ def run_folder(tmp_path, caplog) -> Path:
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
 )
-def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder):
+def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog):
     lines = {"model": TINY_MODEL, **parameters}
     (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
     loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
     assert loaded.config["options"] == expected
+    assert not caplog.text  # such as OpenCLIP's warning about a model without weights
     size = expected.get("force_image_size", 32)
     assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
 
