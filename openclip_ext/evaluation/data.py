@@ -175,7 +175,11 @@ def find_samples(folder: Path) -> list[StoredSample]:
     """Return the test split's samples in disk order; raise DataError if a shard is missing or corrupt, or a key repeats."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
-        for sample in read_shard(shard, frozenset()):
+        samples = read_shard(shard, frozenset())
+        with open(shard, "rb") as file:
+            if file.read(8).startswith((*tar.COMPRESSED,)):
+                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
+        for sample in samples:
             if sample.key in found:
                 raise DataError(
                     f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of them is a copy or "

@@ -1,5 +1,8 @@
 """Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
+import bz2
+import gzip
+import lzma
 import re
 import shutil
 import tarfile
@@ -72,6 +75,14 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
             continue  # only padding was cut off, which is not an error
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
             find_samples(folder)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_tars_are_refused(folder, compress):
+    shard = folder / "test" / "1.tar"
+    shard.write_bytes(compress(shard.read_bytes()))
+    with pytest.raises(DataError, match=r"1\.tar is compressed: expected a plain tar.* Decompress it"):
+        find_samples(folder)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
