@@ -259,7 +259,7 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:
 def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
-    (tmp_path / "broken.jsonl").write_text("not json\n")
+    (tmp_path / "broken.jsonl").write_text('not json\n{"key": "mnist", "metrics": null}\n')
     for path, expected in (("none", "none not found"), ("empty", "notes.txt"), ("broken.jsonl", "has no results")):
         with pytest.raises(ValueError, match=expected):
             main([str(tmp_path / path), "--output", str(tmp_path / "report")])
