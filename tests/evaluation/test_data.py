@@ -44,6 +44,8 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
         ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field other than {c}"),
+        ("zeroshot_classification_templates.txt", "a photo of {c.x}\n", "has a field other than {c}"),
+        ("zeroshot_classification_templates.txt", "a photo of {c[x]}\n", "has a field other than {c}"),
         ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
@@ -164,6 +166,7 @@ def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_e
     result = evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
     assert users > 0
     assert (result.found, result.samples) == (12, 12 - users)
+    assert result.skipped[0].endswith(f"; {users} of 12 instances use it")
 
 
 def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
@@ -193,6 +196,8 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
         ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "an association that is not a candidate"),
+        ('{"cue": 5, "candidates": ["a"], "associations": ["a"]}', "line 1: expected an object with .*not a string"),
+        ('{"cue": "owl", "candidates": [5], "associations": [5]}', "line 1: expected an object with .*not a string"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))
