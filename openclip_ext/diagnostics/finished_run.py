@@ -28,8 +28,10 @@ from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint.finding import scan
 from openclip_ext.training.checkpoint.format import Checkpoint, checksum, read
-from openclip_ext.training.checkpoint.restoring import load_model, restore_loss
+from openclip_ext.training.checkpoint.restoring import load_model, restore_loss, unmerged
 from openclip_ext.training.config import ModelConfig, model_config
+from openclip_ext.training.ema import TRAINED_KEY
+from openclip_ext.training.lora import add_adapters
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def load_run(
 ) -> FinishedRun:
     """Load a run from its folder. :func:`add_run_arguments` explains the arguments; ``others`` are ignored.
 
+    The model has the trained weights, to which the loss's state belongs, and not their average (``--model-ema-decay``).
+
     Raises:
         UsageError: The run, the checkpoint, its state or the training data are missing, or the data have changed.
     """
@@ -84,6 +88,10 @@ def load_run(
     loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
     settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
+    if TRAINED_KEY in loaded.model_file:
+        if settings.lora.rank is not None:
+            add_adapters(model, settings.lora, weights=None)
+        load_model(model, unmerged(loaded, model)[TRAINED_KEY], loaded.path)
     assert loaded.shared is not None  # _read_checkpoint rejects checkpoints without it
     identity = loaded.shared["identity"]
     source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)

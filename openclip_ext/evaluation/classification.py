@@ -20,8 +20,9 @@ LOGIT_SCALE = 100.0
 # Number of FMoW's region 'Other' (4 images). DataComp's code tries to exclude this region, but includes it.
 FMOW_OTHER_REGION = 5
 
-# Questions about each face. In DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
-FACE_QUESTIONS = ("race", "gender", "age", "toxic")
+# Questions about each face, and their numbers of classes: FairFace's, and for `toxic` those of CLIP's paper (section 7.1). In
+# DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
+FACE_QUESTIONS = {"race": 7, "gender": 2, "age": 9, "toxic": 21}
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
@@ -71,12 +72,24 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Score FairFace or UTKFace on four questions about each image. Each question has its own classes and templates."""
-    classnames = _by_question(folder / data.CLASSNAMES_FILE, "class names")
-    templates = _by_question(folder / data.TEMPLATES_FILE, "prompt templates")
+    names = (data.CLASSNAMES_FILE, data.TEMPLATES_FILE)
+    lines = data.read_classes(folder, task, any_size)
+    classnames, templates = (_by_question(folder / name, part) for name, part in zip(names, lines, strict=True))
+    counts = {question: len(entries) for question, entries in classnames.items()}
+    if counts != FACE_QUESTIONS and not any_size:
+        raise DataError(
+            f"{folder / data.CLASSNAMES_FILE}: expected DataComp's numbers of classes {FACE_QUESTIONS}, found {counts}. "
+            "Download the data set again, or score it as it is with --allow-size-mismatch."
+        )
     batches = encoder.batches(data.find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
-    metrics = face_metrics(answers.values["predicted"].numpy(), answers.values["metadata"].numpy())
+    metadata = answers.values["metadata"].numpy()
+    limits = {column: counts.get(column, 2) for column in FACE_METADATA}  # race_binary has two values
+    for key, row in zip(answers.keys, metadata, strict=True):
+        if (row >= [*limits.values()]).any():
+            raise DataError(f"{folder}: {key}: expected metadata (.npy) below {limits}, found {row.tolist()}.")
+    metrics = face_metrics(answers.values["predicted"].numpy(), metadata)
     return TaskResult.of_samples(metrics, answers)
 
 
@@ -101,16 +114,16 @@ def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence
     return encoder.collect(batches, compute, task.folder, task.size)
 
 
-def _by_question(path: Path, what: str) -> dict[str, list[str]]:
-    """Read a file with lines ``question:entry``; return the entries by question."""
+def _by_question(path: Path, lines: Sequence[str]) -> dict[str, list[str]]:
+    """Return the entries of a file's lines ``question:entry`` by question."""
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
-    for line in data.read_lines(path, what):
+    for line in lines:
         question, colon, entry = line.partition(":")
         if not colon or question not in entries:
             raise DataError(f"{path}: expected QUESTION:ENTRY with one of {', '.join(entries)}, found {line!r}.")
         entries[question].append(entry)
-    if empty := [question for question, lines in entries.items() if not lines]:
-        raise DataError(f"{path}: no {what} for {', '.join(empty)}.")
+    if empty := [question for question, found in entries.items() if not found]:
+        raise DataError(f"{path}: no lines for {', '.join(empty)}.")
     return entries
 
 

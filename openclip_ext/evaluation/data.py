@@ -106,7 +106,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     for template in templates:
         try:
             template.format(c="x")
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise DataError(
                 f"{folder / TEMPLATES_FILE}: {template!r} has a field other than {{c}} ({error})."
             ) from None
@@ -136,6 +136,8 @@ def read_instances(folder: Path) -> list[Instance]:
         try:
             content = json.loads(line)
             candidates, associations = tuple(content["candidates"]), frozenset(content["associations"])
+            if not all(isinstance(name, str) for name in (content["cue"], *candidates)):
+                raise TypeError("a cue or an image that is not a string")
             if not content["cue"] or not associations or not associations <= set(candidates):
                 raise ValueError("no cue, no associations, or an association that is not a candidate")
         except (ValueError, KeyError, TypeError) as error:
@@ -175,7 +177,11 @@ def find_samples(folder: Path) -> list[StoredSample]:
     """Return the test split's samples in disk order; raise DataError if a shard is missing or corrupt, or a key repeats."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
-        for sample in read_shard(shard, frozenset()):
+        samples = read_shard(shard, frozenset())
+        with open(shard, "rb") as file:
+            if file.read(8).startswith((*tar.COMPRESSED,)):
+                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
+        for sample in samples:
             if sample.key in found:
                 raise DataError(
                     f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of them is a copy or "

@@ -121,8 +121,8 @@ class EmbeddingFolder:
         missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
         if missing > free:
             raise UsageError(
-                f"--output {self.path}: {samples:,} samples of width {width} need {missing / 2**30:,.2f} GiB, but only "
-                f"{free / 2**30:,.2f} GiB are free. Give a folder on a larger disk"
+                f"--output {self.path}: {samples:,} samples of width {width} need {-(-missing // 2**20):,} MiB, but only "
+                f"{free // 2**20:,} MiB are free. Give a folder on a larger disk"
             )
         write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
         done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]

@@ -1,6 +1,7 @@
 """Load the model to evaluate: any OpenCLIP model with any checkpoint, with or without projection heads."""
 
 import ast
+import contextlib
 import copy
 import hashlib
 import logging
@@ -11,9 +12,11 @@ from typing import Any
 
 import open_clip
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from openclip_ext import distributed
+from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -87,11 +90,11 @@ def load_model(
         if config["model"] is None:
             hint = nearest(name, open_clip.list_models())
             raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
-    state_dict, heads = _peek(Path(source)) if source is not None and is_file else ({}, None)
+    names, heads = _peek(Path(source)) if source is not None and is_file else (set(), None)
     trained = _run_parameters(source).get("model", name)
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
         logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
-    if "logit_bias" in state_dict or "module.logit_bias" in state_dict:
+    if names & {"logit_bias", "module.logit_bias"}:
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)
     # In two cases, the file is loaded after OpenCLIP has created the model. For hf-hub: and local-dir: names, OpenCLIP ignores
@@ -99,7 +102,10 @@ def load_model(
     is_late = is_file and (_is_folder(name) or bool(run_options))
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, device="cpu", **source_options, **options)
+        with without_warnings() if is_late else contextlib.nullcontext():
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                name, device="cpu", **source_options, **options
+            )
         if is_late:
             open_clip.load_checkpoint(model, source)
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
@@ -138,15 +144,18 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
     raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag{inside} ({known}).")
 
 
-def _peek(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a checkpoint's memory-mapped state dictionary and its heads; ``({}, None)`` for other file formats."""
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        try:
+def _peek(path: Path) -> tuple[set[str], dict[str, Any] | None]:
+    """Return the names of a checkpoint's weights, and its heads; ``(set(), None)`` for other file formats."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return {*file.keys()}, None
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            return content.get("state_dict", content), content.get(HEADS_KEY)
-        except Exception:  # OpenCLIP loads other formats (old, scripted), or reports the error
-            pass
-    return {}, None
+            return {*content.get("state_dict", content)}, content.get(HEADS_KEY)
+    except Exception:  # OpenCLIP loads other formats (old, scripted), or reports the error
+        pass
+    return set(), None
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:

@@ -114,7 +114,11 @@ class ResultFile:
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return the results in a file of this package or of DataComp's harness."""
-    return [line for line in json_lines.read(path) if isinstance(line.get("key"), str) and "metrics" in line]
+    return [
+        line
+        for line in json_lines.read(path)
+        if isinstance(line.get("key"), str) and isinstance(line.get("metrics"), dict)
+    ]
 
 
 def _run_id(line: dict[str, Any]) -> str:

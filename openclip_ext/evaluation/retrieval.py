@@ -4,6 +4,7 @@ As in DataComp, images of these sets are not converted to RGB before OpenCLIP's 
 `datasets` library, but classification sets with webdataset, which converts images to RGB first.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
             raise DataError(f"{folder / INSTANCES_FILE}, line {number}: no image {', '.join(unknown)} in the shards.")
         if not lacking:
             usable.append(instance)
-    skipped = list(found.skipped.values())
+    uses = Counter(key for instance in instances for key in {*instance.candidates})
+    skipped = [f"{message}; {uses[key]} of {len(instances)} instances use it" for key, message in found.skipped.items()]
     if not usable:
         raise DataError(f"No instance in {task.folder} has all its images; {skipped[0]}.")
     words = [instance.cue.lower() for instance in usable]

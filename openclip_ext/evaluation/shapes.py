@@ -190,17 +190,17 @@ def main(argv: list[str]) -> None:
     args = _parser().parse_args(argv)
     add_model_configs()
     samples = read_samples(args.data_dir)
-    models: dict[str, tuple[Any, Any]] = {}
+    models: dict[str, tuple[Any, Any, Any]] = {}
     for checkpoint, title in zip(args.checkpoint, _titles(args.checkpoint), strict=True):
         loaded = load_model(args.model, checkpoint, args.device)
-        models[title] = (loaded.model, loaded.preprocess)
+        models[title] = (loaded.model, loaded.preprocess, loaded.tokenizer)
     if args.untrained or not args.checkpoint:
         torch.manual_seed(0)
         with command_line.without_warnings():
             model, _, preprocess = open_clip.create_model_and_transforms(args.model, device=args.device)
-        models["untrained"] = (model.eval(), preprocess)
-    tokenizer, device = open_clip.get_tokenizer(args.model), torch.device(args.device)
-    columns = {title: score(Encoder(*parts, tokenizer, device, workers=0), samples) for title, parts in models.items()}
+        models["untrained"] = (model.eval(), preprocess, open_clip.get_tokenizer(args.model))
+    device = torch.device(args.device)
+    columns = {title: score(Encoder(*parts, device, workers=0), samples) for title, parts in models.items()}
     columns["chance"] = chance(samples)
     print(format_table(columns))
     if args.json:

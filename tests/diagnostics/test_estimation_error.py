@@ -14,7 +14,7 @@ from openclip_ext.diagnostics.estimation_error import exact_log_normalizers, mea
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.losses.registry import create_loss
 from tests.references import normalizers as reference
-from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_two_ranks
+from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_two_ranks, small_command
 
 SAMPLES, WIDTH, EPS = 23, 6, 1e-3
 
@@ -173,6 +173,16 @@ def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
     assert "20 anchors on each side, 84 samples, batches of 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]])
+def test_an_average_of_the_weights_is_not_measured(shards, tmp_path, more):
+    found = []
+    for name, average in (("plain", []), ("averaged", ["--model-ema-decay", "0.9"])):
+        assert run(small_command(shards, tmp_path, name, "fastclip", *more, *average, "--epochs", "1")) == 0
+        estimation_error.main([str(tmp_path / name), "--json", str(tmp_path / "out.json")])
+        found.append(json.loads((tmp_path / "out.json").read_text())["estimator"])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_errors_say_what_is_missing(fastclip, tmp_path, shards):

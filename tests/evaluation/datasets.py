@@ -27,7 +27,7 @@ IMAGE_FORMATS = (("png", "PNG"), ("webp", "WEBP"), ("jpg", "JPEG"), ("jpeg", "JP
 FACE_CLASSES = (
     *(f"race:{name}" for name in ("black", "white", "indian", "latino", "middle eastern", "southeast", "east asian")),
     *(f"gender:{name}" for name in ("male", "female")),
-    *(f"age:{name}" for name in ("child", "teenager", "adult", "senior")),
+    *(f"age:{years}" for years in ("0-2", "3-9", "10-19", "20-29", "30-39", "40-49", "50-59", "60-69", "more than 70")),
     *(f"toxic:person {number}" for number in range(14)),
     *(f"toxic:{name}" for name in ("animal", "gorilla", "chimpanzee", "orangutan", "thief", "criminal", "suspicious")),
 )
@@ -108,7 +108,7 @@ def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, 
     """Write FairFace or UTKFace: four metadata columns instead of ``cls``, and class names and templates per question."""
     generator = np.random.default_rng(seed + 1)
     race = generator.integers(0, 7, count)
-    columns = (generator.integers(0, 4, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
+    columns = (generator.integers(0, 9, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
     samples = labelled_samples(count, columns, seed)
     for _, fields in samples:
         fields.pop("cls")

@@ -1,5 +1,8 @@
 """Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
+import bz2
+import gzip
+import lzma
 import re
 import shutil
 import tarfile
@@ -41,6 +44,8 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
         ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field other than {c}"),
+        ("zeroshot_classification_templates.txt", "a photo of {c.x}\n", "has a field other than {c}"),
+        ("zeroshot_classification_templates.txt", "a photo of {c[x]}\n", "has a field other than {c}"),
         ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
@@ -72,6 +77,14 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
             continue  # only padding was cut off, which is not an error
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
             find_samples(folder)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_tars_are_refused(folder, compress):
+    shard = folder / "test" / "1.tar"
+    shard.write_bytes(compress(shard.read_bytes()))
+    with pytest.raises(DataError, match=r"1\.tar is compressed: expected a plain tar.* Decompress it"):
+        find_samples(folder)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -153,6 +166,7 @@ def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_e
     result = evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
     assert users > 0
     assert (result.found, result.samples) == (12, 12 - users)
+    assert result.skipped[0].endswith(f"; {users} of 12 instances use it")
 
 
 def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
@@ -182,6 +196,8 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
         ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "an association that is not a candidate"),
+        ('{"cue": 5, "candidates": ["a"], "associations": ["a"]}', "line 1: expected an object with .*not a string"),
+        ('{"cue": "owl", "candidates": [5], "associations": [5]}', "line 1: expected an object with .*not a string"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))
@@ -189,11 +205,25 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
             evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
 
 
-def test_faces_need_all_their_questions(tmp_path, make_encoder):
-    folder = datasets.make_task(tmp_path, "fairness/utkface")
-    (folder / "classnames.txt").write_text("race:black\ngender:male\nage:old\n")
-    with pytest.raises(DataError, match="no class names for toxic"):
-        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
+@pytest.mark.parametrize("key", ["fairness/fairface", "fairness/utkface"])
+@pytest.mark.parametrize("name", ["race:east asian", "toxic:animal"])
+def test_faces_need_all_their_classes(tmp_path, key, name, make_encoder):
+    folder = datasets.make_task(tmp_path, key)
+    path = folder / "classnames.txt"
+    path.write_text(path.read_text().replace(name + "\n", ""))
+    with pytest.raises(DataError, match=r"expected DataComp's numbers of classes {'race': 7, .*, found {'race'"):
+        evaluate_task(TASKS[key], tmp_path, make_encoder())
+    path.write_text("race:black\ngender:male\nage:old\n")
+    with pytest.raises(DataError, match="no lines for toxic"):
+        evaluate_task(TASKS[key], tmp_path, make_encoder(), any_size=True)
+
+
+@pytest.mark.parametrize("wrong", [(9, 0, 0, 1), (0, 2, 0, 1), (0, 0, 50, 1), (0, 0, 0, 2)])
+def test_faces_labels_are_checked(tmp_path, wrong, make_encoder):
+    folder = datasets.make_task(tmp_path, "fairness/fairface")
+    rewrite(folder / "test" / "0.tar", spoil({0}, npy=datasets.npy_bytes(wrong)))
+    with pytest.raises(DataError, match=re.escape("s0000000: expected metadata (.npy) below {'age': 9, 'gender': 2")):
+        evaluate_task(TASKS["fairness/fairface"], tmp_path, make_encoder(), any_size=True)
 
 
 def test_the_fingerprint_notices_other_data(folder, tmp_path):

@@ -152,4 +152,6 @@ def test_bad_data_and_a_small_disk_are_refused(command, tmp_path, monkeypatch, c
     monkeypatch.setattr("sys.argv", ["embed", *command(tmp_path / "b")])
     with pytest.raises(SystemExit) as stopped:
         command_line.run(embed.main)
-    assert stopped.value.code == 2 and "25 samples of width 16 need 0.00 GiB" in capsys.readouterr().err
+    assert (
+        stopped.value.code == 2 and "25 samples of width 16 need 1 MiB, but only 0 MiB are" in capsys.readouterr().err
+    )

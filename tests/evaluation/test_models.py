@@ -9,6 +9,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from openclip_ext.evaluation.models import ModelError, load_model
@@ -17,8 +18,6 @@ from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_co
 
 
 def test_formats_of_checkpoints(tiny, tiny_folder, tmp_path):
-    from safetensors.torch import save_file
-
     state_dict = torch.load(tiny_folder / "epoch_1.pt", weights_only=True)["state_dict"]
     loaded = tiny.model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state_dict.items()) and not tiny.model.training
@@ -33,7 +32,9 @@ def test_formats_of_checkpoints(tiny, tiny_folder, tmp_path):
 def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder, tmp_path):
     trained = open_clip.create_model(TINY_MODEL, init_logit_bias=-10.0)
     torch.save({"state_dict": trained.state_dict()}, tmp_path / "siglip.pt")
-    assert load_model(TINY_MODEL, tmp_path / "siglip.pt").model.logit_bias.item() == -10
+    save_file(trained.state_dict(), tmp_path / "siglip.safetensors")
+    for name in ("siglip.pt", "siglip.safetensors"):
+        assert load_model(TINY_MODEL, tmp_path / name).model.logit_bias.item() == -10
 
 
 def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
@@ -125,11 +126,12 @@ def run_folder(tmp_path, caplog) -> Path:
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
 )
-def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder):
+def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog):
     lines = {"model": TINY_MODEL, **parameters}
     (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
     loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
     assert loaded.config["options"] == expected
+    assert not caplog.text  # such as OpenCLIP's warning about a model without weights
     size = expected.get("force_image_size", 32)
     assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
 

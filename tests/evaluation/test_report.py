@@ -119,9 +119,9 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert re.search(r"B is better on \d\d of 38 tasks and worse on 1 by more than two standard errors", text)
 
 
-def write_run(folder: Path, loss: str, seed: int, recall: float) -> str:
-    """Write the run folder of a training run with two epochs and a validation after each; return its path."""
-    write_training(folder, 2, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
+def write_run(folder: Path, loss: str, seed: int, recall: float, epochs: int = 2) -> str:
+    """Write the run folder of a training run with a validation after each epoch; return its path."""
+    write_training(folder, epochs, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
     flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
     config = {
         "flags": flags,
@@ -156,6 +156,15 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
     tables, _ = report(tmp_path, *arguments)
     # The paired differences are 5, 6 and 7 points: mean 6, standard deviation 1. The interval is 6 ± 4.303 * 1 / sqrt(3).
     assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.02", "0.38 ± 0.03, +0.06 (0.0352 to 0.0848)"]
+
+    # If a repeat of B stopped earlier, B's values are those of the last epoch that all its repeats have.
+    first, second = "0.32 ± 0.02", "0.19 ± 0.015, −0.13 (−0.142 to −0.118)"
+    for epochs, expected in ((1, [f"{first}, epoch 2", f"{second}, epoch 1"]), (0, [first, "-"])):
+        write_run(tmp_path / "B2", "openclip", 2, 0.41, epochs)
+        if not epochs:
+            write_training(tmp_path / "B2", 1)
+        tables, _ = report(tmp_path, *arguments)
+        assert tables[-1][1] == ["image_to_text_R@1", *expected]
 
 
 def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
@@ -250,7 +259,7 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:
 def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
-    (tmp_path / "broken.jsonl").write_text("not json\n")
+    (tmp_path / "broken.jsonl").write_text('not json\n{"key": "mnist", "metrics": null}\n')
     for path, expected in (("none", "none not found"), ("empty", "notes.txt"), ("broken.jsonl", "has no results")):
         with pytest.raises(ValueError, match=expected):
             main([str(tmp_path / path), "--output", str(tmp_path / "report")])

@@ -28,7 +28,7 @@ _MAX_EXTENSION = 1 << 20  # a long name or pax records
 _MAX_FIELD = 1 << 28  # an image or a caption
 _MAX_SEARCH = 1 << 28  # distance to the next header, in a file of unknown size
 _MAX_READ = 1 << 26  # a single read, which allocates this memory
-_COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _METADATA = re.compile(r"__[^/]*__($|/)")
 _REGULAR_TYPES = frozenset(b"0\x007")
@@ -293,7 +293,7 @@ class TarArchive:
         self.gaps: list[Gap] = []
         file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
         magic = file.peek(8)
-        decompress = next((opener for start, opener in _COMPRESSED.items() if magic.startswith(start)), None)
+        decompress = next((opener for start, opener in COMPRESSED.items() if magic.startswith(start)), None)
         # If the size is unknown, a truncated member is detected only by reading its data or the next header.
         self._end = sys.maxsize
         self.read_at: ReadAt

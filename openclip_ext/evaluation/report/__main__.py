@@ -22,8 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
-        "repeats of one run, shown as mean and standard deviation. The difference between two runs has a 95 %% interval "
-        "if both have repeats with the same seeds"
+        "repeats of one run, shown as mean and standard deviation. The difference in a validation metric has a 95 %% "
+        "interval if both runs have repeats with the same seeds"
     )
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
     output_help = "folder of the report (default: %(default)s)"

@@ -84,23 +84,31 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
-    If both runs have the same seeds, the difference has a 95 % interval over seeds.
+    If both runs have the same seeds, the difference has a 95 % interval over seeds. If the epochs differ, each cell has its
+    epoch.
     """
     rows = []
     for name in validation_metrics(runs):
-        values = [_by_seed(run, name) for run in runs]
-        rows.append([name, *(_cell(value, values[0]) for value in values)])
+        epochs, values = zip(*(_last_by_seed(run, name) for run in runs), strict=True)
+        marks = [f", epoch {epoch}" if len({*epochs} - {None}) > 1 and epoch else "" for epoch in epochs]
+        rows.append([name, *(_cell(value, values[0]) + mark for value, mark in zip(values, marks, strict=True))])
     return rows
 
 
-def _by_seed(run: EvaluatedRun, metric: str) -> dict[Any, float]:
-    """Return each repeat's last value of a metric, by seed, or by the repeat's number if the seed is unknown or repeated."""
+def _last_by_seed(run: EvaluatedRun, metric: str) -> tuple[int | None, dict[Any, float]]:
+    """Return each repeat's value of a metric, by seed, or by the repeat's number if the seed is unknown or repeated.
+
+    The values belong to the last epoch that all repeats have, which is returned, too. If there is none, the result is empty.
+    """
+    by_epoch = [{one.epoch: one.values[metric] for one in log.validations if metric in one.values} for log in run.logs]
+    common = [epoch for epoch in by_epoch[0] if all(epoch in values for values in by_epoch)]
+    if not common:
+        return None, {}
     found: dict[Any, float] = {}
-    for number, log in enumerate(run.logs):
-        if last := [one.values[metric] for one in log.validations if metric in one.values]:
-            seed = log.settings.get("seed")
-            found[seed if seed is not None and seed not in found else f"repeat {number}"] = last[-1]
-    return found
+    for number, (log, values) in enumerate(zip(run.logs, by_epoch, strict=True)):
+        seed = log.settings.get("seed")
+        found[seed if seed is not None and seed not in found else f"repeat {number}"] = values[common[-1]]
+    return common[-1], found
 
 
 def _cell(values: Mapping[Any, float], first: Mapping[Any, float]) -> str:
