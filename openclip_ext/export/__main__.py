@@ -16,6 +16,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import open_model
+from openclip_ext.evaluation.models import weights_digest
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
@@ -72,7 +73,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         lines = [line for line in read_log(run).steps if line[unit] < end]
         if lines:
             plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
-        card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
+        results = evaluations(run, loaded, weights_digest(model))
+        card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
         (output / ".lock").unlink()  # the user may publish the folder, which no longer needs a lock
 

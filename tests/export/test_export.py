@@ -13,6 +13,8 @@ from PIL import Image
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.command_line import load_encoder
 from openclip_ext.evaluation.datacomp import parse_args
+from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.tasks import TASKS
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
@@ -142,8 +144,18 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     results = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
     (run / "checkpoints" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
     (run / "datacomp" / "epoch_2").mkdir(parents=True)
-    line = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": 0.5}}
-    (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text(json.dumps(line) + "\n")
+    weights = load_model("demo-vit", checkpoint).weights_sha256
+    lines = [
+        {
+            "key": key,
+            "dataset": TASKS[key].name,
+            "metrics": {"main_metric": 0.5},
+            "run": {"weights": of},
+            "found": found,
+        }
+        for key, of, found in (("cifar10", weights, 10000), ("mnist", weights, 120), ("stl10", "earlier", 8000))
+    ]
+    (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = json.loads((run / "config.json").read_text())
     config["flags"]["pretrained"] = str(checkpoint)
     (run / "config.json").write_text(json.dumps(config))
@@ -155,9 +167,10 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
         "| loss | neuclip |",
         "| loss: prototypes | 96 |",
         "| CIFAR-10 | 0.5 |",
+        "| MNIST (not DataComp's size) | 0.5 |",
     ]
     assert [row for row in [*rows, "| image_to_text_R@1 | 0.25 |"] if row not in card] == []
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card and "STL-10" not in card
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
