@@ -24,6 +24,7 @@ from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.training.checkpoint.format import read
+from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
 
@@ -58,6 +59,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
     model = model.float()
+    # The model was loaded in the run's precision. In half precision, this rounds the float32 average of --model-ema-decay.
+    load_model(model, loaded.model_file["state_dict"], checkpoint)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     with held(output):
         if to == "hf":

@@ -38,7 +38,8 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     add_model_configs()
     config = config_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
     torch.manual_seed(0)
-    built, *_ = config.model.create(torch.device("cpu"))
+    # Checkpoints of --model-ema-decay have float32 weights, whatever the precision of the training.
+    built, *_ = replace(config.model, precision="fp32").create(torch.device("cpu"))
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
     write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options))
@@ -105,9 +106,10 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     [
         ("demo-vit", "--image-mean 0.4 0.5 0.6 --image-interpolation bilinear --force-image-size 40"),
         ("demo-vit", "--force-custom-text --force-quick-gelu"),
+        ("demo-vit", "--precision pure_bf16 --model-ema-decay 0.9"),
         ("ViT-S-32-alt", "--loss fastclip"),
     ],
-    ids=["demo", "custom text", "stock"],
+    ids=["demo", "custom text", "average", "stock"],
 )
 def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     changed = {"image_mean": (0.4, 0.5, 0.6), "image_interpolation": "bilinear"}
