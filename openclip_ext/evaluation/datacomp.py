@@ -17,10 +17,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
 from openclip_ext.cli.messages import say
-from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, process_group
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import LoadedModel
+from openclip_ext.evaluation.models import LoadedModel, options_of_run
 from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
@@ -74,7 +74,13 @@ def evaluate(args: argparse.Namespace) -> int:
             f"Found: {', '.join(found) or 'nothing'}."
         )
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
+    own = options_of_run(args.checkpoint)
+    other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
     run = run_identity(loaded, encoder.precision, args.allow_size_mismatch)
+    if other:
+        run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
+        if args.output_dir is None:
+            raise ValueError(f"expected the run's model options, found {run['options']}. Give --output-dir.")
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
     if distributed.is_master():

@@ -76,7 +76,8 @@ def model_card(
 def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str, float]:
     """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``.
 
-    Results of other weights than ``weights`` (SHA-256) are omitted: the file was written again after the evaluation.
+    Results of other weights than ``weights`` (SHA-256) are omitted: the file was written again after the evaluation. Results
+    with other model options than the run's are omitted, too.
     """
     found: dict[str, float] = {}
     position = checkpoint.position
@@ -85,7 +86,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str,
             found |= {name: value for name, value in line.items() if isinstance(value, float)}
     for line in read_results(folder / "datacomp" / checkpoint.path.stem / RESULTS_FILE):
         score, run = line["metrics"].get("main_metric"), line.get("run", {})
-        if score is not None and run.get("weights") == weights:
+        if score is not None and run.get("weights") == weights and "options" not in run:
             found[line["dataset"] + (" (not DataComp's size)" if has_other_size(line) else "")] = score
     return found
 

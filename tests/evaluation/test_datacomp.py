@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
@@ -115,6 +116,26 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     # With another activation, equal weights count as a different model.
     evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
     assert main_metrics(tmp_path) != first
+
+
+def test_other_model_options_do_not_replace_the_runs_result(tiny_folder, tmp_path, caplog):
+    """``params.txt`` has the options of the run. Other options need a folder of their own, and the report names them."""
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "params.txt").write_text(f"model: {datasets.TINY_MODEL}\nimage_mean: [0.4, 0.5, 0.6]\n")
+    folder, own = tmp_path / "run" / "checkpoints", ("--image-mean", "0.4", "0.5", "0.6")
+    assert evaluate(folder, tmp_path, "--tasks", "cifar10", *own) == 0
+    first = main_metrics(tmp_path / "run" / "datacomp" / "epoch_1")
+    other = ("--tasks", "cifar10", *own, "--force-image-size", "48")
+    assert evaluate(folder, tmp_path, *other) == 2
+    assert "expected the run's model options, found force_image_size=48. Give --output-dir." in caplog.text
+    assert evaluate(folder, tmp_path, *other, "--output-dir", str(tmp_path / "48")) == 0
+    assert main_metrics(tmp_path / "run" / "datacomp" / "epoch_1") == first
+    runs = read_runs([str(tmp_path / "run"), str(tmp_path / "48")])
+    assert [f"{datasets.TINY_MODEL} fp32 datacomp-2-any-size{options}" for options in ("", " force_image_size=48")] == [
+        *(protocol for run in runs for protocol in run.final.protocols)
+    ]
 
 
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):

@@ -148,14 +148,13 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     (run / "datacomp" / "epoch_2").mkdir(parents=True)
     weights = load_model("demo-vit", checkpoint).weights_sha256
     lines = [
-        {
-            "key": key,
-            "dataset": TASKS[key].name,
-            "metrics": {"main_metric": 0.5},
-            "run": {"weights": of},
-            "found": found,
-        }
-        for key, of, found in (("cifar10", weights, 10000), ("mnist", weights, 120), ("stl10", "earlier", 8000))
+        {"key": key, "dataset": TASKS[key].name, "metrics": {"main_metric": 0.5}, "run": identity, "found": found}
+        for key, identity, found in (
+            ("cifar10", {"weights": weights}, 10000),
+            ("mnist", {"weights": weights}, 120),
+            ("stl10", {"weights": "earlier"}, 8000),
+            ("gtsrb", {"weights": weights, "options": "image_mean=[0, 0, 0]"}, 12630),
+        )
     ]
     (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = json.loads((run / "config.json").read_text())
@@ -172,7 +171,7 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
         "| MNIST (not DataComp's size) | 0.5 |",
     ]
     assert [row for row in [*rows, "| image_to_text_R@1 | 0.25 |"] if row not in card] == []
-    assert str(tmp_path) not in card and "STL-10" not in card
+    assert str(tmp_path) not in card and "STL-10" not in card and "GTSRB" not in card
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):

@@ -32,7 +32,7 @@ class Checkpoint:
     repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the results
+    protocols: frozenset[str] = frozenset()  # model, precision, protocol and other options than the run's
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
     samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
 
@@ -136,7 +136,7 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     if not lines:
         raise ValueError(f"{path} has no results.")
     identities = [line["run"] for line in lines if isinstance(line.get("run"), dict)]
-    names = ("model", "precision", "protocol")
+    names = ("model", "precision", "protocol", "options")
     return Checkpoint(
         label,
         (main_metrics(lines),),
