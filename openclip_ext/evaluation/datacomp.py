@@ -22,6 +22,7 @@ from openclip_ext.evaluation.data import DataError
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel, options_of_run
 from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
+from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
@@ -150,7 +151,7 @@ def default_output_dir(loaded: LoadedModel) -> Path:
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
-    return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
+    return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / label_of(checkpoint)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, read_results
+from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.files import json_lines
 from openclip_ext.training.checkpoint.format import Checkpoint
 from openclip_ext.training.config import model_config
@@ -84,7 +85,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str,
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
         if position.step_in_epoch == 0 and line.get("epoch") == position.epoch:
             found |= {name: value for name, value in line.items() if isinstance(value, float)}
-    for line in read_results(folder / "datacomp" / checkpoint.path.stem / RESULTS_FILE):
+    for line in read_results(folder / "datacomp" / label_of(checkpoint.path) / RESULTS_FILE):
         score, run = line["metrics"].get("main_metric"), line.get("run", {})
         if score is not None and run.get("weights") == weights and "options" not in run:
             found[line["dataset"] + (" (not DataComp's size)" if has_other_size(line) else "")] = score

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.report.runs import read_runs
@@ -136,6 +137,19 @@ def test_other_model_options_do_not_replace_the_runs_result(tiny_folder, tmp_pat
     assert [f"{datasets.TINY_MODEL} fp32 datacomp-2-any-size{options}" for options in ("", " force_image_size=48")] == [
         *(protocol for run in runs for protocol in run.final.protocols)
     ]
+
+
+@pytest.mark.parametrize("name", ["epoch_latest", "best"])
+def test_a_checkpoint_that_training_overwrites_is_labeled_with_its_epoch(name, tiny_folder, tmp_path):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    content = torch.load(tiny_folder / "epoch_1.pt", weights_only=True)
+    for epoch in (1, 3):
+        position = {"epoch": epoch, "step": 15 * epoch} if name == "epoch_latest" else {"epoch": epoch}
+        torch.save({**content, **position}, tmp_path / "run" / "checkpoints" / f"{name}.pt")
+        evaluate(tmp_path / "run" / "checkpoints", tmp_path, "--tasks", "cifar10", checkpoint=f"{name}.pt")
+    (run,) = read_runs([str(tmp_path / "run")])
+    assert [checkpoint.epoch for checkpoint in run.checkpoints] == [1, 3]
 
 
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):

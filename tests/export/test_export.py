@@ -142,6 +142,7 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
 
 def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     checkpoint = make_run(tmp_path, "demo-vit", "--loss", "neuclip", "--prototypes", "96")
+    checkpoint = checkpoint.rename(checkpoint.with_name("best.pt"))
     run = checkpoint.parents[1]
     results = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
     (run / "checkpoints" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
@@ -163,7 +164,7 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     export(checkpoint, "safetensors", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     rows = [
-        "| pretrained | epoch_2.pt |",
+        "| pretrained | best.pt |",
         "| architecture | demo-vit |",
         "| loss | neuclip |",
         "| loss: prototypes | 96 |",

@@ -125,9 +125,8 @@ def _read_run(path: Path) -> EvaluatedRun:
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     placed = [_place(entry, log.steps) for entry in found.values()]
-    # `epoch_latest` is the newest checkpoint. The epoch of other labels, such as `best`, is unknown, so they come first.
-    epochs = {one.label: one.epoch for one in placed if one.epoch is not None} | {"epoch_latest": math.inf}
-    placed.sort(key=lambda one: (epochs.get(one.label, -1), one.samples or 0, one.label))
+    # Checkpoints whose epoch is unknown come first.
+    placed.sort(key=lambda one: (-1 if one.epoch is None else one.epoch, one.samples or 0, one.label))
     return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps else ())
 
 
