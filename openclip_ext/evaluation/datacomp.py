@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from openclip_ext import distributed
 from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
-from openclip_ext.evaluation.data import DataError
+from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel, options_of_run
 from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
@@ -97,6 +97,7 @@ def evaluate(args: argparse.Namespace) -> int:
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
+    changed: list[str] = []
     if distributed.is_master():
         changed = [line["key"] for line in lines if has_other_data(line, args.data_dir)]
         lines = [line for line in lines if line["key"] not in changed]
@@ -104,7 +105,7 @@ def evaluate(args: argparse.Namespace) -> int:
         content = json.dumps(summary(lines, problems, missing), indent=2, allow_nan=False) + "\n"
         write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
         say(f"{summary_text(lines, problems, missing, args.data_dir)}\n\nResults: {results.path}")
-    return 1 if failed or (args.tasks and missing) else 0
+    return 1 if failed or (args.tasks and missing) or any(task.key in changed for task in todo) else 0
 
 
 def evaluate_tasks(
@@ -116,11 +117,12 @@ def evaluate_tasks(
     with logging_redirect_tqdm(), bar:
         for task in bar:
             bar.set_postfix_str(task.name)
-            started = time.perf_counter()
+            started, folder = time.perf_counter(), args.data_dir / task.folder
             try:
+                data = fingerprint(folder)  # before the task reads the data, which may be edited meanwhile
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
-                results.add(task, args.data_dir / task.folder, result, seconds)
+                results.add(task, data, result, seconds)
             except Exception as error:
                 known = isinstance(error, DataError)
                 failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"

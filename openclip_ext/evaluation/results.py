@@ -84,14 +84,14 @@ class ResultFile:
             logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
         return todo
 
-    def add(self, task: Task, folder: Path, result: "TaskResult", seconds: float) -> None:
-        """Store the result of a task, replacing an earlier one."""
+    def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:
+        """Store the result of a task, replacing an earlier one. ``data``: the `fingerprint` of its data."""
         line = {
             "key": task.key,
             "dataset": task.name,
             "metrics": result.metrics,
             "run": self._run,
-            "data": fingerprint(folder),
+            "data": data,
             "samples": result.samples,
             "found": result.found,
             "skipped": result.skipped,

@@ -14,6 +14,7 @@ import torch
 from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
+from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.evaluation import datasets
@@ -187,6 +188,22 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     (folders[0] / "test" / "1.tar").write_bytes(b"")
     assert evaluate(tiny_folder, tmp_path, *arguments) == 1
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
+
+
+def test_data_that_change_during_the_evaluation_are_evaluated_again(tiny_folder, tmp_path, monkeypatch):
+    folder = datasets.make_task(tmp_path, "cifar10", count=12)
+    evaluated = []
+
+    def edit_after(task, *args):
+        result = evaluate_task(task, *args)
+        evaluated.append(task.key)
+        (folder / "zeroshot_classification_templates.txt").write_text("a blurry {c}")
+        return result
+
+    monkeypatch.setattr(datacomp, "evaluate_task", edit_after)
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
+    assert [evaluate(tiny_folder, tmp_path, *arguments) for _ in range(3)] == [1, 0, 0]
+    assert evaluated == ["cifar10"] * 2
 
 
 def test_the_summary_has_no_result_of_changed_data(tiny_folder, tmp_path, capfd):
