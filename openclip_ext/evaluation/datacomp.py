@@ -119,7 +119,8 @@ def evaluate_tasks(
             bar.set_postfix_str(task.name)
             started, folder = time.perf_counter(), args.data_dir / task.folder
             try:
-                data = fingerprint(folder)  # before the task reads the data, which may be edited meanwhile
+                # Taken before the task reads the data, which may be edited meanwhile.
+                data = {"times": fingerprint(folder, content=False), "content": fingerprint(folder)}
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
                 results.add(task, data, result, seconds)

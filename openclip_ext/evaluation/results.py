@@ -84,8 +84,8 @@ class ResultFile:
             logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
         return todo
 
-    def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:
-        """Store the result of a task, replacing an earlier one. ``data``: the `fingerprint` of its data."""
+    def add(self, task: Task, data: dict[str, str], result: "TaskResult", seconds: float) -> None:
+        """Store the result of a task, replacing an earlier one. ``data``: both `fingerprint` values of its data."""
         line = {
             "key": task.key,
             "dataset": task.name,
@@ -167,7 +167,11 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
     """Return whether the data set of a result is in ``data_dir``, with other content than the evaluated data."""
     folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
-    return folder is not None and folder.is_dir() and line.get("data") != fingerprint(folder)
+    data = line.get("data", {})
+    # Reading the content takes long, so it is only compared if the times differ, such as those of a copy.
+    if folder is None or not folder.is_dir() or data.get("times") == fingerprint(folder, content=False):
+        return False
+    return data.get("content") != fingerprint(folder)
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:

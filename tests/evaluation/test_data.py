@@ -1,5 +1,6 @@
 """Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
+import os
 import re
 import shutil
 import tarfile
@@ -200,8 +201,11 @@ def test_the_fingerprint_notices_other_data(folder, tmp_path):
     first = fingerprint(folder)
     copy = tmp_path / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
+    os.utime(copy / "test" / "0.tar", (0, 0))
     assert fingerprint(copy) == first
-    datasets.write_tar(copy / "test" / "0.tar", [])
+    assert fingerprint(copy, content=False) != fingerprint(folder, content=False)
+    shard = copy / "test" / "0.tar"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert fingerprint(copy) != first
     (folder / "classnames.txt").write_text("\n".join([*datasets.DIGIT_NAMES[:9], "niner"]))
     assert fingerprint(folder) != first

@@ -190,6 +190,23 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
 
 
+def test_repaired_labels_are_evaluated_again_but_not_copied_data(tiny_folder, tmp_path, monkeypatch):
+    folder, arguments = datasets.make_task(tmp_path, "cifar10", count=12), ("--tasks", "cifar10")
+    output = ("--output-dir", str(tmp_path / "out"))
+    evaluate(tiny_folder, tmp_path, *output, *arguments)
+    (first,), shard = read_results(tmp_path / "out" / RESULTS_FILE), folder / "test" / "0.tar"
+    shutil.copytree(folder, tmp_path / "copy" / folder.name, copy_function=shutil.copy)  # with new modification times
+    samples = [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)]
+    size = shard.stat().st_size
+    datasets.write_tar(shard, samples[::2])
+    assert shard.stat().st_size == size
+    monkeypatch.setattr(datacomp, "evaluate_task", None)
+    assert evaluate(tiny_folder, tmp_path / "copy", *output, *arguments) == 0, "expected no evaluation"
+    monkeypatch.undo()
+    assert evaluate(tiny_folder, tmp_path, *output, *arguments) == 0
+    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["metrics"] != first["metrics"]
+
+
 def test_data_that_change_during_the_evaluation_are_evaluated_again(tiny_folder, tmp_path, monkeypatch):
     folder = datasets.make_task(tmp_path, "cifar10", count=12)
     evaluated = []
