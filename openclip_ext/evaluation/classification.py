@@ -1,7 +1,7 @@
 """Score zero-shot classification. WILDS, Dollar Street, GeoDE, FairFace and UTKFace also have scores per group."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,7 @@ class TaskResult:
     samples: int
     found: int
     skipped: list[str] = field(default_factory=list)
+    classes: int | None = None  # number of entries in ``classnames.txt``, for labeled data
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
@@ -66,7 +67,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
         metrics["F1-macro_all"] = macro_f1(labels, predicted[:, 0])
     elif task.kind in GROUPED:
         metrics.update(_grouped_metrics(task, ranks, answers.values["metadata"].numpy()))
-    return TaskResult.of_samples(metrics, answers)
+    return replace(TaskResult.of_samples(metrics, answers), classes=len(classnames))
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:

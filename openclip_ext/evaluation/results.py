@@ -94,6 +94,7 @@ class ResultFile:
             "data": data,
             "samples": result.samples,
             "found": result.found,
+            "classes": result.classes,
             "skipped": result.skipped,
             "seconds": round(seconds, 3),
         }
@@ -177,7 +178,9 @@ def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
 def has_other_size(line: Mapping[str, Any]) -> bool:
     """Return whether the size of a result's data differs from DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
-    return task is not None and line.get("found", task.size) != task.size
+    return task is not None and any(
+        (line.get(name) or expected) != expected for name, expected in (("found", task.size), ("classes", task.classes))
+    )
 
 
 def summary_text(

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -27,6 +28,9 @@ def data_dir(tmp_path_factory) -> Path:
     for number, key in enumerate(TASKS):
         datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
     return folder
+
+
+KITTI = "vtab/kitti_closest_vehicle_distance"  # 4 classes in DataComp, 10 here
 
 
 def evaluate(
@@ -151,6 +155,15 @@ def test_a_checkpoint_that_training_overwrites_is_labeled_with_its_epoch(name, t
         evaluate(tmp_path / "run" / "checkpoints", tmp_path, "--tasks", "cifar10", checkpoint=f"{name}.pt")
     (run,) = read_runs([str(tmp_path / "run")])
     assert [checkpoint.epoch for checkpoint in run.checkpoints] == [1, 3]
+
+
+def test_another_number_of_classes_is_another_size(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, KITTI, replace(TASKS[KITTI], size=12))
+    datasets.make_task(tmp_path, KITTI, count=12)
+    evaluate(tiny_folder, tmp_path, "--output-dir", str(tmp_path / "out"), "--tasks", KITTI)
+    assert json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())["other_sizes"] == [KITTI]
+    (run,) = read_runs([str(tmp_path / "out")])
+    assert run.final.other_sizes == {KITTI}
 
 
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
