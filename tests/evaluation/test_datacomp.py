@@ -124,6 +124,27 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     assert main_metrics(tmp_path) != first
 
 
+def test_two_models_at_once_keep_their_results_apart(tiny_folder, data_dir, tmp_path, monkeypatch):
+    """A second model starts, evaluates all its tasks and ends while the first model evaluates its second task."""
+    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10", "mnist", "stl10")
+
+    def interrupted(task, *args):
+        if task.key == "mnist":
+            monkeypatch.undo()
+            assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
+        return evaluate_task(task, *args)
+
+    monkeypatch.setattr(datacomp, "evaluate_task", interrupted)
+    assert evaluate(tiny_folder, data_dir, *arguments) == 0
+    (aside,) = tmp_path.glob("eval_results.*.jsonl")
+    for path, name in ((tmp_path / RESULTS_FILE, "epoch_1.pt"), (aside, "epoch_2.pt")):
+        checkpoints = {line["key"]: Path(line["run"]["checkpoint"]).name for line in read_results(path)}
+        assert checkpoints == dict.fromkeys(("cifar10", "mnist", "stl10"), name)
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
+    assert summary["main_metrics"] == main_metrics(tmp_path)
+    assert Path(summary["run"]["checkpoint"]).name == "epoch_1.pt"
+
+
 def test_other_model_options_do_not_replace_the_runs_result(tiny_folder, tmp_path, caplog):
     """``params.txt`` has the options of the run. Other options need a folder of their own, and the report names them."""
     datasets.make_task(tmp_path, "cifar10", count=12)
