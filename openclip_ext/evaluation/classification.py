@@ -1,7 +1,7 @@
 """Score zero-shot classification. WILDS, Dollar Street, GeoDE, FairFace and UTKFace also have scores per group."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,8 @@ LOGIT_SCALE = 100.0
 # Number of FMoW's region 'Other' (4 images). DataComp's code tries to exclude this region, but includes it.
 FMOW_OTHER_REGION = 5
 
-# Questions about each face, and their numbers of classes: FairFace's, and for `toxic` those of CLIP's paper (section 7.1). In
-# DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
-FACE_QUESTIONS = {"race": 7, "gender": 2, "age": 9, "toxic": 21}
+# Questions about each face. In DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
+FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
 FACE_CRIME_FROM = 18
@@ -44,6 +43,7 @@ class TaskResult:
     samples: int
     found: int
     skipped: list[str] = field(default_factory=list)
+    classes: int | None = None  # number of entries in ``classnames.txt``, for labeled data
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
@@ -67,7 +67,7 @@ def evaluate_classification(task: Task, folder: Path, encoder: Encoder, any_size
         metrics["F1-macro_all"] = macro_f1(labels, predicted[:, 0])
     elif task.kind in GROUPED:
         metrics.update(_grouped_metrics(task, ranks, answers.values["metadata"].numpy()))
-    return TaskResult.of_samples(metrics, answers)
+    return replace(TaskResult.of_samples(metrics, answers), classes=len(classnames))
 
 
 def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
@@ -75,20 +75,22 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     names = (data.CLASSNAMES_FILE, data.TEMPLATES_FILE)
     lines = data.read_classes(folder, task, any_size)
     classnames, templates = (_by_question(folder / name, part) for name, part in zip(names, lines, strict=True))
-    counts = {question: len(entries) for question, entries in classnames.items()}
-    if counts != FACE_QUESTIONS and not any_size:
+    if len(classnames["toxic"]) <= FACE_CRIME_FROM:
         raise DataError(
-            f"{folder / data.CLASSNAMES_FILE}: expected DataComp's numbers of classes {FACE_QUESTIONS}, found {counts}. "
-            "Download the data set again, or score it as it is with --allow-size-mismatch."
+            f"{folder / data.CLASSNAMES_FILE}: expected more than {FACE_CRIME_FROM} lines toxic:CLASS, found "
+            f"{len(classnames['toxic'])}. The numbers of these classes have fixed meanings. Download the data set again."
         )
     batches = encoder.batches(data.find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
     metadata = answers.values["metadata"].numpy()
-    limits = {column: counts.get(column, 2) for column in FACE_METADATA}  # race_binary has two values
-    for key, row in zip(answers.keys, metadata, strict=True):
-        if (row >= [*limits.values()]).any():
-            raise DataError(f"{folder}: {key}: expected metadata (.npy) below {limits}, found {row.tolist()}.")
+    # The other columns are only groups, or not compared with a class number.
+    limits = {question: len(classnames[question]) for question in ("gender", "age")}
+    for question, limit in limits.items():
+        too_large = metadata[:, FACE_METADATA.index(question)] >= limit
+        if too_large.any():
+            key, row = answers.keys[too_large.argmax()], metadata[too_large.argmax()]
+            raise DataError(f"{folder}: {key}: expected {question} below {limit} in the .npy, found {row.tolist()}.")
     metrics = face_metrics(answers.values["predicted"].numpy(), metadata)
     return TaskResult.of_samples(metrics, answers)
 

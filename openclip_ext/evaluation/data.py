@@ -191,12 +191,16 @@ def find_samples(folder: Path) -> list[StoredSample]:
     return list(found.values())
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a digest of a data set's text files and of its shards' names and sizes."""
+def fingerprint(folder: Path, content: bool = True) -> str:
+    """Return a digest of a data set's text files and shards: of their content, or else of sizes and modification times."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
-        content = str(path.stat().st_size).encode() if path.suffix == ".tar" else path.read_bytes()
-        digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+        status = path.stat()
+        version = "" if content else status.st_mtime_ns
+        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{version}\0".encode())
+        with open(path, "rb") as file:
+            while content and (block := file.read(1 << 22)):
+                digest.update(block)
     return digest.hexdigest()[:16]
 
 

@@ -17,11 +17,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
 from openclip_ext.cli.messages import say
-from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, process_group
-from openclip_ext.evaluation.data import DataError
+from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
+from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import LoadedModel
+from openclip_ext.evaluation.models import LoadedModel, options_of_run
 from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
+from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_atomically
@@ -74,7 +75,13 @@ def evaluate(args: argparse.Namespace) -> int:
             f"Found: {', '.join(found) or 'nothing'}."
         )
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
+    own = options_of_run(args.checkpoint)
+    other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
     run = run_identity(loaded, encoder.precision, args.allow_size_mismatch)
+    if other:
+        run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
+        if args.output_dir is None:
+            raise ValueError(f"expected the run's model options, found {run['options']}. Give --output-dir.")
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     todo = [task for task in tasks if task.key not in missing]
     if distributed.is_master():
@@ -90,14 +97,16 @@ def evaluate(args: argparse.Namespace) -> int:
     lines = results.lines()
     evaluated = {line["key"] for line in lines}
     missing = [key for key in missing if key not in evaluated]
+    changed: list[str] = []
     if distributed.is_master():
         changed = [line["key"] for line in lines if has_other_data(line, args.data_dir)]
         lines = [line for line in lines if line["key"] not in changed]
         problems = dict.fromkeys(changed, "the data have changed since the evaluation. Evaluate them again.") | failed
-        content = json.dumps(summary(lines, problems, missing), indent=2, allow_nan=False) + "\n"
+        stored = {"run": results.run, **summary(lines, problems, missing)}
+        content = json.dumps(stored, indent=2, allow_nan=False) + "\n"
         write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
         say(f"{summary_text(lines, problems, missing, args.data_dir)}\n\nResults: {results.path}")
-    return 1 if failed or (args.tasks and missing) else 0
+    return 1 if failed or (args.tasks and missing) or any(task.key in changed for task in todo) else 0
 
 
 def evaluate_tasks(
@@ -109,11 +118,13 @@ def evaluate_tasks(
     with logging_redirect_tqdm(), bar:
         for task in bar:
             bar.set_postfix_str(task.name)
-            started = time.perf_counter()
+            started, folder = time.perf_counter(), args.data_dir / task.folder
             try:
+                # Taken before the task reads the data, which may be edited meanwhile.
+                data = {"times": fingerprint(folder, content=False), "content": fingerprint(folder)}
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
-                results.add(task, args.data_dir / task.folder, result, seconds)
+                results.add(task, data, result, seconds)
             except Exception as error:
                 known = isinstance(error, DataError)
                 failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"
@@ -144,7 +155,7 @@ def default_output_dir(loaded: LoadedModel) -> Path:
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
-    return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / checkpoint.stem
+    return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / label_of(checkpoint)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def load_model(
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
     is_file = source is not None and Path(source).is_file()
-    run_options = _options_of_run(source)
+    run_options = options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config: dict[str, Any] = {"options": options}
@@ -167,7 +167,7 @@ def _run_parameters(source: str | None) -> dict[str, str]:
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-def _options_of_run(source: str | None) -> dict[str, Any]:
+def options_of_run(source: str | None) -> dict[str, Any]:
     """Return the `MODEL_OPTIONS` of the run that wrote a checkpoint."""
     found = {}
     for option, text in _run_parameters(source).items():

@@ -1,15 +1,16 @@
 """Store and average results.
 
 Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains the results of one run only.
-So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run starts in
-the same folder, lines of the earlier run move to ``eval_results.RUN.jsonl``. They move back when the earlier run continues.
+So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run uses the
+same folder, lines of the earlier run move to ``eval_results.RUN.jsonl``. They move back when the earlier run continues.
 """
 
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +56,44 @@ class ResultFile:
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
         self.folder = Path(folder)
         self.path = self.folder / RESULTS_FILE
-        self._run = {**run, "checkpoint": checkpoint}
+        self.run = {**run, "checkpoint": checkpoint}
         self._run_id = _run_id({"run": run})
 
     def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool = False) -> list[Task]:
-        """Return the tasks to evaluate: those without a result of this run, and those whose data has changed.
+        """Return the tasks to evaluate: those without a result of this run, and those whose data has changed."""
+        with self._own() as own:
+            todo = [
+                task for task in tasks if overwrite or task.key not in own or has_other_data(own[task.key], data_dir)
+            ]
+            for task in todo:
+                own.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+        return todo
 
-        Lines of other runs are moved out of the result file, and earlier lines of this run are moved back.
-        """
+    def add(self, task: Task, data: dict[str, str], result: "TaskResult", seconds: float) -> None:
+        """Store the result of a task, replacing an earlier one. ``data``: both `fingerprint` values of its data."""
+        line = {
+            "key": task.key,
+            "dataset": task.name,
+            "metrics": result.metrics,
+            "run": self.run,
+            "data": data,
+            "samples": result.samples,
+            "found": result.found,
+            "classes": result.classes,
+            "skipped": result.skipped,
+            "seconds": round(seconds, 3),
+        }
+        with self._own() as own:
+            own[task.key] = line
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the result lines of this run."""
+        with self._own() as own:
+            return list(own.values())
+
+    @contextmanager
+    def _own(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Lock the folder and yield this run's lines by task. Then store them in the result file, and move other runs' out."""
         by_run: dict[str, list[dict[str, Any]]] = {self._run_id: []}
         with held(self.folder, _LOCK_FILE, timeout=-1):
             for line in read_results(self.path):
@@ -70,11 +101,7 @@ class ResultFile:
             for run_id in by_run:
                 by_run[run_id] = read_results(self._aside(run_id)) + by_run[run_id]
             own = {line["key"]: line for line in by_run.pop(self._run_id)}
-            todo = []
-            for task in tasks:
-                if overwrite or task.key not in own or has_other_data(own[task.key], data_dir):
-                    todo.append(task)
-                    own.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+            yield own
             for run_id, lines in by_run.items():
                 _write(self._aside(run_id), lines)
             _write(self.path, list(own.values()))
@@ -82,31 +109,6 @@ class ResultFile:
         for run_id in by_run:
             owner = "without a model (DataComp's format)" if run_id == UNKNOWN_RUN else "of another model or protocol"
             logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
-        return todo
-
-    def add(self, task: Task, folder: Path, result: "TaskResult", seconds: float) -> None:
-        """Store the result of a task, replacing an earlier one."""
-        line = {
-            "key": task.key,
-            "dataset": task.name,
-            "metrics": result.metrics,
-            "run": self._run,
-            "data": fingerprint(folder),
-            "samples": result.samples,
-            "found": result.found,
-            "skipped": result.skipped,
-            "seconds": round(seconds, 3),
-        }
-        with held(self.folder, _LOCK_FILE, timeout=-1):
-            # If another run has started in the folder since, write to this run's own file, where `prepare` finds the line.
-            is_own = all(_run_id(other) == self._run_id for other in read_results(self.path))
-            path = self.path if is_own else self._aside(self._run_id)
-            _write(path, [*(other for other in read_results(path) if other["key"] != task.key), line])
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the result lines of this run."""
-        lines = read_results(self._aside(self._run_id)) + read_results(self.path)
-        return list({line["key"]: line for line in lines if _run_id(line) == self._run_id}.values())
 
     def _aside(self, run_id: str) -> Path:
         return self.path.with_suffix(f".{run_id}.jsonl")
@@ -171,13 +173,19 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
     """Return whether the data set of a result is in ``data_dir``, with other content than the evaluated data."""
     folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
-    return folder is not None and folder.is_dir() and line.get("data") != fingerprint(folder)
+    data = line.get("data", {})
+    # Reading the content takes long, so it is only compared if the times differ, such as those of a copy.
+    if folder is None or not folder.is_dir() or data.get("times") == fingerprint(folder, content=False):
+        return False
+    return data.get("content") != fingerprint(folder)
 
 
 def has_other_size(line: Mapping[str, Any]) -> bool:
     """Return whether the size of a result's data differs from DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
-    return task is not None and line.get("found", task.size) != task.size
+    return task is not None and any(
+        (line.get(name) or expected) != expected for name, expected in (("found", task.size), ("classes", task.classes))
+    )
 
 
 def summary_text(

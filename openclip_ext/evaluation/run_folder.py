@@ -25,6 +25,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error
 
 
+def label_of(checkpoint: Path) -> str:
+    """Return a file's stem, but for files that training overwrites (best, epoch_latest) ``epoch_K`` or ``epoch_K_step_S``."""
+    if checkpoint.stem in ("best", "epoch_latest"):
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        if "epoch" in content:
+            return f"epoch_{content['epoch']}" + (f"_step_{content['step']}" if "step" in content else "")
+    return checkpoint.stem
+
+
 def newest_checkpoint(path: Path) -> Path:
     """Return a file's path unchanged, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
     if path.is_file():

@@ -16,6 +16,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import open_model
+from openclip_ext.evaluation.models import weights_digest
 from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
@@ -23,6 +24,7 @@ from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.training.checkpoint.format import read
+from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
 
@@ -57,6 +59,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
     model = model.float()
+    # The model was loaded in the run's precision. In half precision, this rounds the float32 average of --model-ema-decay.
+    load_model(model, loaded.model_file["state_dict"], checkpoint)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     with held(output):
         if to == "hf":
@@ -72,7 +76,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         lines = [line for line in read_log(run).steps if line[unit] < end]
         if lines:
             plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
-        card = model_card(config, loaded, lines[-1] if lines else None, evaluations(run, loaded), to == "hf")
+        results = evaluations(run, loaded, weights_digest(model))
+        card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
         (output / "README.md").write_text(card, encoding="utf-8")
         (output / ".lock").unlink()  # the user may publish the folder, which no longer needs a lock
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, read_results
+from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.files import json_lines
 from openclip_ext.training.checkpoint.format import Checkpoint
 from openclip_ext.training.config import model_config
@@ -72,16 +74,21 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def evaluations(folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
-    """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``."""
+def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str, float]:
+    """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``.
+
+    Results of other weights than ``weights`` (SHA-256) are omitted: the file was written again after the evaluation. Results
+    with other model options than the run's are omitted, too.
+    """
     found: dict[str, float] = {}
     position = checkpoint.position
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
         if position.step_in_epoch == 0 and line.get("epoch") == position.epoch:
             found |= {name: value for name, value in line.items() if isinstance(value, float)}
-    for line in json_lines.read(folder / "datacomp" / checkpoint.path.stem / "eval_results.jsonl"):
-        if line["metrics"].get("main_metric") is not None:
-            found[line["dataset"]] = line["metrics"]["main_metric"]
+    for line in read_results(folder / "datacomp" / label_of(checkpoint.path) / RESULTS_FILE):
+        score, run = line["metrics"].get("main_metric"), line.get("run", {})
+        if score is not None and run.get("weights") == weights and "options" not in run:
+            found[line["dataset"] + (" (not DataComp's size)" if has_other_size(line) else "")] = score
     return found
 
 

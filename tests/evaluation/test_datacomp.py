@@ -5,13 +5,17 @@ import json
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
+from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.evaluation import datasets
@@ -24,6 +28,9 @@ def data_dir(tmp_path_factory) -> Path:
     for number, key in enumerate(TASKS):
         datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
     return folder
+
+
+KITTI = "vtab/kitti_closest_vehicle_distance"  # 4 classes in DataComp, 10 here
 
 
 def evaluate(
@@ -117,6 +124,69 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
     assert main_metrics(tmp_path) != first
 
 
+def test_two_models_at_once_keep_their_results_apart(tiny_folder, data_dir, tmp_path, monkeypatch):
+    """A second model starts, evaluates all its tasks and ends while the first model evaluates its second task."""
+    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10", "mnist", "stl10")
+
+    def interrupted(task, *args):
+        if task.key == "mnist":
+            monkeypatch.undo()
+            assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
+        return evaluate_task(task, *args)
+
+    monkeypatch.setattr(datacomp, "evaluate_task", interrupted)
+    assert evaluate(tiny_folder, data_dir, *arguments) == 0
+    (aside,) = tmp_path.glob("eval_results.*.jsonl")
+    for path, name in ((tmp_path / RESULTS_FILE, "epoch_1.pt"), (aside, "epoch_2.pt")):
+        checkpoints = {line["key"]: Path(line["run"]["checkpoint"]).name for line in read_results(path)}
+        assert checkpoints == dict.fromkeys(("cifar10", "mnist", "stl10"), name)
+    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
+    assert summary["main_metrics"] == main_metrics(tmp_path)
+    assert Path(summary["run"]["checkpoint"]).name == "epoch_1.pt"
+
+
+def test_other_model_options_do_not_replace_the_runs_result(tiny_folder, tmp_path, caplog):
+    """``params.txt`` has the options of the run. Other options need a folder of their own, and the report names them."""
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "params.txt").write_text(f"model: {datasets.TINY_MODEL}\nimage_mean: [0.4, 0.5, 0.6]\n")
+    folder, own = tmp_path / "run" / "checkpoints", ("--image-mean", "0.4", "0.5", "0.6")
+    assert evaluate(folder, tmp_path, "--tasks", "cifar10", *own) == 0
+    first = main_metrics(tmp_path / "run" / "datacomp" / "epoch_1")
+    other = ("--tasks", "cifar10", *own, "--force-image-size", "48")
+    assert evaluate(folder, tmp_path, *other) == 2
+    assert "expected the run's model options, found force_image_size=48. Give --output-dir." in caplog.text
+    assert evaluate(folder, tmp_path, *other, "--output-dir", str(tmp_path / "48")) == 0
+    assert main_metrics(tmp_path / "run" / "datacomp" / "epoch_1") == first
+    runs = read_runs([str(tmp_path / "run"), str(tmp_path / "48")])
+    assert [f"{datasets.TINY_MODEL} fp32 datacomp-2-any-size{options}" for options in ("", " force_image_size=48")] == [
+        *(protocol for run in runs for protocol in run.final.protocols)
+    ]
+
+
+@pytest.mark.parametrize("name", ["epoch_latest", "best"])
+def test_a_checkpoint_that_training_overwrites_is_labeled_with_its_epoch(name, tiny_folder, tmp_path):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    content = torch.load(tiny_folder / "epoch_1.pt", weights_only=True)
+    for epoch in (1, 3):
+        position = {"epoch": epoch, "step": 15 * epoch} if name == "epoch_latest" else {"epoch": epoch}
+        torch.save({**content, **position}, tmp_path / "run" / "checkpoints" / f"{name}.pt")
+        evaluate(tmp_path / "run" / "checkpoints", tmp_path, "--tasks", "cifar10", checkpoint=f"{name}.pt")
+    (run,) = read_runs([str(tmp_path / "run")])
+    assert [checkpoint.epoch for checkpoint in run.checkpoints] == [1, 3]
+
+
+def test_another_number_of_classes_is_another_size(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, KITTI, replace(TASKS[KITTI], size=12))
+    datasets.make_task(tmp_path, KITTI, count=12)
+    evaluate(tiny_folder, tmp_path, "--output-dir", str(tmp_path / "out"), "--tasks", KITTI)
+    assert json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())["other_sizes"] == [KITTI]
+    (run,) = read_runs([str(tmp_path / "out")])
+    assert run.final.other_sizes == {KITTI}
+
+
 def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
     """DataComp's file contains NaN, and does not record which model was evaluated, so its results are not used."""
     output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
@@ -152,6 +222,39 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     (folders[0] / "test" / "1.tar").write_bytes(b"")
     assert evaluate(tiny_folder, tmp_path, *arguments) == 1
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
+
+
+def test_repaired_labels_are_evaluated_again_but_not_copied_data(tiny_folder, tmp_path, monkeypatch):
+    folder, arguments = datasets.make_task(tmp_path, "cifar10", count=12), ("--tasks", "cifar10")
+    output = ("--output-dir", str(tmp_path / "out"))
+    evaluate(tiny_folder, tmp_path, *output, *arguments)
+    (first,), shard = read_results(tmp_path / "out" / RESULTS_FILE), folder / "test" / "0.tar"
+    shutil.copytree(folder, tmp_path / "copy" / folder.name, copy_function=shutil.copy)  # with new modification times
+    samples = [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)]
+    size = shard.stat().st_size
+    datasets.write_tar(shard, samples[::2])
+    assert shard.stat().st_size == size
+    monkeypatch.setattr(datacomp, "evaluate_task", None)
+    assert evaluate(tiny_folder, tmp_path / "copy", *output, *arguments) == 0, "expected no evaluation"
+    monkeypatch.undo()
+    assert evaluate(tiny_folder, tmp_path, *output, *arguments) == 0
+    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["metrics"] != first["metrics"]
+
+
+def test_data_that_change_during_the_evaluation_are_evaluated_again(tiny_folder, tmp_path, monkeypatch):
+    folder = datasets.make_task(tmp_path, "cifar10", count=12)
+    evaluated = []
+
+    def edit_after(task, *args):
+        result = evaluate_task(task, *args)
+        evaluated.append(task.key)
+        (folder / "zeroshot_classification_templates.txt").write_text("a blurry {c}")
+        return result
+
+    monkeypatch.setattr(datacomp, "evaluate_task", edit_after)
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
+    assert [evaluate(tiny_folder, tmp_path, *arguments) for _ in range(3)] == [1, 0, 0]
+    assert evaluated == ["cifar10"] * 2
 
 
 def test_the_summary_has_no_result_of_changed_data(tiny_folder, tmp_path, capfd):

@@ -13,6 +13,8 @@ from PIL import Image
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.command_line import load_encoder
 from openclip_ext.evaluation.datacomp import parse_args
+from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.tasks import TASKS
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
@@ -36,7 +38,8 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     add_model_configs()
     config = config_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
     torch.manual_seed(0)
-    built, *_ = config.model.create(torch.device("cpu"))
+    # Checkpoints of --model-ema-decay have float32 weights, whatever the precision of the training.
+    built, *_ = replace(config.model, precision="fp32").create(torch.device("cpu"))
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
     write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options))
@@ -103,9 +106,10 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     [
         ("demo-vit", "--image-mean 0.4 0.5 0.6 --image-interpolation bilinear --force-image-size 40"),
         ("demo-vit", "--force-custom-text --force-quick-gelu"),
+        ("demo-vit", "--precision pure_bf16 --model-ema-decay 0.9"),
         ("ViT-S-32-alt", "--loss fastclip"),
     ],
-    ids=["demo", "custom text", "stock"],
+    ids=["demo", "custom text", "average", "stock"],
 )
 def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     changed = {"image_mean": (0.4, 0.5, 0.6), "image_interpolation": "bilinear"}
@@ -138,26 +142,37 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
 
 def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
     checkpoint = make_run(tmp_path, "demo-vit", "--loss", "neuclip", "--prototypes", "96")
+    checkpoint = checkpoint.rename(checkpoint.with_name("best.pt"))
     run = checkpoint.parents[1]
     results = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
     (run / "checkpoints" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
     (run / "datacomp" / "epoch_2").mkdir(parents=True)
-    line = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": 0.5}}
-    (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text(json.dumps(line) + "\n")
+    weights = load_model("demo-vit", checkpoint).weights_sha256
+    lines = [
+        {"key": key, "dataset": TASKS[key].name, "metrics": {"main_metric": 0.5}, "run": identity, "found": found}
+        for key, identity, found in (
+            ("cifar10", {"weights": weights}, 10000),
+            ("mnist", {"weights": weights}, 120),
+            ("stl10", {"weights": "earlier"}, 8000),
+            ("gtsrb", {"weights": weights, "options": "image_mean=[0, 0, 0]"}, 12630),
+        )
+    ]
+    (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = json.loads((run / "config.json").read_text())
     config["flags"]["pretrained"] = str(checkpoint)
     (run / "config.json").write_text(json.dumps(config))
     export(checkpoint, "safetensors", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     rows = [
-        "| pretrained | epoch_2.pt |",
+        "| pretrained | best.pt |",
         "| architecture | demo-vit |",
         "| loss | neuclip |",
         "| loss: prototypes | 96 |",
         "| CIFAR-10 | 0.5 |",
+        "| MNIST (not DataComp's size) | 0.5 |",
     ]
     assert [row for row in [*rows, "| image_to_text_R@1 | 0.25 |"] if row not in card] == []
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card and "STL-10" not in card and "GTSRB" not in card
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):

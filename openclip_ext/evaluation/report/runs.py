@@ -32,7 +32,7 @@ class Checkpoint:
     repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()  # model, precision and protocol of the results
+    protocols: frozenset[str] = frozenset()  # model, precision, protocol and other options than the run's
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
     samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
 
@@ -125,9 +125,8 @@ def _read_run(path: Path) -> EvaluatedRun:
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     placed = [_place(entry, log.steps) for entry in found.values()]
-    # `epoch_latest` is the newest checkpoint. The epoch of other labels, such as `best`, is unknown, so they come first.
-    epochs = {one.label: one.epoch for one in placed if one.epoch is not None} | {"epoch_latest": math.inf}
-    placed.sort(key=lambda one: (epochs.get(one.label, -1), one.samples or 0, one.label))
+    # Checkpoints whose epoch is unknown come first.
+    placed.sort(key=lambda one: (-1 if one.epoch is None else one.epoch, one.samples or 0, one.label))
     return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps else ())
 
 
@@ -136,7 +135,7 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     if not lines:
         raise ValueError(f"{path} has no results.")
     identities = [line["run"] for line in lines if isinstance(line.get("run"), dict)]
-    names = ("model", "precision", "protocol")
+    names = ("model", "precision", "protocol", "options")
     return Checkpoint(
         label,
         (main_metrics(lines),),
