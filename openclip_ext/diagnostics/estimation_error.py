@@ -21,6 +21,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
 from openclip_ext.losses.openclip import OpenClipLoss
@@ -284,6 +285,10 @@ def main(argv: list[str]) -> None:
     for folder, name in names:
         run = load_run(**vars(args) | {"run": folder, "checkpoint": name})
         refuse_without_normalizers(run.loss)
+        if read_config(folder)["flags"]["single_source_batches"]:
+            raise UsageError(
+                f"{folder} was trained with --single-source-batches, so its normalizers are not over the full training set"
+            )
         result = measure(
             run.loss,
             **vars(embed_training_set(run)),

@@ -84,12 +84,7 @@ def load_model(
     run_options = options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
-    config: dict[str, Any] = {"options": options}
-    if not _is_folder(name):
-        config["model"] = open_clip.get_model_config(name.replace("/", "-"))
-        if config["model"] is None:
-            hint = nearest(name, open_clip.list_models())
-            raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
+    config = {"options": options, **_architecture(name)}
     names, heads = _peek(Path(source)) if source is not None and is_file else (set(), None)
     trained = _run_parameters(source).get("model", name)
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
@@ -119,6 +114,17 @@ def load_model(
         model = with_heads(model, build_heads(heads, str(source)))
     digest = weights_digest(model)
     return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
+
+
+def _architecture(name: str) -> dict[str, Any]:
+    """Return OpenCLIP's configuration of a model; nothing for ``hf-hub:`` and ``local-dir:`` names."""
+    if _is_folder(name):
+        return {}
+    config = open_clip.get_model_config(name.replace("/", "-"))
+    if config is None:
+        hint = nearest(name, open_clip.list_models())
+        raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
+    return {"model": config}
 
 
 def _is_folder(name: str) -> bool:

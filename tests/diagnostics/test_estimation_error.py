@@ -190,7 +190,13 @@ def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
     copied = shutil.copytree(fastclip, tmp_path / "copied")
     for part in copied.glob("checkpoints/epoch_2.state/*/rank_0001.pt"):
         part.unlink()
+    single = shutil.copytree(fastclip, tmp_path / "single")
+    config = (single / "config.json").read_text()
+    (single / "config.json").write_text(
+        config.replace('"single_source_batches": false', '"single_source_batches": true')
+    )
     for folder, flag, value, message in (
+        (single, "--checkpoint", "epoch_2.pt", "was trained with --single-source-batches"),
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
         (fastclip, "--checkpoint", "epoch_9.pt", "found: epoch_1.pt, epoch_2.pt"),
         (fastclip, "--train-data", other, "has 24 samples, the run was trained on 84"),
