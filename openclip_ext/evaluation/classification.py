@@ -85,8 +85,8 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     answers = classify(encoder, batches, weights, task)
     metadata = answers.values["metadata"].numpy()
     # The other columns are only groups, or not compared with a class number.
-    limits = {question: len(classnames[question]) for question in ("gender", "age")}
-    for question, limit in limits.items():
+    for question in ("gender", "age"):
+        limit = len(classnames[question])
         too_large = metadata[:, FACE_METADATA.index(question)] >= limit
         if too_large.any():
             key, row = answers.keys[too_large.argmax()], metadata[too_large.argmax()]

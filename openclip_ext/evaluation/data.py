@@ -196,10 +196,12 @@ def fingerprint(folder: Path, content: bool = True) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         status = path.stat()
-        version = "" if content else status.st_mtime_ns
-        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{version}\0".encode())
+        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0".encode())
+        if not content:
+            digest.update(f"{status.st_mtime_ns}\0".encode())
+            continue
         with open(path, "rb") as file:
-            while content and (block := file.read(1 << 22)):
+            while block := file.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()[:16]
 

@@ -42,7 +42,6 @@ class OpenClipLoss(ContrastiveLoss):
     the texts is unchanged.
     """
 
-    accepts_hard_negatives = True
     follows_autocast = True
     uses_logit_bias = True
     _logit_scale: Tensor | None = None
@@ -60,6 +59,8 @@ class OpenClipLoss(ContrastiveLoss):
         super().__init__()
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
+        # With local_loss alone, hard negatives of other processes, and so all of them, would get no gradient.
+        self.accepts_hard_negatives = gather_with_grad or not local_loss
         common = {
             "local_loss": local_loss,
             "gather_with_grad": gather_with_grad,
@@ -104,8 +105,6 @@ class OpenClipLoss(ContrastiveLoss):
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError("CoCa and distillation models do not support equal_captions or hard negatives")
         bias, hard = outputs["logit_bias"], outputs.get(HARD_NEGATIVES)
-        if hard is not None and self.clip.world_size > 1 and self.clip.local_loss and not self.clip.gather_with_grad:
-            raise ValueError("hard negatives have no gradient with local_loss alone: add gather_with_grad")
         image, text = self.clip.get_logits(**features, logit_bias=bias)
         own = targets = self.clip.get_ground_truth(image.device, len(image))
         candidates = torch.full(own.shape, text.shape[1], device=own.device)

@@ -74,13 +74,8 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if config.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
         raise UsageError(
-            f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip, or remove "
-            "the flag"
-        )
-    options = config.loss.options
-    if config.data.hard_negative_key is not None and options.get("local_loss") and not options.get("gather_with_grad"):
-        raise UsageError(
-            "--hard-negative-key: --local-loss also needs --gather-with-grad, or they would get no gradient"
+            f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip (with "
+            "--local-loss only together with --gather-with-grad), or remove the flag"
         )
     if config.data.hard_negative_key is not None and is_captioner:
         raise UsageError("--hard-negative-key does not support models with captions, such as CoCa: remove the flag")

@@ -166,8 +166,8 @@ def _parameter_groups(
     """Return two groups: gains and biases (without weight decay), and all other parameters.
 
     With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains name patterns for the unwrapped model's
-    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter. Vectors have no weight decay.
-    Of the other parameters, it is those that OpenCLIP's rule for AdamW names, or, if given, those ``listed``.
+    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter. Scalars and vectors have no
+    weight decay. The other parameters without it are named by OpenCLIP's rule for AdamW or, for timm's rule, by ``listed``.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import logging
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -162,7 +161,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         _warn(config, identity, start.checkpoint, reference)
-        _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs, loader.source.has_hard_negatives)
+        _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
         distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
     return Trainer(
@@ -254,20 +253,15 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
         ) from error
 
 
-def _log_sizes(
-    identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int, has_hard_negatives: bool
-) -> None:
+def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
     batch = identity.global_batch
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(loss.state_size()) / 2**20
     similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
-    candidates = loss.views * (batch - 1) + 1
     logging.debug(f"Model:\n{model}")
     logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
     logging.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
     logging.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
-    if not has_hard_negatives:  # with these, the texts of an image are more than the images of a text
-        logging.info(f"InfoNCE at chance is ln {candidates} = {math.log(candidates):.4f}")
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from openclip_ext.data.loader.single_source import SingleSourceLoader
 from openclip_ext.data.loader.train_loader import Interrupted
+from openclip_ext.data.sources.source import BadDataError
 from tests.data.loading import assert_equal, build, by_index, indices
-from tests.data.shards import undecodable, write_shards
+from tests.data.shards import sample_members, undecodable, write_shards
 
 # Samples 0 to 59 belong to the first source, 60 to 99 to the second.
 COUNTS, FIRST = [30, 17, 13, 25, 15], 60
@@ -121,6 +122,16 @@ def test_no_sample_is_lost_by_rounding(tmp_path: Path):
     data = f"{tmp_path}/00000.tar::{tmp_path}/00001.tar"
     assert single(data, batch_size=32).batches_per_epoch == 3
     assert len(list(single(data, batch_size=2).iterate(0))) == 49
+
+
+def test_known_bad_samples_are_refused_for_each_source(tmp_path: Path):
+    """Three of 40 samples of a source have no image: too many for it, but not for all 100 samples."""
+    lacking = {number: sample_members(number, ["txt"]) for number in (FIRST, FIRST + 5, FIRST + 30)}
+    write_shards(tmp_path, COUNTS, lacking)
+    data = f"{tmp_path}/{{00000..00002}}.tar::{tmp_path}/{{00003..00004}}.tar"
+    assert build(data).source.known_bad()[0] == 3
+    with pytest.raises(BadDataError, match=r"3 of 40 samples .*00003\.tar: 2 samples .*00004\.tar: 1 "):
+        single(data)
 
 
 def test_what_does_not_fit_is_refused(data: str):

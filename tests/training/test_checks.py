@@ -27,10 +27,11 @@ def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
 
 @pytest.mark.parametrize(("flags", "told"), [(["--local-loss"], True), (["--local-loss", "--gather-with-grad"], False)])
 def test_hard_negatives_without_a_gradient_are_refused(flags, told):
-    config, loss = config_of("--hard-negative-key", "txt", *flags), create_loss("openclip")
+    config = config_of("--hard-negative-key", "txt", *flags)
+    loss = create_loss("openclip", **config.loss.options)
     if not told:
         return check_combination(config, loss, 2, False)
-    with pytest.raises(UsageError, match="--local-loss also needs --gather-with-grad"):
+    with pytest.raises(UsageError, match="--local-loss only together with --gather-with-grad"):
         check_combination(config, loss, 2, False)
 
 

@@ -15,7 +15,7 @@ from openclip_ext import distributed
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.loader.single_source import AnyTrainLoader, SingleSourceLoader
-from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform, check_known_bad
+from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
 from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.diagnosis import explain
@@ -48,9 +48,13 @@ def build_train_loader(
     """Build the training loader. For its errors, see :class:`TrainLoader`. Collective: all ranks call it."""
     spec.check_type()
     source = build_source(spec, preprocess)
-    if isinstance(source, ShardSource) and spec.cache_dir is not None:
-        sources = len(expand_components(spec.source or "")) if spec.single_source else 1
-        _check_cache(source, spec, sources * max(1, math.ceil(config.workers / sources)))
+    parts: dict[str, ShardSource] = {}
+    if isinstance(source, ShardSource):
+        if spec.single_source:
+            parts = _parts(source, spec)
+            config = replace(config, workers=math.ceil(config.workers / len(parts)))
+        if spec.cache_dir is not None:
+            _check_cache(source, spec, max(1, len(parts)) * max(1, config.workers))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logging.warning(
@@ -65,12 +69,8 @@ def build_train_loader(
         decoder=decoder,
         max_bad_fraction=spec.max_bad_fraction,
     )
-    if not spec.single_source:
+    if not parts:
         return create(source, config, epoch_samples=epoch_samples)
-    assert isinstance(source, ShardSource)
-    check_known_bad(source, spec.max_bad_fraction)
-    parts = _parts(source, spec)
-    config = replace(config, workers=math.ceil(config.workers / len(parts)))
     loaders = []
     for name, part in parts.items():
         try:

@@ -321,11 +321,6 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
             "--caption-aware-flip: expected no --hard-negative-key, because a mirrored image may fit a caption that the image "
             "does not fit. Remove one of the two flags"
         )
-    check_known_bad(source, max_bad_fraction)
-
-
-def check_known_bad(source: Source, max_bad_fraction: float) -> None:
-    """Raise BadDataError if too many samples are known to be bad before training."""
     bad, where = source.known_bad()
     if bad > max_bad_fraction * source.num_samples:
         raise BadDataError(

@@ -263,9 +263,9 @@ class Manifest:
         """Return whether these URLs are the manifest's shards. Passwords and tokens in the URLs are not compared."""
         return {*map(without_secrets, urls)} == {without_secrets(shard.url) for shard in self.shards}
 
-    def report(self) -> Iterator[str]:
-        """Yield one line for each shard with problems."""
-        for shard in self.shards:
+    def report(self, numbers: Iterable[int] | None = None) -> Iterator[str]:
+        """Yield one line for each shard with problems, of all shards or of those with the given numbers."""
+        for shard in self.shards if numbers is None else (self.shards[number] for number in numbers):
             if shard.problems:
                 yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
             elif not shard.num_samples:

@@ -118,11 +118,12 @@ class ShardSource(Source):
         return shard.url, shard.first_index, shard.num_samples
 
     def known_bad(self) -> tuple[int, str]:
-        if not self._has_same_keys or len(self._numbers) < len(self.manifest.shards):  # of a part, the whole is checked
+        if not self._has_same_keys:
             return 0, ""
-        lines = list(self.manifest.report())
+        problems = [self.manifest.shards[number].problems for number in self._numbers]
+        lines = list(self.manifest.report(self._numbers))
         where = "; ".join(lines[:3]) + (f" and {len(lines) - 3} more shards" if lines[3:] else "")
-        return self.manifest.num_bad + self.manifest.num_lost, where
+        return sum(found.get("bad", 0) + found.get("lost", 0) for found in problems), where
 
     def open_shard(self, number: int) -> io.BufferedReader:
         """Open one shard; raise OSError if it does not exist or changed since its scan. Fetch the start of a remote shard.
