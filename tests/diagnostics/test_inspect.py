@@ -74,7 +74,7 @@ def naive_misfits(own: Tensor, other: Tensor, anchors: list[int], deviations: fl
 
 
 def as_dict(found: Found) -> dict[tuple[int, int], float]:
-    return dict(zip(zip(found.sample.tolist(), found.partner.tolist(), strict=True), found.value.tolist(), strict=True))
+    return {(first, second): value for first, second, value in found.entries()}
 
 
 @pytest.mark.parametrize("chunks", [(2048, 8192), (7, 11)])
@@ -96,8 +96,8 @@ def test_every_category_is_the_naive_one(monkeypatch, chunks, anchors):
         assert 0 < found[name].count == len(expected), name
         assert as_dict(found[name]) == pytest.approx(expected, abs=1e-5)
     by_difficulty = [anchors[place] for place in difficulty.argsort().tolist()]
-    assert found["easiest"].sample.tolist() == by_difficulty[:7]
-    assert found["hardest"].sample.tolist() == by_difficulty[::-1][:7]
+    assert found["easiest"].samples[:, 0].tolist() == by_difficulty[:7]
+    assert found["hardest"].samples[:, 0].tolist() == by_difficulty[::-1][:7]
 
 
 def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
@@ -117,9 +117,8 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
 
 def test_of_a_pair_the_first_stays_and_no_pair_stays_whole():
     pairs = [(1, 4), (4, 9), (2, 9), (0, 1), (8, 9)]
-    sample, partner = np.array(pairs).T
     # 1 is removed as a duplicate of 0, so 4 is not a duplicate of a kept sample. 9 is removed as a duplicate of 4.
-    assert Found(5, sample, partner, np.ones(5)).redundant() == {1, 9}
+    assert Found(5, np.array(pairs), np.ones(5)).redundant() == {1, 9}
 
 
 @pytest.mark.parametrize("name", ["neuclip", "openclip", "isogclr"])
