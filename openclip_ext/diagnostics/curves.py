@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,13 +52,9 @@ def main(argv: list[str]) -> None:
         if not run.is_dir():
             raise ValueError(f"{run} is not a folder: expected LOGS/NAME of a training run")
         logs[name if names.count(name) == 1 else str(run)] = read_log(run)
-    logged = {name: log for name, log in logs.items() if log.steps}
-    if not logged:
-        raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
-    for name in logs:
-        if name not in logged:
-            print(f"warning: {name} is not drawn, because it has logged no training step", file=sys.stderr)
-    plot(logged, args.output)
+    if empty := [name for name, log in logs.items() if not log.steps]:
+        raise ValueError(f"no training step is logged in {', '.join(empty)}")
+    plot(logs, args.output)
     print(args.output)
 
 

@@ -21,17 +21,15 @@ def write_run(folder, steps, **extra):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_curves_of_several_runs_are_drawn(tmp_path, capsys):
+def test_curves_of_several_runs_are_drawn(tmp_path):
     quantiles = {"alpha_q10": -2.0, "alpha_q50": -1.0, "alpha_q90": 0.0}
     quantiles |= {"temperature_min": 0.05, "temperature_max": 0.09}
     write_run(tmp_path / "neuclip", range(0, 200, 20), **quantiles)
     write_run(tmp_path / "openclip", range(0, 100, 20))
     with (tmp_path / "neuclip" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 99, "lo')  # the run was killed during this write
-    (tmp_path / "just-started").mkdir()
     output = tmp_path / "pictures" / "curves.png"
-    curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip", "just-started")), "--output", str(output)])
-    assert "warning: just-started is not drawn" in capsys.readouterr().err
+    curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip")), "--output", str(output)])
     pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
     colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # of the two runs
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
