@@ -75,7 +75,6 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
             ["--hard-negative-key", "json:nope"],
             "warning  data: the first sample is bad: no hard negative: expected a text",
         ),
-        (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
         (["--single-source-batches"], "ERROR    --single-source-batches: expected several sources"),
         (
             ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],
@@ -100,9 +99,7 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
 
 
-@pytest.mark.parametrize(("reached", "verdict"), [(True, "warning"), (False, "ERROR")])
-def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys, monkeypatch, reached, verdict):
-    monkeypatch.setattr(doctor, "_reaches_hub", lambda: reached)
+def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys):
     argv = command(shards, tmp_path, "run", "openclip", "--model", "ViT-B-32", "--pretrained", "laion2b_s34b_b79k")
     argv += ["--cache-dir", str(tmp_path), "--force-patch-dropout", "0"]
-    assert found(lines_of(capsys, argv, int(not reached)), f"{verdict:8} caches: laion/CLIP-ViT-B-32")
+    assert found(lines_of(capsys, argv), "warning  caches: laion/CLIP-ViT-B-32")
