@@ -262,8 +262,6 @@ class Comparison:
                 num_samples=self.pilot.data.num_samples,
                 notes=tuple(notes),
                 processes=self.config.processes,
-                minutes=self.config.minutes,
-                most_epochs=self._most_samples / self.pilot.data.num_samples,
             ),
             captions=self.pilot.data.test.captions(),
             command_line=self.command_line,

@@ -1,21 +1,16 @@
 """The command ``compare``: its candidates, its time plan, its conclusion, and a full comparison on a tiny data set."""
 
-import io
 import json
-import os
 import re
 import shlex
-import signal
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import open_clip
 import pytest
 import torch
-from PIL import Image
 
 from openclip_ext.compare import comparison, plan
 from openclip_ext.compare.comparison import Comparison, main, winners
@@ -35,6 +30,7 @@ from openclip_ext.evaluation.statistics import Difference
 from openclip_ext.losses import registry
 from openclip_ext.training import flags
 from openclip_ext.training.model import with_loss_options
+from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
@@ -135,13 +131,12 @@ def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, 3)
 
 
-def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
+def result(loss: str, gain: float, half: float | None = None) -> Any:
     """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``. None (default) means no interval."""
-    difference = None if half is None else gap(gain, half)
-    return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
+    return SimpleNamespace(loss=loss, gain=gain, difference=None if half is None else gap(gain, half))
 
 
-ABOUT = About("", "", 64, 1, (), 1, minutes=30.0, most_epochs=32)
+ABOUT = About("", "", 64, 1, (), 1)
 BASE = result(BASELINE, 0.0)
 
 
@@ -167,25 +162,6 @@ BASE = result(BASELINE, 0.0)
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     sentence, taken = conclude(found, ABOUT, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # limited to --epochs
-        (result("neuclip", -0.01, 0.015, 4.0), []),  # no gain, so no advice on the length
-        # The gain grows by half a point per doubling of the epochs. Three more doublings make it significant.
-        (
-            result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),
-            ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
-        ),
-        (result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.02, 1), (4.0, 0.01, 3))), ["−2.0 in 32", "No length"]),
-    ],
-)
-def test_the_sentence_says_what_longer_runs_may_bring(found, words):
-    sentence, _ = conclude([found, BASE], ABOUT, {})
-    assert all(word in sentence for word in words), sentence
-    assert ("epochs" in sentence) == bool(words)
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
@@ -221,31 +197,11 @@ def test_texts_are_those_of_the_tokenizer():
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
-
-
-def two_colors(number: int) -> list[tuple[str, bytes]]:
-    names = list(COLORS)
-    upper, lower = number * 7 % 5, number * 3 // 5 % 5
-    pixels = np.zeros((16, 16, 3), np.uint8)
-    pixels[:8], pixels[8:] = COLORS[names[upper]], COLORS[names[lower]]
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    content = {
-        "png": buffer.getvalue(),
-        "txt": f"{names[upper]} over {names[lower]}".encode(),
-        "cls": str(upper).encode(),
-    }
-    return [(f"{number:06d}.{field}", data) for field, data in content.items()]
-
-
-MEMBERS = [member for number in range(300) for member in two_colors(number)]
-
 
 def write_data(folder: Path) -> Path:
     for split, count in {"train": 80, "val": 60}.items():
-        write_tar(folder / split / "00000.tar", MEMBERS[: 3 * count])
-    (folder / "names.txt").write_text("".join(f"{name}\n" for name in COLORS))
+        write_tar(folder / split / "00000.tar", members(count))
+    write_names(folder)
     return folder
 
 
@@ -311,7 +267,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 )
 def test_data_that_do_not_fit_are_refused(data, more, message):
     places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar"}
-    write_tar(places["bad"], [member for member in MEMBERS[:240] if not member[0].endswith("7.txt")])
+    write_tar(places["bad"], [member for member in members(80) if not member[0].endswith("7.txt")])
     with pytest.raises(ValueError, match=message):
         main(arguments(data, *(word.format(**places) for word in more)))
 
@@ -418,7 +374,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     with pytest.raises(ValueError, match="comparison with other flags or versions"):
         main([*argv, "--wd", "0.1"])
     assert set((out / "cache").iterdir()) == caches
-    write_tar(data / "train" / "00000.tar", MEMBERS[: 3 * 90])
+    write_tar(data / "train" / "00000.tar", members(90))
     (data / "train" / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="comparison with other data"):
         main(argv)
@@ -478,20 +434,9 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
 
 
-def test_runs_that_were_killed_are_called_so_and_no_result_is_no_success():
+def test_no_result_says_how_many_runs_were_killed_or_failed():
     killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
     sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
-    assert (
-        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.") and taken is None
-    )
+    assert sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.")
+    assert taken is None
     assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
-    assert failure_words("ValueError: no") == "a run failed: ValueError: no"
-
-
-def _killed(device, seen):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_the_pool_says_which_signal_ended_a_run():
-    with pytest.raises(ValueError, match="a run was killed by SIGKILL"):
-        ProcessPool(1, "openclip_ext.compare.process_pool").run([_killed])
