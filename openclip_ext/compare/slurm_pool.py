@@ -124,14 +124,9 @@ def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def make_pool(
-    executor: str,
-    processes: int,
-    preload: str,
-    folder: Path,
-    parameters: str,
-    judge: Judge = lambda name, state: None,
+    executor: str, processes: int, folder: Path, parameters: str, judge: Judge = lambda name, state: None
 ) -> TaskPool:
     """Return a :class:`SlurmPool` if ``executor`` is ``slurm``, else a :class:`ProcessPool`."""
     if executor == "slurm":
         return SlurmPool(processes, folder, parameters, judge)
-    return ProcessPool(processes, preload, judge)
+    return ProcessPool(processes, judge)

@@ -88,7 +88,7 @@ class Task:
 
 
 def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
-    results, workers = ResultsFile(tmp_path / "runs.jsonl"), ProcessPool(2, __name__)
+    results, workers = ResultsFile(tmp_path / "runs.jsonl"), ProcessPool(2)
     words = ("works", "fails", "is killed")
     runs = [replace(RUN, setting={"setting": word}, seed=seed) for seed in (0, 1) for word in words]
     assert workers.work_off(lambda: {run.id: Task(run) for run in runs if run.id not in results.known}, results.keep)
