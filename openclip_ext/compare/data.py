@@ -130,10 +130,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
 def _class_names(path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        names = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--classes {path} cannot be read: {error}") from error
+    names = Path(path).read_text(encoding="utf-8").splitlines()
     if len(names) < 2:
         raise ValueError(f"--classes {path} has {len(names)} lines: expected at least 2, each with a class name")
     return names
