@@ -77,9 +77,9 @@ def test_images_are_halved_and_shifted(name: str):
         averaged(stored[:, :, :50, :50], visual)
 
 
-def train(data: PilotData, setting: dict, seed: int = 0) -> dict:
+def train(data: PilotData, setting: dict, seed: int = 0, measured: int = 0) -> dict:
     run = replace(pending(GRID, "data", {})[0], setting=setting, epochs=2, seed=seed)
-    result = grids.train(data, run, torch.device("cpu"), lambda samples: None)
+    result = grids.train(data, run, torch.device("cpu"), lambda samples: None, measured)
     result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
     return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
 
@@ -123,10 +123,9 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
 
 @pytest.mark.parametrize("loss", ["openclip", "queueclip"])
 def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
-    run = replace(pending(GRID, "data", {})[0], setting={"loss": loss}, epochs=2)
-    rows = [grids.train(data, run, torch.device("cpu"), lambda samples: None, measured) for measured in (0, 8)]
-    assert rows[0]["test"] == rows[1]["test"] and [point[0] for point in rows[1]["curve"]] == [12, 24]
-    for error in rows[1]["estimation_errors"]:
+    plain, measured = (train(data, {"loss": loss}, measured=samples) for samples in (0, 8))
+    assert plain["test"] == measured["test"] and [point[0] for point in measured["curve"]] == [12, 24]
+    for error in measured["estimation_errors"]:
         assert error["minibatch"] > 0 and (error["estimator"] is None) == (loss == "openclip")
 
 
