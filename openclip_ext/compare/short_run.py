@@ -84,7 +84,7 @@ class PilotRun:
         with without_warnings():
             self.built = build_model(replace(config.model, siglip_start=has_bias), device, run.seed)
         self.model: Any = self.built.model
-        self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
+        self.texts: Any = self.built.tokenizer if data.tokens is None else KnownTexts(data.tokens, self.model)
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
         chosen = for_training(asked, self.steps, bool(config.model.weights), data.reference)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
