@@ -20,7 +20,7 @@ from openclip_ext.compare import plan as planner
 from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
+from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
 from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
             comparison = Comparison(config, training, data, deadline)
             stopped = comparison.run()
             has_result = comparison.write_report(notes)
-    except (BadDataError, DoesNotFit) as error:
+    except BadDataError as error:
         raise ValueError(str(error)) from error
     if stopped:
         print("stopped; the same command continues from here")

@@ -67,10 +67,7 @@ def _decode(
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
     if config.val is None:
-        try:
-            whole = decoded(spec, classes)
-        except DoesNotFit as error:
-            raise ValueError(f"{error}: increase --cache, or give validation data with --val") from None
+        whole = decoded(spec, classes)
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "

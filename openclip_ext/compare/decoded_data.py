@@ -36,7 +36,7 @@ _PIXELS, _TABLE = "pixels.bin", "samples.json"
 _PROBE = 100
 
 
-class DoesNotFit(Exception):
+class DoesNotFit(ValueError):
     """The decoded images are larger than the cache's limit."""
 
 
@@ -126,7 +126,10 @@ def write_cache(
             indices.append(index)
             if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
                 needed, allowed = (f"{value / 2**30:.2g}" for value in (size, limit))
-                raise DoesNotFit(f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}")
+                raise DoesNotFit(
+                    f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}: increase --cache, or "
+                    "give validation data with --val"
+                )
     bad = expected - len(captions)
     if bad > spec.max_bad_fraction * expected:
         raise BadDataError(
