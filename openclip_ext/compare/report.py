@@ -129,7 +129,7 @@ def make_report(
     best = chosen[_leader(longest).loss][0] if found else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
-    sentence, recommended = conclude(found, about, to_best, failures)
+    sentence, recommended = conclude(found, about.batch, to_best, failures)
     runs = {}
     for contest in contests:
         for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
@@ -245,7 +245,7 @@ def _gain(result: LossResult) -> float:
 
 def conclude(
     found: Sequence[LossResult],
-    about: About,
+    batch: int,
     to_best: Mapping[str, Difference | None],
     failures: Sequence[str] = (),
 ) -> tuple[str, str | None]:
@@ -265,12 +265,12 @@ def conclude(
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"
     if best.difference.low > 0:
-        sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
+        sentence = f"{best.loss}, {difference} over {BASELINE} at batch {batch}"
         gaps = {loss: gap for loss, gap in to_best.items() if gap is not None and loss not in (best.loss, BASELINE)}
         equal = [loss for loss, gap in gaps.items() if gap.low <= 0 <= gap.high]
         sentence += f"; no difference between {best.loss} and {', '.join(equal)}" if equal else ""
         return f"{sentence}.", best.loss
-    sentence = f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} is nearest, {difference}"
+    sentence = f"Nothing beats {BASELINE} with confidence at batch {batch}: {best.loss} is nearest, {difference}"
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
     return f"{sentence}. Use {BASELINE} with its best setting.", BASELINE

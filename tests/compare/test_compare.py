@@ -18,7 +18,7 @@ from openclip_ext.compare.data import prepare
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
-from openclip_ext.compare.report import About, chance, conclude
+from openclip_ext.compare.report import chance, conclude
 from openclip_ext.compare.runs import Contest, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
@@ -130,7 +130,6 @@ def result(loss: str, gain: float, half: float) -> Any:
     return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half))
 
 
-ABOUT = About("", "", 64, 1, (), 1)
 BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
 
 
@@ -154,7 +153,7 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
-    sentence, taken = conclude(found, ABOUT, to_best)
+    sentence, taken = conclude(found, 64, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
 
 
@@ -416,7 +415,7 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
 
 def test_no_result_says_how_many_runs_were_killed_or_failed():
     killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
-    sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
+    sentence, taken = conclude([], 64, {}, [killed, killed, "ValueError: no"])
     assert sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.")
     assert taken is None
     assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
