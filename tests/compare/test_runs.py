@@ -63,15 +63,6 @@ def test_all_settings_run_the_first_seed_and_the_best_the_others():
     assert names(plan.best("a", results)) == [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)]
 
 
-def test_results_survive_a_cut_line(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    assert read_results(path) == {}
-    path.write_text('{"id": "a"}\n{"id": "b", "x')
-    assert list(read_results(path)) == ["a"]
-    ResultsFile(path).keep("c", {"id": "c"})
-    assert path.read_text() == '{"id": "a"}\n{"id": "c"}\n'
-
-
 class Task:
     """A picklable task. The setting of its run defines whether it succeeds, fails or is killed."""
 
