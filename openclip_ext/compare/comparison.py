@@ -53,11 +53,11 @@ def main(argv: list[str]) -> None:
     deadline = started + 60 * config.minutes
     try:
         with held(config.folder):  # locks the folder, including the cache in it
-            # Read the plan first: a folder with other flags is rejected before the data are decoded.
-            if not read_plan(config, training):
+            plan = read_plan(config, training)  # rejects a folder with other flags before the data are decoded
+            if not plan:
                 _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
-            comparison = Comparison(config, training, data, deadline)
+            comparison = Comparison(config, training, data, plan, deadline)
             stopped = comparison.run()
             has_result = comparison.write_report(notes)
     except BadDataError as error:
@@ -84,8 +84,10 @@ class Comparison:
         plan: Content of ``plan.json``; empty before the first plan.
     """
 
-    def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
-        self.config, self.deadline = config, deadline
+    def __init__(
+        self, config: CompareConfig, training: TrainingConfig, data: PilotData, plan: dict[str, Any], deadline: float
+    ) -> None:
+        self.config, self.plan, self.deadline = config, plan, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
         self.flags = digest_of_flags(config, training)
         self.context = config_digest([self.flags, data.digest])
@@ -99,8 +101,7 @@ class Comparison:
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
-        self.plan = read_plan(config, training)
-        if self.plan and self.plan["context"] != self.context:
+        if plan and plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
 
     def run(self) -> bool:
