@@ -20,7 +20,7 @@ from openclip_ext.compare import plan as planner
 from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.decoded_data import DoesNotFit, PilotData
+from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
 from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
@@ -53,14 +53,14 @@ def main(argv: list[str]) -> None:
     deadline = started + 60 * config.minutes
     try:
         with held(config.folder):  # locks the folder, including the cache in it
-            # Read the plan first: a folder with other flags is rejected before the data are decoded.
-            if not read_plan(config, training):
+            plan = read_plan(config, training)  # rejects a folder with other flags before the data are decoded
+            if not plan:
                 _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
-            comparison = Comparison(config, training, data, deadline)
+            comparison = Comparison(config, training, data, plan, deadline)
             stopped = comparison.run()
             has_result = comparison.write_report(notes)
-    except (BadDataError, DoesNotFit) as error:
+    except BadDataError as error:
         raise ValueError(str(error)) from error
     if stopped:
         print("stopped; the same command continues from here")
@@ -82,11 +82,12 @@ class Comparison:
 
     Attributes:
         plan: Content of ``plan.json``; empty before the first plan.
-        contests: The runs of each stage, for all stages whose losses and settings are already chosen.
     """
 
-    def __init__(self, config: CompareConfig, training: TrainingConfig, data: PilotData, deadline: float) -> None:
-        self.config, self.deadline = config, deadline
+    def __init__(
+        self, config: CompareConfig, training: TrainingConfig, data: PilotData, plan: dict[str, Any], deadline: float
+    ) -> None:
+        self.config, self.plan, self.deadline = config, plan, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
         self.flags = digest_of_flags(config, training)
         self.context = config_digest([self.flags, data.digest])
@@ -95,16 +96,13 @@ class Comparison:
         jobs = config.folder / "jobs"
         # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
-        self.workers = make_pool(config.executor, config.processes, __name__, jobs, parameters, self.stop)
+        self.workers = make_pool(config.executor, config.processes, jobs, parameters, self.stop)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
-        self.contests: list[Contest] = []
-        self.plan = read_plan(config, training)
-        if self.plan and self.plan["context"] != self.context:
+        if plan and plan["context"] != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
-        self._open_stages()
 
     def run(self) -> bool:
         """Execute all stages until the deadline or a signal; return whether a signal arrived."""
@@ -112,7 +110,7 @@ class Comparison:
             if not self.plan:
                 self._plan_tuning()
             self._drop_unstarted_stage()
-            while self._work() and self._begin_stage():
+            while self._work() and self._plan_next_stage():
                 pass
         except KeyboardInterrupt:
             return True
@@ -122,33 +120,35 @@ class Comparison:
     def _seconds_left(self) -> float:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
-    def _open_stages(self) -> None:
-        """Add the contests of planned stages. A stage takes its settings from the previous stage, which must be finished."""
-        for stage in self.plan.get("stages", [])[len(self.contests) :]:
-            if not self.contests:
-                tried = {loss: found[: self.plan["tried"]] for loss, found in self.candidates.items()}
-                length = stage["samples"]
+    def contests(self) -> list[Contest]:
+        """Return the runs of each planned stage. A stage takes its settings from the previous stage, if that is finished."""
+        known = self.results.known
+        found: list[Contest] = []
+        for stage in self.plan.get("stages", []):
+            length = self._length(stage["samples"])
+            if not found:
+                tried = {loss: own[: self.plan["tried"]] for loss, own in self.candidates.items()}
                 families = {loss: [self._make_run(loss, *one, length) for one in own] for loss, own in tried.items()}
-            elif self.contests[-1].pending(self.results.known):
-                return
+            elif found[-1].pending(known):
+                break
             else:
-                changes = self._length(stage["samples"])
-                best = winners(self.contests[-1], self.results.known)
-                families = {loss: [replace(run, **changes) for run in runs] for loss, runs in best.items()}
-            self.contests.append(Contest(families, stage["seeds"]))
+                best = winners(found[-1], known)
+                families = {loss: [replace(run, **length) for run in runs] for loss, runs in best.items()}
+            found.append(Contest(families, stage["seeds"]))
+        return found
 
     def _length(self, samples: int) -> dict[str, Any]:
         epochs, epoch_samples = planner.equal_epochs(samples, self.pilot.batch, self.pilot.data.num_samples)
         return {"epochs": epochs, "epoch_samples": epoch_samples}
 
-    def _make_run(self, loss: str, options: space.Options, factor: float, samples: int) -> Run:
+    def _make_run(self, loss: str, options: space.Options, factor: float, length: Mapping[str, Any]) -> Run:
         training = self.pilot.config
         return Run(
             data=self.context,
             model=training.model.name,
             schedule="compare",
             batch_size=self.pilot.batch,
-            **self._length(samples),
+            **length,
             lr=training.optimizer.lr * factor,
             seed=planner.SEEDS[0],
             family=loss,
@@ -159,7 +159,6 @@ class Comparison:
         self.plan = {**self.plan, **content}
         text = json_lines.dumps(self.plan, indent=2) + "\n"
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
-        self._open_stages()
 
     def _plan_tuning(self) -> None:
         """Plan the first stage, assuming that all losses cost as much as the baseline.
@@ -167,7 +166,9 @@ class Comparison:
         The baseline's throughput and the error of a batch's normalizers are measured first.
         """
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
-        run = self._make_run(space.BASELINE, *self.candidates[space.BASELINE][0], 10_000 * self.pilot.batch)
+        run = self._make_run(
+            space.BASELINE, *self.candidates[space.BASELINE][0], self._length(10_000 * self.pilot.batch)
+        )
         probes = self.workers.run([partial(self.pilot.probe, run, seconds)] * self.config.processes)
         per_sample, per_run = (statistics.fmean(probe[key] for probe in probes) for key in ("per_sample", "per_run"))
         tried, stage = planner.plan_tuning(
@@ -184,26 +185,24 @@ class Comparison:
 
     def _drop_unstarted_stage(self) -> None:
         """Remove a stage that an earlier call planned but did not start. This call plans it again for the remaining time."""
-        stages, rows = self.plan["stages"], self.results.rows
-        if 1 < len(self.contests) == len(stages) and not any(run.id in rows for run in self.contests[-1].decided(rows)):
-            self.contests.pop()
+        stages, rows, contests = self.plan["stages"], self.results.rows, self.contests()
+        if 1 < len(contests) == len(stages) and not any(run.id in rows for run in contests[-1].decided(rows)):
             self._write_plan(stages=stages[:-1])
 
-    def _begin_stage(self) -> bool:
-        """Plan and start the next stage, with the costs measured so far; return False if there is no time for it."""
-        known, stages, last = self.results.known, self.plan["stages"], self.contests[-1]
-        if len(self.contests) == len(stages):
-            costs = measured_costs(last, winners(last, known), known)
-            if costs is None or self._seconds_left <= 0:
-                return False
-            left = self._seconds_left * (1 - planner.RESERVE)
-            limits = (self.config.processes, self.pilot.batch, self._most_samples)
-            stage = planner.plan_next(planner.Stage(**stages[-1]), costs, left, *limits)
-            if stage is None:
-                return False
-            stages = [*stages, asdict(stage)]
-        self._write_plan(stages=stages)
-        return True
+    def _plan_next_stage(self) -> bool:
+        """Plan the next stage, unless it is planned, with the measured costs; return False if there is no time for it."""
+        known, stages, last = self.results.known, self.plan["stages"], self.contests()[-1]
+        if last.pending(known):
+            return True
+        costs = measured_costs(last, winners(last, known), known)
+        if costs is None or self._seconds_left <= 0:
+            return False
+        left = self._seconds_left * (1 - planner.RESERVE)
+        limits = (self.config.processes, self.pilot.batch, self._most_samples)
+        stage = planner.plan_next(planner.Stage(**stages[-1]), costs, left, *limits)
+        if stage is not None:
+            self._write_plan(stages=[*stages, asdict(stage)])
+        return stage is not None
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
         """Return a final row to stop a run if another setting is clearly better after equally many samples, else None."""
@@ -223,8 +222,8 @@ class Comparison:
 
     def _work(self) -> bool:
         """Execute the remaining runs of the stage; return False if the deadline comes first."""
-        contest, rows = self.contests[-1], self.results.rows
-        samples = self.plan["stages"][len(self.contests) - 1]["samples"]
+        contests, rows = self.contests(), self.results.rows
+        contest, samples = contests[-1], self.plan["stages"][len(contests) - 1]["samples"]
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
         with command_line.progress_bar(
@@ -252,7 +251,7 @@ class Comparison:
             print("there is no report, because no run is finished yet")
             return False
         found = report.make_report(
-            contests=self.contests,
+            contests=self.contests(),
             results=self.results.known,
             judged=self.plan["judged"],
             about=report.About(
@@ -262,8 +261,6 @@ class Comparison:
                 num_samples=self.pilot.data.num_samples,
                 notes=tuple(notes),
                 processes=self.config.processes,
-                minutes=self.config.minutes,
-                most_epochs=self._most_samples / self.pilot.data.num_samples,
             ),
             captions=self.pilot.data.test.captions(),
             command_line=self.command_line,

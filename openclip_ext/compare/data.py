@@ -67,10 +67,7 @@ def _decode(
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
     if config.val is None:
-        try:
-            whole = decoded(spec, classes)
-        except DoesNotFit as error:
-            raise ValueError(f"{error}: increase --cache, or give validation data with --val") from None
+        whole = decoded(spec, classes)
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "
@@ -130,10 +127,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
 def _class_names(path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        names = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--classes {path} cannot be read: {error}") from error
+    names = Path(path).read_text(encoding="utf-8").splitlines()
     if len(names) < 2:
         raise ValueError(f"--classes {path} has {len(names)} lines: expected at least 2, each with a class name")
     return names

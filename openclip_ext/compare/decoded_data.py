@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,40 +36,32 @@ _PIXELS, _TABLE = "pixels.bin", "samples.json"
 _PROBE = 100
 
 
-class DoesNotFit(Exception):
+class DoesNotFit(ValueError):
     """The decoded images are larger than the cache's limit."""
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Decoded samples in a folder. ``rows`` selects samples and sets their order."""
+class Cache(Source):
+    """Decoded samples in a folder. A sample's index is its position in ``rows``, which selects samples of the folder.
 
-    folder: Path
-    rows: tuple[int, ...]
+    Args:
+        rows: Positions of the samples in the folder. None (default) means all samples.
+    """
 
-    @classmethod
-    def open(cls, folder: Path) -> "Cache":
-        """Return the cache of all samples in a folder."""
-        return cls(folder, tuple(range(len(cls(folder, ())._table["captions"]))))
+    def __init__(self, folder: Path, rows: Sequence[int] | None = None) -> None:
+        self.folder = folder
+        self._table: dict[str, Any] = json.loads((folder / _TABLE).read_text())
+        self._pixels = np.memmap(folder / _PIXELS, np.uint8, "r")
+        self.rows = tuple(range(len(self._table["captions"])) if rows is None else rows)
+        super().__init__(len(self.rows), config_digest([self._table["digest"], self.rows]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cache, (self.folder, self.rows)  # another process maps the file again
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def part(self, positions: Sequence[int]) -> "Cache":
         return Cache(self.folder, tuple(self.rows[position] for position in positions))
-
-    @cached_property
-    def _table(self) -> dict[str, Any]:
-        return json.loads((self.folder / _TABLE).read_text())
-
-    @cached_property
-    def _pixels(self) -> np.ndarray:
-        return np.memmap(self.folder / _PIXELS, np.uint8, "r")
-
-    @property
-    def digest(self) -> str:
-        """Return a digest of the samples and their order."""
-        return config_digest([self._table["digest"], self.rows])
 
     def captions(self) -> list[str]:
         return [self._table["captions"][row] for row in self.rows]
@@ -94,8 +85,11 @@ class Cache:
     def image(self, position: int) -> Image.Image:
         return Image.fromarray(self.pixels(position))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "rows": self.rows}
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
+        return self.image(raw.index), self._table["captions"][self.rows[raw.index]]
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return str(self.folder), 0, self.num_samples
 
 
 def write_cache(
@@ -114,7 +108,7 @@ def write_cache(
         ValueError: A class is missing or out of range.
     """
     if (folder / _TABLE).exists():
-        return Cache.open(folder)
+        return Cache(folder)
     folder.mkdir(parents=True, exist_ok=True)
     source = build_source(spec, str)  # type: ignore[arg-type]
     expected = source.num_kept
@@ -132,7 +126,10 @@ def write_cache(
             indices.append(index)
             if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
                 needed, allowed = (f"{value / 2**30:.2g}" for value in (size, limit))
-                raise DoesNotFit(f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}")
+                raise DoesNotFit(
+                    f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}: increase --cache, or "
+                    "give validation data with --val"
+                )
     bad = expected - len(captions)
     if bad > spec.max_bad_fraction * expected:
         raise BadDataError(
@@ -144,7 +141,7 @@ def write_cache(
     table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
     table["digest"] = config_digest([content.hexdigest(), captions, labels])
     write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
-    return Cache.open(folder)
+    return Cache(folder)
 
 
 def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
@@ -181,21 +178,6 @@ def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[in
     return classes
 
 
-class _CachedSource(Source):
-    """A source for the training loader that reads a cache. A sample's index is its position in the cache."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._captions = cache.captions()
-        super().__init__(len(self._captions), cache.digest)
-
-    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[Image.Image, str]:
-        return self._cache.image(raw.index), self._captions[raw.index]
-
-    def group_of(self, index: int) -> tuple[str, int, int]:
-        return str(self._cache.folder), 0, self.num_samples
-
-
 class Tokens(NamedTuple):
     """The ``T`` distinct texts of a run and their tokens ``(T, L)``."""
 
@@ -212,7 +194,6 @@ class KnownTexts:
     """A tokenizer that looks up the tokens of known texts, and shrinks the text tower to their length and vocabulary.
 
     The tower is shrunk in place, but only if it is causal and all parameters of the model are trained (see :func:`shrink`).
-    Without known texts (``tokens`` is None), ``tokenizer`` is called, and the model does not change.
 
     Attributes:
         vocabulary: ``(V,)`` int64, the tokens that the model keeps. None means all tokens.
@@ -220,11 +201,7 @@ class KnownTexts:
 
     vocabulary: Tensor | None = None
 
-    def __init__(self, tokens: Tokens | None, tokenizer: Callable, model: nn.Module) -> None:
-        self._tokenizer = tokenizer
-        self._place: dict[str, int] = {}
-        if tokens is None:
-            return
+    def __init__(self, tokens: Tokens, model: nn.Module) -> None:
         self._place = {text: place for place, text in enumerate(tokens.texts)}
         self._rows = torch.from_numpy(tokens.rows.astype(np.int64))
         tower = find_causal_tower(model)
@@ -236,8 +213,7 @@ class KnownTexts:
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """Return the tokens ``(N, L)`` of ``N`` texts."""
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        return self._rows[[self._place[text] for text in texts]] if self._place else self._tokenizer(texts)
+        return self._rows[[self._place[text] for text in ([texts] if isinstance(texts, str) else texts)]]
 
 
 @dataclass(frozen=True)
@@ -268,6 +244,5 @@ class PilotData:
         if isinstance(self.train, DataSpec):
             spec = replace(self.train, num_samples=epoch_samples)
             return build_train_loader(spec, config, preprocess=preprocess, tokenizer=tokenizer)
-        source = _CachedSource(self.train)
-        source.reference = self.reference
-        return TrainLoader(source, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)
+        self.train.reference = self.reference
+        return TrainLoader(self.train, config, preprocess=preprocess, tokenizer=tokenizer, epoch_samples=epoch_samples)

@@ -89,13 +89,13 @@ class ComparePilot:
 
         ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is the rest of a run's time.
         """
-        found = self.normalizer_errors(PilotRun(self.config, self.data, run, device))
-        if found is None:
-            raise ValueError("the model's embeddings are not finite before the first step")
         start = time.perf_counter()
-        # This is a new run, because the first run is now in evaluation mode.
         training = PilotRun(self.config, self.data, run, device)
         rest = time.perf_counter() - start
+        found = self.normalizer_errors(training)
+        if found is None:
+            raise ValueError("the model's embeddings are not finite before the first step")
+        training.loss.train()
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":

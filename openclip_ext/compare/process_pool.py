@@ -17,6 +17,8 @@ import torch
 from openclip_ext.data.processes import available_cores
 
 _POLL_SECONDS = 0.3
+# This module imports all modules of a run.
+_PRELOADED = "openclip_ext.compare.pilot"
 # The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
 # A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, and with
@@ -114,14 +116,14 @@ class TaskPool(ABC):
 
 
 class ProcessPool(TaskPool):
-    """A pool of processes on this machine. They are forked from a server process that imports ``preload``."""
+    """A pool of processes on this machine. They are forked from a server process that has imported ``_PRELOADED``."""
 
     _running: dict[str, _Running]
 
-    def __init__(self, processes: int, preload: str, judge: Judge = lambda name, state: None) -> None:
+    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
         super().__init__(processes, judge)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
+        self._context.set_forkserver_preload([_PRELOADED])
 
     def _wait(self) -> None:
         wait([entry.connection for entry in self._running.values()], _POLL_SECONDS)

@@ -19,8 +19,6 @@ from openclip_ext.evaluation.statistics import Difference, group_numbers, paired
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
 
-# Gains in R@1 up to this value (one point) are negligible.
-_NEGLIGIBLE = 0.01
 _METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
 
 Row = Mapping[str, Any]
@@ -28,7 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Training, data and time limits of a comparison. ``most_epochs`` is --epochs, counted in full batches."""
+    """Training and data of a comparison."""
 
     data: str
     model: str
@@ -36,8 +34,6 @@ class About:
     num_samples: int
     notes: tuple[str, ...]
     processes: int
-    minutes: float
-    most_epochs: float
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def make_report(
     best = chosen[_leader(longest).loss][0] if found else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
-    sentence, recommended = conclude(found, about, to_best, failures)
+    sentence, recommended = conclude(found, about.batch, to_best, failures)
     runs = {}
     for contest in contests:
         for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
@@ -249,11 +245,11 @@ def _gain(result: LossResult) -> float:
 
 def conclude(
     found: Sequence[LossResult],
-    about: About,
+    batch: int,
     to_best: Mapping[str, Difference | None],
     failures: Sequence[str] = (),
 ) -> tuple[str, str | None]:
-    """Return sentences about the result and the effect of longer runs, and the recommended loss.
+    """Return a sentence about the result, and the recommended loss.
 
     ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages.
     """
@@ -269,47 +265,15 @@ def conclude(
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"
     if best.difference.low > 0:
-        sentence = f"{best.loss}, {difference} over {BASELINE} at batch {about.batch}"
+        sentence = f"{best.loss}, {difference} over {BASELINE} at batch {batch}"
         gaps = {loss: gap for loss, gap in to_best.items() if gap is not None and loss not in (best.loss, BASELINE)}
         equal = [loss for loss, gap in gaps.items() if gap.low <= 0 <= gap.high]
         sentence += f"; no difference between {best.loss} and {', '.join(equal)}" if equal else ""
-        return " ".join([f"{sentence}.", *outlook(best, about)]), best.loss
-    sentence = f"Nothing beats {BASELINE} with confidence at batch {about.batch}: {best.loss} is nearest, {difference}"
+        return f"{sentence}.", best.loss
+    sentence = f"Nothing beats {BASELINE} with confidence at batch {batch}: {best.loss} is nearest, {difference}"
     worse = [result.loss for result in others if result.difference and result.difference.high < 0]
     sentence += f"; worse: {', '.join(worse)}" if worse else ""
-    return " ".join([f"{sentence}.", *outlook(best, about), f"Use {BASELINE} with its best setting."]), BASELINE
-
-
-def outlook(best: LossResult, about: About) -> list[str]:
-    """Return sentences about how a loss's gain grows with the run length, and which length may give a clear result.
-
-    The growth per doubling of the length is computed from the shortest and the longest runs. These runs may have different
-    settings and few seeds.
-    """
-    gap = best.difference
-    # The longest runs are slightly shorter than --epochs, because they have only full batches.
-    if gap is None or best.epochs >= 0.9 * about.most_epochs or gap.high <= _NEGLIGIBLE:
-        return []
-    shortest, early, _ = min(best.gains, default=(best.epochs, 0.0, 0))
-    if shortest < best.epochs:
-        growth = (gap.mean - early) / math.log2(best.epochs / shortest)
-        planned = gap.mean + growth * math.log2(about.most_epochs / best.epochs)
-        sentence = (
-            f"{best.loss} gained {_signed(early)} in {shortest:.1f} epochs and {_signed(gap.mean)} in {best.epochs:.1f}: if "
-            f"this continues, {_signed(planned)} in {about.most_epochs:.0f} (--epochs)."
-        )
-        # Doublings of the length after which an interval of the same width excludes 0.
-        doublings = min(-gap.low / growth, 20.0) if growth > 0 else math.inf
-    else:
-        sentence = f"Longer runs than {best.epochs:.1f} epochs may change this."
-        doublings = min(1.0, math.log2(about.most_epochs / best.epochs))
-    if gap.low > 0:
-        return [sentence]
-    epochs = best.epochs * 2**doublings
-    if epochs > 1.01 * about.most_epochs:
-        return [f"{sentence} No length up to --epochs is likely to decide. The same command adds seeds."]
-    minutes = math.ceil(2**doublings * about.minutes)
-    return [f"{sentence} About {epochs:.0f} epochs may decide: continue with the same command and --minutes {minutes}."]
+    return f"{sentence}. Use {BASELINE} with its best setting.", BASELINE
 
 
 def points(difference: Difference) -> str:

@@ -1,6 +1,5 @@
 """Perform one run on decoded data with the trainer's parts, in one process, without checkpoints or logs."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +71,6 @@ class PilotRun:
         batch: Samples per optimizer step.
         steps: Number of optimizer steps of the run, all with full batches.
         seconds: Duration of the training steps so far.
-        diverged: Whether the run ended early after too many consecutive skipped steps.
     """
 
     def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
@@ -86,7 +84,7 @@ class PilotRun:
         with without_warnings():
             self.built = build_model(replace(config.model, siglip_start=has_bias), device, run.seed)
         self.model: Any = self.built.model
-        self.texts = KnownTexts(data.tokens, self.built.tokenizer, self.model)
+        self.texts: Any = self.built.tokenizer if data.tokens is None else KnownTexts(data.tokens, self.model)
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
         chosen = for_training(asked, self.steps, bool(config.model.weights), data.reference)
         self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
@@ -101,7 +99,6 @@ class PilotRun:
         self._step = TrainStep(self.model, self.loss, optimizer, self.settings, scaler)
         self.loader = self.build_loader()
         self.seconds = 0.0
-        self.diverged = False
 
     def shared_options(self) -> dict[str, Any]:
         """Return default options. Each applies to all losses that use it."""
@@ -134,27 +131,25 @@ class PilotRun:
         return torch.stack([self.built.preprocess_val(samples.image(row)) for row in rows])
 
     def run_steps(self) -> Iterator[int]:
-        """Train step by step; after each step, yield the number of steps so far."""
+        """Train until the end or until too many skipped steps; after each step, yield the number of steps so far."""
         length = self.config.length
         number = 0
         self.model.train()
         for epoch in range(self.run.epochs):
             self.loss.start_epoch(epoch)
             batches = self.loader.iterate(epoch)
-            while True:
-                start = time.perf_counter()
-                group = list(itertools.islice(batches, length.accum_freq))
-                if len(group) < length.accum_freq:
-                    break
+            start = time.perf_counter()
+            # zip takes accum_freq micro-batches from the same iterator, for one optimizer step.
+            for group in zip(*[batches] * length.accum_freq, strict=False):
                 self._set_rates(number)
-                self._step(group, number)
+                self._step(list(group), number)
                 number += 1
                 self._step.guard.poll_outcomes()
-                self.diverged = self._step.guard.in_a_row >= length.max_skipped_steps
                 self.seconds += time.perf_counter() - start
-                if self.diverged:
-                    return
+                if self._step.guard.in_a_row >= length.max_skipped_steps:
+                    return  # the run diverged
                 yield number
+                start = time.perf_counter()
 
     def train(
         self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False

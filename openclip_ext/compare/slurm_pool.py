@@ -7,7 +7,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,11 +25,6 @@ _GRACE_SECONDS = 30.0
 _MINUTES_PER_DAY = 24 * 60
 
 
-class _Job(NamedTuple):
-    job: Any
-    progress: Path
-
-
 class SlurmPool(TaskPool):
     """A pool of SLURM jobs, each on the GPU that SLURM assigns, if any.
 
@@ -41,8 +36,6 @@ class SlurmPool(TaskPool):
     Raises:
         UsageError: submitit or SLURM is missing, or a parameter is unknown.
     """
-
-    _running: dict[str, _Job]
 
     def __init__(self, jobs: int, folder: Path, parameters: str, judge: Judge = lambda name, state: None) -> None:
         super().__init__(jobs, judge)
@@ -66,27 +59,30 @@ class SlurmPool(TaskPool):
         self._read_queue()
 
     def _start(self, name: str, task: Task) -> None:
-        progress = self._folder / f"{name}.json"
+        progress = self._progress(name)
         progress.unlink(missing_ok=True)
-        self._running[name] = _Job(self._executor.submit(_work, task, progress), progress)
+        self._running[name] = self._executor.submit(_work, task, progress)
 
-    def _kill(self, entry: _Job) -> None:
-        if not entry.job.paths.result_pickle.exists():  # scancel prints an error for a job that has ended
-            entry.job.cancel(check=False)
+    def _progress(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
 
-    def _read(self, name: str, entry: _Job) -> tuple[dict[str, Any] | None, str] | None:
-        if entry.progress.exists():
-            samples, result = json.loads(entry.progress.read_text())
+    def _kill(self, job: Any) -> None:
+        if not job.paths.result_pickle.exists():  # scancel prints an error for a job that has ended
+            job.cancel(check=False)
+
+    def _read(self, name: str, job: Any) -> tuple[dict[str, Any] | None, str] | None:
+        if self._progress(name).exists():
+            samples, result = json.loads(self._progress(name).read_text())
             self._samples[name] = samples
             self.samples = sum(self._samples.values())
             if result is not None and (stopped := self._judge(name, result)):
                 return stopped, ""
-        if entry.job.paths.result_pickle.exists():
-            error = entry.job.exception()  # an error outside the task, such as a module that the node lacks
-            return entry.job.result() if error is None else (None, str(error))
-        left = self._left_queue.get(entry.job.job_id)
+        if job.paths.result_pickle.exists():
+            error = job.exception()  # an error outside the task, such as a module that the node lacks
+            return job.result() if error is None else (None, str(error))
+        left = self._left_queue.get(job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
-            return None, f"{KILLED} by SLURM or before it started; its log: {entry.job.paths.stderr}"
+            return None, f"{KILLED} by SLURM or before it started; its log: {job.paths.stderr}"
         return None
 
     def _read_queue(self) -> None:
@@ -98,7 +94,7 @@ class SlurmPool(TaskPool):
         result = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
         if result.returncode == 0:
             queued = set(result.stdout.split())
-            ours = {entry.job.job_id for entry in self._running.values()}
+            ours = {job.job_id for job in self._running.values()}
             self._left_queue = {job: self._left_queue.get(job, now) for job in ours - queued}
 
 
@@ -124,14 +120,9 @@ def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def make_pool(
-    executor: str,
-    processes: int,
-    preload: str,
-    folder: Path,
-    parameters: str,
-    judge: Judge = lambda name, state: None,
+    executor: str, processes: int, folder: Path, parameters: str, judge: Judge = lambda name, state: None
 ) -> TaskPool:
     """Return a :class:`SlurmPool` if ``executor`` is ``slurm``, else a :class:`ProcessPool`."""
     if executor == "slurm":
         return SlurmPool(processes, folder, parameters, judge)
-    return ProcessPool(processes, preload, judge)
+    return ProcessPool(processes, judge)

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,18 +47,11 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
-    logs = {}
-    for name, run in zip(names, args.runs, strict=True):
-        if not run.is_dir():
-            raise ValueError(f"{run} is not a folder: expected LOGS/NAME of a training run")
-        logs[name if names.count(name) == 1 else str(run)] = read_log(run)
-    logged = {name: log for name, log in logs.items() if log.steps}
-    if not logged:
-        raise ValueError(f"no training step is logged in {', '.join(map(str, args.runs))}")
-    for name in logs:
-        if name not in logged:
-            print(f"warning: {name} is not drawn, because it has logged no training step", file=sys.stderr)
-    plot(logged, args.output)
+    keys = [name if names.count(name) == 1 else str(run) for name, run in zip(names, args.runs, strict=True)]
+    logs = dict(zip(keys, map(read_log, args.runs), strict=True))
+    if empty := [name for name, log in logs.items() if not log.steps]:
+        raise ValueError(f"no training step is logged in {', '.join(empty)}: expected LOGS/NAME of training runs")
+    plot(logs, args.output)
     print(args.output)
 
 

@@ -113,21 +113,14 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         received = tuple(tensor * 1 for tensor in tensors)
         return received if len(received) > 1 else received[0]
 
-    patches = [
-        mock.patch.multiple(
-            distributed,
-            world_size=lambda: world_size,
-            rank=lambda: 0,
-            all_gather=all_gather,
-            all_reduce_sum=all_reduce,
-            all_reduce_max=all_reduce,
-        ),
-        mock.patch("torch.distributed.nn.all_gather", gather_with_gradient),
-        *(mock.patch(name, exchange) for name in compat.SIGLIP_EXCHANGES),
-    ]
+    ours: dict[str, Any] = {"world_size": lambda: world_size, "rank": lambda: 0, "all_gather": all_gather}
     with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+        stack.enter_context(
+            mock.patch.multiple(distributed, **ours, all_reduce_sum=all_reduce, all_reduce_max=all_reduce)
+        )
+        stack.enter_context(mock.patch("torch.distributed.nn.all_gather", gather_with_gradient))
+        for name in compat.SIGLIP_EXCHANGES:
+            stack.enter_context(mock.patch(name, exchange))
         yield
 
 

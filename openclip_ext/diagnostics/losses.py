@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Iterator
 
 from openclip_ext.cli import command_line
-from openclip_ext.losses.options import OPTIONS, SUMMARIES
+from openclip_ext.losses.options import SUMMARIES
 from openclip_ext.losses.registry import check_options, find_method, list_losses, training_defaults
+from openclip_ext.training.parser import describe_options
 
 _PARTS = ("normalizer", "temperature_scheme")
 
@@ -34,10 +35,7 @@ def _described(name: str) -> Iterator[str]:
     yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes per sample{networks}"
     yield "  cost:     openclip-ext plan reports the memory, docs/scale.md the time"
     yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
-    yield "  options (NAME = default in training: meaning), as --NAME or --loss-option:"
-    for option, default in options.items():
-        spelled = " (--loss-option)" if OPTIONS[option].ablation else ""
-        yield f"    {option} = {default}: {OPTIONS[option].help}{spelled}"
+    yield f"  flags, with their defaults in training, except OpenCLIP's flags:\n\n{describe_options(name)}\n"
 
 
 if __name__ == "__main__":

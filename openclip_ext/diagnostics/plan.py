@@ -60,13 +60,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """Memory needs with ``world_size`` ranks, in bytes per GPU."""
+    """Memory needs with ``world_size`` ranks, in bytes per GPU. ``gradient`` is the communication of the model's gradient."""
 
     world_size: int
     local_batch: int
     model: int
     activations: int
     state: int
+    gradient: dict[str, float]
     loss: DryRun
 
     @property
@@ -111,22 +112,16 @@ class Plan:
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)
         copies = _PARAMETER_COPIES if world_size == 1 else _DDP_PARAMETER_COPIES
+        first, end = shard_bounds(training.samples, 0, world_size)
         return Row(
             world_size=world_size,
             local_batch=local_batch,
             model=copies * 4 * self.parameters,
             activations=int(self._fixed + self._of_image * _part(local_batch, training.accum_freq)),
-            state=self.replicated + self._table_bytes(world_size),
+            state=self.replicated + self.of_sample * (end - first),
+            gradient={ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {},
             loss=dry_run(create, local_batch, self.embed_dim, world_size, self._period()),
         )
-
-    def _table_bytes(self, world_size: int) -> int:
-        first, end = shard_bounds(self.training.samples, 0, world_size)
-        return self.of_sample * (end - first)
-
-    def gradient(self, world_size: int) -> dict[str, float]:
-        """Return the bytes of the model's gradient that each step reduces over ranks, by kind of communication."""
-        return {ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {}
 
     def _period(self) -> int:
         """Return the number of steps after which the loss's communication repeats (AmorLIP's ``fit_every``)."""
@@ -145,12 +140,12 @@ class Plan:
         )
 
     def report(self) -> Iterator[str]:
-        yield from [*self._sizes(), "", *self._batches(), "", *self._communication(), "", *self._table()]
+        yield from [*self._sizes(), "", *self._communication(), "", *self._table()]
         if warning := self.warning(self.asked):
             yield f"WARNING: {warning}"
 
     def _sizes(self) -> Iterator[str]:
-        training, row = self.training, self.asked
+        training, row, available = self.training, self.asked, self.gpu_memory
         sizes = f"n = {training.samples:,}, global batch {training.global_batch}, {row.world_size} ranks"
         yield f"{training.loss}, {training.model}, {sizes}"
         if training.loss == "openclip":
@@ -161,12 +156,10 @@ class Plan:
         yield f"activations                {_gib(row.activations)} GiB a GPU ({how})"
         yield f"loss, on every GPU         {_gib(self.replicated)} GiB a GPU"
         if self.of_sample:
-            share, total = _gib(self._table_bytes(row.world_size)), _gib(training.samples * self.of_sample)
+            share, total = _gib(row.state - self.replicated), _gib(training.samples * self.of_sample)
             yield f"loss, per sample           {share} GiB a GPU ({total} GiB in all, {self.of_sample} bytes each)"
         yield f"loss, temporary memory     {_gib(row.loss.work_bytes)} GiB a GPU"
-
-    def _batches(self) -> Iterator[str]:
-        row, available = self.asked, self.gpu_memory
+        yield ""
         fits = "fits" if row.gpu <= available else "does not fit"
         largest = max(0, int((available - (row.gpu - row.activations) - self._fixed) / self._of_image))
         yield f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; up to {largest} samples in a micro-batch fit"
@@ -175,7 +168,7 @@ class Plan:
         row = self.asked
         yield f"each step, {row.world_size} ranks (MiB):  total   sent by a rank"
         rows = {f"loss, {kind}": {kind: size} for kind, size in sorted(row.loss.exchanged.items())}
-        for name, exchanged in (rows | {"model, all-reduce of gradient": self.gradient(row.world_size)}).items():
+        for name, exchanged in (rows | {"model, all-reduce of gradient": row.gradient}).items():
             size, sent = sum(exchanged.values()), sent_bytes(exchanged, row.world_size)
             yield f"  {name:<28}{size / _MIB:>9.3f}{sent / _MIB:>11.3f}"
 
@@ -190,8 +183,7 @@ class Plan:
                 continue
             parts = (row.model, row.activations, row.state, row.loss.work_bytes, row.gpu)
             sizes = "".join(f"{_gib(size):>9}" for size in parts)
-            exchanged = (row.loss.exchanged, self.gradient(world_size))
-            sent, gradient = (sent_bytes(part, world_size) / _MIB for part in exchanged)
+            sent, gradient = (sent_bytes(part, world_size) / _MIB for part in (row.loss.exchanged, row.gradient))
             notes = (" <" if row is self.asked else "") + (" does not fit" if self.warning(row) else "")
             yield f"{world_size:>5}{row.local_batch:>7}{sizes}{sent:>9.2f}{gradient:>10.2f}{notes}"
 

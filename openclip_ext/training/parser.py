@@ -181,7 +181,7 @@ def print_help(argv: list[str]) -> bool:
     elif not {"-h", "--help"} & {*argv}:
         return False
     elif chosen in SUMMARIES or ":" in (chosen or ""):
-        print(f"The flags of --loss {chosen}, with their defaults:\n\n{_described(str(chosen))}\n\n{_MORE}")
+        print(f"The flags of --loss {chosen}, with their defaults:\n\n{describe_options(str(chosen))}\n\n{_MORE}")
     else:
         print(_short())
     return True
@@ -217,7 +217,7 @@ def _in_columns(rows: Mapping[str, str]) -> str:
     return "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in rows.items())
 
 
-def _described(loss: str) -> str:
+def describe_options(loss: str) -> str:
     """Return a help text for the loss's options, except OpenCLIP's flags. Defaults are written as on a command line."""
     from openclip_ext.losses import registry  # a late import, because it imports torch
 

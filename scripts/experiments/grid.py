@@ -345,7 +345,7 @@ def main(argv: list[str]) -> None:
     with held(args.results.parent, f".{args.results.name}.lock"):
         grid = json.loads(args.grid.read_text())
         jobs = args.results.with_suffix(".jobs")
-        pool = make_pool(args.executor, args.workers, "openclip_ext.compare.short_run", jobs, args.slurm)
+        pool = make_pool(args.executor, args.workers, jobs, args.slurm)
         failures = run_all(grid, args.data, args.results, pool, args.reference, args.start)
     if failures:
         sys.exit(f"{len(failures)} runs failed. Repeat the command to retry them")

@@ -1,31 +1,24 @@
 """The command ``compare``: its candidates, its time plan, its conclusion, and a full comparison on a tiny data set."""
 
-import io
 import json
-import os
 import re
 import shlex
-import signal
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import open_clip
 import pytest
 import torch
-from PIL import Image
 
 from openclip_ext.compare import comparison, plan
 from openclip_ext.compare.comparison import Comparison, main, winners
 from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.decoded_data import KnownTexts, Tokens
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
 from openclip_ext.compare.process_pool import ProcessPool, failure_words
-from openclip_ext.compare.report import About, chance, conclude
+from openclip_ext.compare.report import chance, conclude
 from openclip_ext.compare.runs import Contest, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
@@ -35,6 +28,7 @@ from openclip_ext.evaluation.statistics import Difference
 from openclip_ext.losses import registry
 from openclip_ext.training import flags
 from openclip_ext.training.model import with_loss_options
+from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
@@ -111,14 +105,10 @@ def test_the_best_losses_and_settings_go_on():
     families = {loss: [Run("", "", "", 8, 1, lr, 0, loss, {"loss": loss}) for lr in of] for loss, of in lrs.items()}
     contest = Contest(families, SEEDS[:1])
     scores = {"openclip": 0.1, "a": 0.3, "b": 0.2, "c": 0.4}
-    rows = {run.id: {"family": run.family, "val": {"mean": scores[run.family]}} for run in contest.decided({})}
+    rows = {run.id: {"val": {"mean": scores[run.family]}} for run in contest.decided({})}
     rows[families["a"][1].id]["val"]["mean"] -= 1  # a stopped run has a negative score
-    going_on = winners(contest, rows)
-    assert {loss: [run.lr for run in runs] for loss, runs in going_on.items()} == {
-        "openclip": [1, 2],
-        "c": [1],
-        "a": [1],
-    }
+    found = {loss: [run.lr for run in runs] for loss, runs in winners(contest, rows).items()}
+    assert found == {"openclip": [1, 2], "c": [1], "a": [1]}
 
 
 def test_a_run_is_cut_into_equal_epochs():
@@ -135,14 +125,12 @@ def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, 3)
 
 
-def result(loss: str, gain: float, half: float | None = None, epochs: float = 32.0, gains: tuple = ()) -> Any:
-    """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``. None (default) means no interval."""
-    difference = None if half is None else gap(gain, half)
-    return SimpleNamespace(loss=loss, gain=gain, difference=difference, epochs=epochs, gains=gains)
+def result(loss: str, gain: float, half: float) -> Any:
+    """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``."""
+    return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half))
 
 
-ABOUT = About("", "", 64, 1, (), 1, minutes=30.0, most_epochs=32)
-BASE = result(BASELINE, 0.0)
+BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
 
 
 @pytest.mark.parametrize(
@@ -165,27 +153,8 @@ BASE = result(BASELINE, 0.0)
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
-    sentence, taken = conclude(found, ABOUT, to_best)
+    sentence, taken = conclude(found, 64, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (result("neuclip", 0.005, 0.02, 20.0), ["About 32 epochs", "--minutes 48"]),  # limited to --epochs
-        (result("neuclip", -0.01, 0.015, 4.0), []),  # no gain, so no advice on the length
-        # The gain grows by half a point per doubling of the epochs. Three more doublings make it significant.
-        (
-            result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.005, 1), (4.0, 0.01, 3))),
-            ["+0.5 in 2.0 epochs and +1.0 in 4.0", "+2.5 in 32", "About 32 epochs", "--minutes 240"],
-        ),
-        (result("neuclip", 0.01, 0.025, 4.0, ((2.0, 0.02, 1), (4.0, 0.01, 3))), ["−2.0 in 32", "No length"]),
-    ],
-)
-def test_the_sentence_says_what_longer_runs_may_bring(found, words):
-    sentence, _ = conclude([found, BASE], ABOUT, {})
-    assert all(word in sentence for word in words), sentence
-    assert ("epochs" in sentence) == bool(words)
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
@@ -205,47 +174,13 @@ def test_guessing_finds_any_sample_of_an_equal_caption(groups):
     assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-def test_texts_are_those_of_the_tokenizer():
-    tokenizer = open_clip.get_tokenizer("demo-vit")
-    captions = ["see a !~ b and c", "red"]
-    tokens = Tokens.of(captions, tokenizer)
-    # Token 0 is both OpenCLIP's padding and the token of "!" within a text.
-    assert (tokenizer(captions)[0] == 0).nonzero()[0] < tokenizer(captions)[0].argmax()
-    other = torch.nn.Linear(1, 1)  # a model without OpenCLIP's text tower
-    assert torch.equal(KnownTexts(tokens, tokenizer, other)(captions), tokenizer(captions))
-    assert torch.equal(KnownTexts(None, tokenizer, other)("red"), tokenizer(["red"]))
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
-
-COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0), "white": (255, 255, 255)}
-
-
-def two_colors(number: int) -> list[tuple[str, bytes]]:
-    names = list(COLORS)
-    upper, lower = number * 7 % 5, number * 3 // 5 % 5
-    pixels = np.zeros((16, 16, 3), np.uint8)
-    pixels[:8], pixels[8:] = COLORS[names[upper]], COLORS[names[lower]]
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    content = {
-        "png": buffer.getvalue(),
-        "txt": f"{names[upper]} over {names[lower]}".encode(),
-        "cls": str(upper).encode(),
-    }
-    return [(f"{number:06d}.{field}", data) for field, data in content.items()]
-
-
-MEMBERS = [member for number in range(300) for member in two_colors(number)]
 
 
 def write_data(folder: Path) -> Path:
     for split, count in {"train": 80, "val": 60}.items():
-        write_tar(folder / split / "00000.tar", MEMBERS[: 3 * count])
-    (folder / "names.txt").write_text("".join(f"{name}\n" for name in COLORS))
+        write_tar(folder / split / "00000.tar", members(count))
+    write_names(folder)
     return folder
 
 
@@ -298,7 +233,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Return a prepared comparison that has not run anything yet."""
     data = write_data(tmp_path_factory.mktemp("compared"))
     config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
-    return Comparison(config, training, prepare(config, training)[0], 0.0)
+    return Comparison(config, training, prepare(config, training)[0], {}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +246,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 )
 def test_data_that_do_not_fit_are_refused(data, more, message):
     places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar"}
-    write_tar(places["bad"], [member for member in MEMBERS[:240] if not member[0].endswith("7.txt")])
+    write_tar(places["bad"], [member for member in members(80) if not member[0].endswith("7.txt")])
     with pytest.raises(ValueError, match=message):
         main(arguments(data, *(word.format(**places) for word in more)))
 
@@ -418,7 +353,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     with pytest.raises(ValueError, match="comparison with other flags or versions"):
         main([*argv, "--wd", "0.1"])
     assert set((out / "cache").iterdir()) == caches
-    write_tar(data / "train" / "00000.tar", MEMBERS[: 3 * 90])
+    write_tar(data / "train" / "00000.tar", members(90))
     (data / "train" / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="comparison with other data"):
         main(argv)
@@ -478,20 +413,9 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
 
 
-def test_runs_that_were_killed_are_called_so_and_no_result_is_no_success():
+def test_no_result_says_how_many_runs_were_killed_or_failed():
     killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
-    sentence, taken = conclude([], ABOUT, {}, [killed, killed, "ValueError: no"])
-    assert (
-        sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.") and taken is None
-    )
+    sentence, taken = conclude([], 64, {}, [killed, killed, "ValueError: no"])
+    assert sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.")
+    assert taken is None
     assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
-    assert failure_words("ValueError: no") == "a run failed: ValueError: no"
-
-
-def _killed(device, seen):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_the_pool_says_which_signal_ended_a_run():
-    with pytest.raises(ValueError, match="a run was killed by SIGKILL"):
-        ProcessPool(1, "openclip_ext.compare.process_pool").run([_killed])

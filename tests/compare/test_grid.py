@@ -1,15 +1,12 @@
 """Grid runs on the icons data: augmentation, scores, and equal results of runs with equal descriptions."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import open_clip
 import pytest
 import torch
-from PIL import Image
 
 from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.runs import read_results
@@ -17,6 +14,7 @@ from openclip_ext.model_configs import add_model_configs
 from scripts.experiments import grid as grids
 from scripts.experiments.grid import averaged, contests, load_data, pending, shifted
 from scripts.experiments.tables import format_tables
+from tests.compare.colors import members, write_names
 from tests.data.shards import write_tar
 
 SETTING = {"loss": "openclip"}
@@ -44,21 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_splits(folder: Path) -> Path:
-    """Write three splits of random images in the format of ``scripts.experiments.icons``; return the folder."""
+    """Write three splits in the format of ``scripts.experiments.icons``; return the folder."""
     folder.mkdir(exist_ok=True)
-    names = ["arrow left", "bell", "home"]
-    (folder / "names.txt").write_text("".join(f"{name}\n" for name in names))
+    write_names(folder)
     (folder / "recipe.json").write_text("{}")
-    random = np.random.default_rng(0)
-    for split, number in {"train": 12, "val": 6, "test": 6}.items():
-        members = []
-        for index in range(number):
-            buffer = io.BytesIO()
-            Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(buffer, "PNG")
-            content = {"png": buffer.getvalue(), "txt": f"{names[index % 3]} outline".encode()}
-            content["cls"] = str(index % 3).encode()
-            members += [(f"{index:08d}.{extension}", data) for extension, data in content.items()]
-        write_tar(folder / split / "00000.tar", members)
+    for split, count in {"train": 12, "val": 6, "test": 6}.items():
+        write_tar(folder / split / "00000.tar", members(count, size=64))
     return folder
 
 
@@ -84,13 +73,11 @@ def test_images_are_halved_and_shifted(name: str):
     torch.testing.assert_close(moved[0, :, :-1], halved[0, :, 1:], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(moved[0, :, -1], torch.full((3, 32), 255.0))
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
-    with pytest.raises(ValueError, match="images of 50 pixels: expected a multiple of 32"):
-        averaged(stored[:, :, :50, :50], visual)
 
 
-def train(data: PilotData, setting: dict, seed: int = 0) -> dict:
+def train(data: PilotData, setting: dict, seed: int = 0, measured: int = 0) -> dict:
     run = replace(pending(GRID, "data", {})[0], setting=setting, epochs=2, seed=seed)
-    result = grids.train(data, run, torch.device("cpu"), lambda samples: None)
+    result = grids.train(data, run, torch.device("cpu"), lambda samples: None, measured)
     result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
     return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
 
@@ -120,6 +107,7 @@ def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Pa
         {"loss": "openclip"},
         {"loss": "fastclip", "options": {"rho": 5.0}},
         {"loss": "queueclip", "options": {"prototypes": 8, "temperature_scheme": "solved", "rho": 1.0}},
+        {"loss": "siglip"},
         {"loss": "openclip", "options": {"equal_captions": "mask"}, "captions": "name"},
     ],
 )
@@ -131,20 +119,11 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
     assert other["temperature"] != first["temperature"] or other["val"] != first["val"]
 
 
-def test_the_sigmoid_loss_trains_its_bias(data: PilotData):
-    run = replace(pending(GRID, "data", {})[0], setting={"loss": "siglip"})
-    training = grids.GridRun(grids.config_of(run), data, run, torch.device("cpu"))
-    assert training.model.logit_bias.item() == -10
-    *_, last = training.run_steps()
-    assert last and training.model.logit_bias.item() != -10
-
-
-@pytest.mark.parametrize("loss", ["openclip", "fastclip", "queueclip"])
+@pytest.mark.parametrize("loss", ["openclip", "queueclip"])
 def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
-    run = replace(pending(GRID, "data", {})[0], setting={"loss": loss}, epochs=2)
-    rows = [grids.train(data, run, torch.device("cpu"), lambda samples: None, measured) for measured in (0, 8)]
-    assert rows[0]["test"] == rows[1]["test"] and [point[0] for point in rows[1]["curve"]] == [12, 24]
-    for error in rows[1]["estimation_errors"]:
+    plain, measured = (train(data, {"loss": loss}, measured=samples) for samples in (0, 8))
+    assert plain["test"] == measured["test"] and [point[0] for point in measured["curve"]] == [12, 24]
+    for error in measured["estimation_errors"]:
         assert error["minibatch"] > 0 and (error["estimator"] is None) == (loss == "openclip")
 
 
@@ -157,10 +136,7 @@ def test_finished_runs_are_skipped(folder: Path, tmp_path: Path):
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
     results.write_text(lines[0] + "\n" + lines[1][:40])  # the program was killed during a write
     grids.main(argv)
-    assert len(read_results(results)) == 2
-    again = results.read_text()
-    grids.main(argv)
-    assert results.read_text() == again
+    assert results.read_text().startswith(lines[0] + "\n") and len(read_results(results)) == 2
 
 
 def test_the_tables_say_what_is_chosen_and_what_is_not_finished():

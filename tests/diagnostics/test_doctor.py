@@ -24,11 +24,9 @@ def lines_of(capsys, argv, status=0):
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "2"}, {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}])
-def test_a_shell_of_several_tasks_needs_a_launcher(variables, shards, tmp_path, monkeypatch, capsys):
+def test_a_shell_of_several_tasks_needs_a_launcher(shards, tmp_path, monkeypatch, capsys):
     """For example, sbatch and salloc set SLURM_NTASKS in their shells. The training program reports the same error."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     argv = command(shards, tmp_path, "run", "openclip", "--save-every-steps", "2")
     message = (
         r"launcher: WORLD_SIZE or SLURM_NTASKS is 2, but .* not set\. Use torchrun or scripts/slurm/train\.sh, or set W"
@@ -58,25 +56,11 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--batch-size", "100"], "ERROR    too few samples: the epoch has 84"),
-        (["--image-key", "tiff"], "ERROR    "),
         (["--gpu-memory", "0.01"], "warning  memory: 1 rank: a GPU needs"),
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: checkpoints are saved only at the end of an epoch"),
-        (
-            ["--loss", "fastclip", "--dataset-resampled"],
-            "ERROR    --dataset-resampled: --loss fastclip needs each",
-        ),
-        (["--loss", "fastclip", "--hard-negative-key", "txt"], "ERROR    --hard-negative-key: --loss fastclip with"),
-        (
-            ["--model", "coca_ViT-B-32", "--hard-negative-key", "txt"],
-            "ERROR    --hard-negative-key does not support models",
-        ),
-        (
-            ["--hard-negative-key", "json:nope"],
-            "warning  data: the first sample is bad: no hard negative: expected a text",
-        ),
-        (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
-        (["--single-source-batches"], "ERROR    --single-source-batches: expected several sources"),
+        (["--loss", "fastclip", "--dataset-resampled"], "ERROR    --dataset-resampled: --loss fastclip needs each"),
+        (["--hard-negative-key", "json:nope"], "warning  data: the first sample is bad: no hard negative: expected a"),
         (
             ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],
             "ERROR    nothing is left",
@@ -100,9 +84,7 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
 
 
-@pytest.mark.parametrize(("reached", "verdict"), [(True, "warning"), (False, "ERROR")])
-def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys, monkeypatch, reached, verdict):
-    monkeypatch.setattr(doctor, "_reaches_hub", lambda: reached)
+def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys):
     argv = command(shards, tmp_path, "run", "openclip", "--model", "ViT-B-32", "--pretrained", "laion2b_s34b_b79k")
     argv += ["--cache-dir", str(tmp_path), "--force-patch-dropout", "0"]
-    assert found(lines_of(capsys, argv, int(not reached)), f"{verdict:8} caches: laion/CLIP-ViT-B-32")
+    assert found(lines_of(capsys, argv), "warning  caches: laion/CLIP-ViT-B-32")

@@ -7,7 +7,7 @@ import jinja2
 import pytest
 
 from openclip_ext.pages import charts
-from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, line_chart, short_number
+from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, line_chart
 from openclip_ext.pages.rendering import render_page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -63,7 +63,3 @@ def test_charts_have_no_color_of_one_theme_and_are_equal_each_time():
     assert drawn == again
     # Apart from the palette, a chart uses only the text color of the page.
     assert set(re.findall(r"(?:fill|stroke): ([#\w]+)", drawn)) == {"none", "currentColor", charts.color(3)}
-
-
-def test_numbers_are_short():
-    assert [short_number(value) for value in (0, 999, 1280, 3.2e8, -2e9)] == ["0", "999", "1.28k", "320M", "-2B"]

@@ -58,8 +58,7 @@ def _inspect(
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)
-    shown = outputs.shown_indices(found, args.show)
-    samples, thumbnails = outputs.read_samples(run.source, outputs.shown_indices(found), shown)
+    samples, thumbnails = outputs.read_samples(run.source, found, args.show)
     inspection = Inspection(about, thresholds, found, samples)
     outputs.write_page(folder / "index.html", inspection, thumbnails, args.show)
     outputs.write_json(folder / "found.json", inspection)
@@ -97,13 +96,8 @@ def _manifest_to_change(source: Source, target: Path) -> Manifest:
 
 def _by_index(found: Found, index: np.ndarray, is_pair: bool) -> Found:
     """Replace rows by global indices. In a pair, the smaller index comes first."""
-    sample = index[found.sample]
-    if found.partner is None:
-        return replace(found, sample=sample)
-    partner = index[found.partner]
-    if is_pair:
-        sample, partner = np.minimum(sample, partner), np.maximum(sample, partner)
-    return replace(found, sample=sample, partner=partner)
+    samples = index[found.samples]
+    return replace(found, samples=np.sort(samples, axis=1) if is_pair else samples)
 
 
 def _about(run: FinishedRun, embeddings: Embeddings, anchors: int, is_stored: bool) -> dict[str, str | int]:
@@ -125,12 +119,12 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
     chosen: set[int] = set()
     for name in names:
         category = found[name]
-        if len(category.sample) < category.count:
+        if len(category.samples) < category.count:
             logging.warning(
-                f"{name}: only the {len(category.sample):,} most similar of {category.count:,} pairs are listed and "
+                f"{name}: only the {len(category.samples):,} most similar of {category.count:,} pairs are listed and "
                 "excluded: increase --max-pairs or the threshold"
             )
-        chosen |= category.redundant() if name in PAIRS else set(category.sample.tolist())
+        chosen |= category.redundant() if name in PAIRS else set(category.samples[:, 0].tolist())
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,22 +67,23 @@ class Found:
 
     Attributes:
         count: Number of all findings. The arrays contain at most ``Thresholds.max_pairs`` pairs.
-        sample, partner: Rows ``(k,)`` of the embeddings: the smaller and the larger row of a pair, or a misfit and its best
-            match. ``partner`` is None if findings are single samples.
+        samples: Rows of the embeddings: ``(k, 2)`` for pairs (the smaller row first) and for misfits with their best match,
+            else ``(k, 1)``.
         value: ``(k,)`` similarities or log-normalizers. For ``duplicates``, the smaller of the image and caption similarities.
     """
 
     count: int
-    sample: np.ndarray
-    partner: np.ndarray | None
+    samples: np.ndarray
     value: np.ndarray
+
+    def entries(self) -> list[list[Any]]:
+        """Return ``[sample, value]`` or ``[sample, other sample, value]`` for each listed finding."""
+        return [[*samples, value] for samples, value in zip(self.samples.tolist(), self.value.tolist(), strict=True)]
 
     def redundant(self) -> set[int]:
         """Return samples whose exclusion leaves no pair: the second sample of each pair whose first sample is kept."""
-        assert self.partner is not None
         left_out: set[int] = set()
-        order = np.lexsort((self.sample, self.partner))
-        for first, second in zip(self.sample[order].tolist(), self.partner[order].tolist(), strict=True):
+        for first, second in sorted(self.samples.tolist(), key=lambda pair: pair[::-1]):
             if first not in left_out:
                 left_out.add(second)
         return left_out
@@ -110,8 +112,7 @@ class _StrongestPairs:
         self._kept = kept[:, np.lexsort((kept[1], kept[0], -kept[2]))[: self._limit]]
 
     def found(self) -> Found:
-        first, second, value = self._kept
-        return Found(self.count, first.astype(np.int64), second.astype(np.int64), value)
+        return Found(self.count, self._kept[:2].T.astype(np.int64), self._kept[2])
 
 
 class _Best:
@@ -134,7 +135,7 @@ class _Best:
         limit = median - deviations * _MAD_TO_STD * np.median(np.abs(value - median))
         places = np.flatnonzero(value < limit)
         places = places[np.argsort(value[places], kind="stable")]
-        return Found(len(places), rows[places], partner[places], value[places])
+        return Found(len(places), np.stack([rows[places], partner[places]], axis=1), value[places])
 
 
 @torch.no_grad()
@@ -209,5 +210,5 @@ def find(
     return {
         **{name: kept.found() for name, kept in pairs.items()},
         **{side: values.misfits(all_rows, thresholds.deviations) for side, values in best.items()},
-        **{name: Found(len(end), all_rows[end], None, alpha[end]) for name, end in ends.items()},
+        **{name: Found(len(end), all_rows[end, None], alpha[end]) for name, end in ends.items()},
     }

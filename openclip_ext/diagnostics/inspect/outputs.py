@@ -1,12 +1,11 @@
 """Write findings as a self-contained HTML page, JSON and CSV."""
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from openclip_ext.data.shards.shardlist import shard_name
@@ -38,16 +37,16 @@ class Inspection:
     samples: Mapping[int, Sample]
 
 
-def read_samples(
-    source: Source, listed: Iterable[int], shown: Iterable[int]
-) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Return the samples with the indices ``listed`` and ``shown``, and thumbnails (data URIs) of those ``shown``."""
-    samples, thumbnails, reader, with_image = {}, {}, source.reader(), set(shown)
-    for index in sorted({*listed, *with_image}):
+def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple[dict[int, Sample], dict[int, str]]:
+    """Return all samples of the findings, and thumbnails (data URIs) for the first ``show`` findings of each category."""
+    listed = {index for one in found.values() for index in one.samples.flatten().tolist()}
+    shown = {index for one in found.values() for index in one.samples[:show].flatten().tolist()}
+    samples, thumbnails, reader = {}, {}, source.reader()
+    for index in sorted(listed):
         raw = reader(index)
         key, caption = source.describe(raw)
         samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption)
-        if index in with_image:
+        if index in shown:
             image, _ = source.decode(raw, decode_image)
             assert isinstance(image, Image.Image)
             thumbnails[index] = thumbnail(image, _THUMBNAIL)
@@ -58,7 +57,7 @@ def write_json(path: Path, inspection: Inspection) -> None:
     """Write counts, definitions and findings. A finding is ``[index, value]`` or ``[index, other index, value]``."""
     define = inspection.thresholds.definition
     categories = {
-        name: {"definition": define(name), "count": found.count, "found": list(_entries(found))}
+        name: {"definition": define(name), "count": found.count, "found": found.entries()}
         for name, found in inspection.found.items()
     }
     content = {
@@ -77,19 +76,13 @@ def write_csv(path: Path, inspection: Inspection) -> None:
         columns = [field.name for field in fields(Sample)]
         writer.writerow(["category", "value", *columns, *(f"other_{column}" for column in columns)])
         for name, found in inspection.found.items():
-            for *members, value in _entries(found):
+            for *members, value in found.entries():
                 texts = [text for index in members for text in astuple(inspection.samples[index])]
-
                 writer.writerow([name, f"{value:.6g}", *(f"'{text}" if _is_formula(text) else text for text in texts)])
 
 
 def _is_formula(text: Any) -> bool:  # a spreadsheet program would execute a formula
     return isinstance(text, str) and text[:1] in "=+-@\t\r"
-
-
-def _entries(found: Found) -> Iterable[tuple[Any, ...]]:
-    columns = [found.sample, found.partner, found.value]
-    return zip(*(column.tolist() for column in columns if column is not None), strict=True)
 
 
 _NOTES = {
@@ -106,11 +99,10 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
             "count": found.count,
             "definition": inspection.thresholds.definition(name),
             "note": _NOTES.get(name, ""),
-            "is_pair": found.partner is not None,
-            "value": "log-normalizer" if found.partner is None else "cosine similarity",
+            "is_pair": found.samples.shape[1] == 2,
+            "value": "cosine similarity" if found.samples.shape[1] == 2 else "log-normalizer",
             "shown": [
-                ([inspection.samples[index] for index in members], value)
-                for *members, value in list(_entries(found))[:show]
+                ([inspection.samples[index] for index in members], value) for *members, value in found.entries()[:show]
             ],
         }
         for name, found in inspection.found.items()
@@ -118,10 +110,3 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
     title = f"Data of {inspection.about['run']}"
     page = render_page("inspect.html", title, about=inspection.about, categories=categories, thumbnails=thumbnails)
     path.write_text(page, encoding="utf-8")
-
-
-def shown_indices(found: Mapping[str, Found], show: int | None = None) -> Iterable[int]:
-    """Yield the indices of each category's first ``show`` findings and of their partners. None (default) means all."""
-    for category in found.values():
-        for column in (category.sample, category.partner):
-            yield from [] if column is None else np.asarray(column)[:show].tolist()
