@@ -65,7 +65,12 @@ class CompareConfig:
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     add_model_configs()
-    args, training = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, training = parser.parse_known_args(argv)
+    # This parser has no ``--model``, so in ``--model ViT-B-32 SHARDS`` it takes ViT-B-32 for SHARDS. Reject this order.
+    _, unknown = parser.parse_known_args([*argv[: argv.index(args.shards)], args.shards])
+    if unknown:
+        raise UsageError(f"{unknown[0]} before SHARDS: give SHARDS first, then the training flags")
     if args.loss is not None:
         raise UsageError("--loss selects one loss: use --losses to compare several")
     if args.executor == "slurm" and not args.processes:
