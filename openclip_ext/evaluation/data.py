@@ -164,6 +164,9 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
     """Return a shard's samples in file order, with the content of the ``wanted`` fields. None (default) means all fields."""
     try:
         with open(shard, "rb") as file:
+            if file.read(8).startswith((*tar.COMPRESSED,)):
+                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
+            file.seek(0)
             archive = tar.TarArchive(file)
             samples = list(archive.samples(wanted))
             if archive.gaps:
@@ -177,11 +180,7 @@ def find_samples(folder: Path) -> list[StoredSample]:
     """Return the test split's samples in disk order; raise DataError if a shard is missing or corrupt, or a key repeats."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
-        samples = read_shard(shard, frozenset())
-        with open(shard, "rb") as file:
-            if file.read(8).startswith((*tar.COMPRESSED,)):
-                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
-        for sample in samples:
+        for sample in read_shard(shard, frozenset()):
             if sample.key in found:
                 raise DataError(
                     f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of them is a copy or "

@@ -102,10 +102,10 @@ def evaluate(args: argparse.Namespace) -> int:
         changed = [line["key"] for line in lines if has_other_data(line, args.data_dir)]
         lines = [line for line in lines if line["key"] not in changed]
         problems = dict.fromkeys(changed, "the data have changed since the evaluation. Evaluate them again.") | failed
-        stored = {"run": results.run, **summary(lines, problems, missing)}
-        content = json.dumps(stored, indent=2, allow_nan=False) + "\n"
+        summarized = summary(lines, problems, missing)
+        content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
         write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
-        say(f"{summary_text(lines, problems, missing, args.data_dir)}\n\nResults: {results.path}")
+        say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")
     return 1 if failed or (args.tasks and missing) or any(task.key in changed for task in todo) else 0
 
 

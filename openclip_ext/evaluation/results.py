@@ -188,32 +188,29 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
     )
 
 
-def summary_text(
-    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
-) -> str:
-    """Return the summary as text: the main metric of each task, the averages, and the tasks without a result."""
-    by_key = {line["key"]: line for line in lines}
+def summary_text(found: Mapping[str, Any], data_dir: Path) -> str:
+    """Return a `summary` as text: the main metric of each task, the averages, and the tasks without a result."""
+    values = found["main_metrics"]
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
-    for task in (task for key, task in TASKS.items() if key in by_key):
-        value = by_key[task.key]["metrics"].get("main_metric")
+    for task in (task for key, task in TASKS.items() if key in values):
+        value = values[task.key]
         text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
     text.append("")
-    for title, (average, lacking) in averages(main_metrics(lines)).items():
-        total = len(GROUPS[title])
+    for title, average in found["averages"].items():
+        value, total, lacking = average["value"], average["tasks"], average["missing"]
         partial = f"partial, {total - len(lacking)}/{total}; missing: {_names(lacking)}"
-        text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
-    if other := [line["key"] for line in lines if has_other_size(line)]:
+        text.append(f"{title}: {partial if value is None else f'{value:.4f}'}")
+    if other := found["other_sizes"]:
         text.append(
             f"\nSizes differ from DataComp's, so scores are not comparable: {len(other)} tasks, {_names(other)}"
         )
-    for line in lines:
-        if skipped := line.get("skipped"):
-            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are excluded:")
-            text += [f"  {entry}" for entry in skipped[:10]]
-    if failed:
+    for key, skipped in found["skipped_images"].items():
+        text.append(f"\n{TASKS[key].name}: {len(skipped)} images do not decode and are excluded:")
+        text += [f"  {entry}" for entry in skipped[:10]]
+    if found["problems"]:
         text.append("\nNot evaluated:")
-        text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
-    if missing:
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in found["problems"].items()]
+    if missing := found["missing"]:
         command = f"openclip-ext download --data-dir {data_dir}"
         tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
         text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}. Download with `{command}{tasks}`.")
