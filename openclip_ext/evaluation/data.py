@@ -103,15 +103,9 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     """Return class names, which may repeat, and prompt templates, in which ``{c}`` stands for the class name."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
-    for template in templates:
-        try:
-            template.format(c="x")
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(
-                f"{folder / TEMPLATES_FILE}: {template!r} has a field other than {{c}} ({error})."
-            ) from None
-    if not any("{c}" in template for template in templates):
-        raise DataError(f"{folder / TEMPLATES_FILE}: no template has a {{c}} for the class name.")
+    other = {*"{}"}.intersection("".join(templates).replace("{c}", ""))
+    if other or not any("{c}" in template for template in templates):
+        raise DataError(f"{folder / TEMPLATES_FILE}: expected {{c}} for the class name, and no other field in braces.")
     if task.classes is not None and len(classnames) != task.classes and not any_size:
         raise DataError(
             f"{folder / CLASSNAMES_FILE}: expected DataComp's {task.classes} classes, found {len(classnames)}. "
@@ -135,15 +129,14 @@ def read_instances(folder: Path) -> list[Instance]:
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
         try:
             content = json.loads(line)
-            candidates, associations = tuple(content["candidates"]), frozenset(content["associations"])
-            if not all(isinstance(name, str) for name in (content["cue"], *candidates)):
-                raise TypeError("a cue or an image that is not a string")
-            if not content["cue"] or not associations or not associations <= set(candidates):
+            candidates, associations = (tuple(map(str, content[name])) for name in ("candidates", "associations"))
+            instance = Instance(str(content["cue"]), candidates, frozenset(associations))
+            if not instance.cue or not associations or not instance.associations <= {*candidates}:
                 raise ValueError("no cue, no associations, or an association that is not a candidate")
         except (ValueError, KeyError, TypeError) as error:
             wanted = "an object with cue, candidates and associations"
             raise DataError(f"{path}, line {number}: expected {wanted}, found {line[:80]} ({error!r}).") from None
-        instances.append(Instance(content["cue"], candidates, associations))
+        instances.append(instance)
     return instances
 
 

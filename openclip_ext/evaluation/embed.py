@@ -48,18 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Embed a data set, or continue an interrupted run of the same command; raise ValueError or OSError for a user's error."""
     args = _parse_arguments(argv)
     with shared.process_group():
-        try:
-            _embed(args)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                reason = "the GPU has too little memory: reduce --batch-size"
-            elif distributed.is_lost_peer(error):
-                reason = "another rank failed; see its error"
-            elif "DataLoader worker" in str(error):
-                reason = f"a data worker was killed, perhaps because memory ran out: reduce --workers ({error})"
-            else:
-                raise
-            raise UsageError(f"{reason}. The same command continues") from error
+        _embed(args)
 
 
 def _embed(args: argparse.Namespace) -> None:

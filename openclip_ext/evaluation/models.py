@@ -106,8 +106,8 @@ def load_model(
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
-        hint = f"its run was trained with --model {trained}" if trained != name else "is it from another --model?"
         reason = " ".join(str(error).split())[:400]
+        hint = "is it from another --model?"
         raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     if heads is not None:
@@ -145,9 +145,7 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
         raise ModelError(f"--checkpoint is missing: expected a file, or a pretrained tag ({known}).")
     if str(checkpoint) in tags:
         return str(checkpoint)
-    found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
-    inside = f"; in it: {', '.join(found)}" if found else ""
-    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag{inside} ({known}).")
+    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
 
 
 def _peek(path: Path) -> tuple[set[str], dict[str, Any] | None]:

@@ -43,10 +43,12 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
         ("classnames.txt", None, "classnames.txt not found"),
         ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
-        ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo of {c.x}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo of {c[x]}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
+        (
+            "zeroshot_classification_templates.txt",
+            "a photo of {c.x}\n",
+            "templates.txt: expected {c} for the class name",
+        ),
+        ("zeroshot_classification_templates.txt", "a photo\n", "templates.txt: expected {c} for the class name"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
         ("test/nshards.txt", None, "nshards.txt not found"),
@@ -196,8 +198,6 @@ def test_winogavil_instances_are_checked(tmp_path, make_encoder):
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
         ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "an association that is not a candidate"),
-        ('{"cue": 5, "candidates": ["a"], "associations": ["a"]}', "line 1: expected an object with .*not a string"),
-        ('{"cue": "owl", "candidates": [5], "associations": [5]}', "line 1: expected an object with .*not a string"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
         (folder / "instances.jsonl").write_text("\n".join([line, *lines]))

@@ -54,7 +54,7 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
     for name, checkpoint, message in (
         ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
         (TINY_MODEL, None, "--checkpoint is missing"),
-        (TINY_MODEL, tiny_folder, r"neither a file nor a pretrained tag; in it: epoch_1\.pt, epoch_2\.pt"),
+        (TINY_MODEL, tiny_folder, "neither a file nor a pretrained tag"),
         ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
     ):
@@ -68,11 +68,6 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     for name in ("tiny-wide", "tiny-deep"):
         with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
             load_model(name, tiny_folder / "epoch_1.pt")
-    run = tmp_path / "run"
-    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
-    (run / "params.txt").write_text(f"lr: 0.001\nmodel: {TINY_MODEL}\n")
-    with pytest.raises(ModelError, match=f"tiny-deep with .* its run was trained with --model {TINY_MODEL}"):
-        load_model("tiny-deep", checkpoint)
 
 
 def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):

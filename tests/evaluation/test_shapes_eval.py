@@ -108,21 +108,16 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
-    # If several checkpoints are given, each result has the shortest distinct title of its checkpoint.
-    titles = {
-        "runs/queueclip/checkpoints/epoch_1.pt": "queueclip",
-        "runs/q/checkpoints/epoch_1.pt": "q/epoch_1",
-        "runs/q/checkpoints/epoch_2.pt": str(tmp_path / "runs/q/checkpoints/epoch_2.pt"),
-        "other/q/checkpoints/epoch_2.pt": str(tmp_path / "other/q/checkpoints/epoch_2.pt"),
-        **{f"runs/{name}/checkpoints/epoch_1.pt": f"{name}/epoch_1" for name in ("untrained", "chance", "model")},
-    }
-    for place in titles:
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(checkpoint, tmp_path / place)
+    # The title of a checkpoint is the name of its run. If names are not distinct, the titles are the paths.
+    paths = [tmp_path / f"runs/{name}/checkpoints/epoch_1.pt" for name in ("openclip", "queueclip", "chance")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        shutil.copy(checkpoint, path)
     monkeypatch.setattr(shapes, "score", lambda encoder, samples: numbers["trained"])
-    main([*arguments, "--untrained", "--checkpoint", *(str(tmp_path / place) for place in titles)])
-    several = json.loads((tmp_path / "o.json").read_text())
-    assert list(several) == ["model", "checkpoint", *titles.values(), "untrained", "chance"]
+    for given, titles in ((paths[:2], ["openclip", "queueclip"]), (paths[1:], [str(path) for path in paths[1:]])):
+        main([*arguments, "--untrained", "--checkpoint", *map(str, given)])
+        several = json.loads((tmp_path / "o.json").read_text())
+        assert list(several) == ["model", "checkpoint", *titles, "untrained", "chance"]
 
 
 def test_a_runs_context_length_is_used(data_dir, tmp_path, capsys):
