@@ -19,14 +19,14 @@ class FakeHub:
         endpoint: address of the hub.
         corrupt: file path -> number of next responses with a wrong first byte.
         busy: file path -> number of next responses with status 503.
-        requests: path and offset of the first requested byte of every file request.
+        requests: path of every file request.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.corrupt: Counter[str] = Counter()
         self.busy: Counter[str] = Counter()
-        self.requests: list[tuple[str, int]] = []
+        self.requests: list[str] = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -80,8 +80,7 @@ class FakeHub:
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}
         if handler.command == "HEAD":
             return self._reply(handler, 200, b"", {**headers, "Content-Length": str(file["size"])})
-        first = int(re.match(r"bytes=(\d+)-", handler.headers.get("Range", "bytes=0-"))[1])
-        self.requests.append((name, first))
+        self.requests.append(name)
         if self.busy[name]:
             self.busy[name] -= 1
             return self._reply(handler, 503, b"")
@@ -89,12 +88,7 @@ class FakeHub:
         if self.corrupt[name]:
             self.corrupt[name] -= 1
             content = bytes([content[0] ^ 1]) + content[1:]
-        handler.send_response(206)
-        for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
-            handler.send_header(header, value)
-        handler.end_headers()
-        handler.wfile.write(content[first:])
-        return None
+        return self._reply(handler, 200, content, headers)
 
     def _reply(
         self, handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None

@@ -18,14 +18,14 @@ from tests.evaluation import datasets
 @pytest.fixture
 def evaluate(tiny_folder, tmp_path, monkeypatch):
     """Return a function that evaluates data sets with the command, and returns the metrics of each data set."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    for module, name in (
-        (cli, "load_clip"),
-        (cli, "build_dataset"),
-        (linear_probe, "accuracy"),
-        (zeroshot_classification, "accuracy"),
-    ):
+    replaced = {
+        cli: ("load_clip", "build_dataset"),
+        linear_probe: ("accuracy",),
+        zeroshot_classification: ("accuracy",),
+    }
+    for module, name in ((module, name) for module, names in replaced.items() for name in names):
         monkeypatch.setattr(module, name, getattr(module, name))  # to restore the functions after the test
+    monkeypatch.setattr(sys, "argv", sys.argv)
 
     def run(*names: str, root: str, **options: str) -> list[dict]:
         argv = ["eval", "--model", datasets.TINY_MODEL, "--pretrained", str(tiny_folder / "epoch_1.pt")]

@@ -1,8 +1,6 @@
 """Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
-import bz2
 import gzip
-import lzma
 import re
 import shutil
 import tarfile
@@ -27,10 +25,9 @@ def folder(tmp_path) -> Path:
     return datasets.make_task(tmp_path, "cifar10", shards=3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, workers, make_encoder):
+def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, make_encoder):
     before = torch.get_rng_state()
-    batches = list(make_encoder(workers=workers).batches(find_samples(folder), SampleFormat(num_classes=10)))
+    batches = list(make_encoder(workers=2).batches(find_samples(folder), SampleFormat(num_classes=10)))
     keys = [key for batch in batches for key in batch.keys]
     assert keys == [f"s{index:07d}" for shard in range(3) for index in range(shard, 24, 3)]
     assert not any(batch.skipped for batch in batches)
@@ -41,7 +38,6 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
     ("file", "content", "message"),
     [
         ("classnames.txt", None, "classnames.txt not found"),
-        ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
         (
             "zeroshot_classification_templates.txt",
@@ -51,8 +47,6 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
         ("zeroshot_classification_templates.txt", "a photo\n", "templates.txt: expected {c} for the class name"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
-        ("test/nshards.txt", None, "nshards.txt not found"),
-        ("test/nshards.txt", "three", "expected the number of shards, found 'three'"),
         ("test/nshards.txt", "1000000000", "expected the number of shards, found '1000000000'"),
         ("test/nshards.txt", "2", "expected 2 shards .*missing or extra: 2.tar"),
         ("test/nshards.txt", "4", "expected 4 shards .*missing or extra: 3.tar"),
@@ -81,16 +75,14 @@ def test_truncated_tars_are_named_wherever_they_are_cut(folder):
             find_samples(folder)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_tars_are_refused(folder, compress):
+def test_compressed_tars_are_refused(folder):
     shard = folder / "test" / "1.tar"
-    shard.write_bytes(compress(shard.read_bytes()))
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
     with pytest.raises(DataError, match=r"1\.tar is compressed: expected a plain tar.* Decompress it"):
         find_samples(folder)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
+def test_a_damaged_header_in_the_middle_is_named(folder, make_encoder):
     shard = folder / "test" / "2.tar"
     with tarfile.open(shard) as archive:
         member = archive.getmembers()[6]
@@ -99,7 +91,7 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
         stream.write(b"x" * 300)
     before = set(torch.multiprocessing.active_children())
     with pytest.raises(DataError, match=rf"2\.tar is truncated or corrupt .*at byte {member.offset}"):
-        evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+        evaluate_task(CIFAR, folder.parent, make_encoder(workers=2), any_size=True)
     assert set(torch.multiprocessing.active_children()) == before  # all workers have exited
 
 
@@ -132,12 +124,9 @@ CAMELYON = "wilds/camelyon17"
     [
         ("cifar10", {"cls": b"10"}, r"expected a label \(.cls\) below 10, found b'10'"),
         ("cifar10", {"cls": b"-1"}, ".*below 10, found b'-1'"),
-        ("cifar10", {"cls": b"cat"}, ".*below 10, found b'cat'"),
-        ("cifar10", {"cls": None}, "no .cls file, found"),
         ("cifar10", {"image": None}, "no .webp or .png or .jpg or .jpeg file, found"),
         (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
         (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
-        (CAMELYON, {"npy": datasets.npy_bytes([1, -2, 0])}, r".*found int64 \[1, -2, 0\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
         (FLICKR, {"txt": b"\n\n"}, "no caption"),
     ],

@@ -114,9 +114,7 @@ def run_folder(tmp_path, caplog) -> Path:
 @pytest.mark.parametrize(
     ("parameters", "options", "expected"),
     [
-        ({"force_custom_text": False, "image_std": None, "lr": 0.1}, {}, {}),
         ({"force_quick_gelu": True, "image_mean": [0.5] * 3}, {}, {"force_quick_gelu": True, "image_mean": [0.5] * 3}),
-        ({"force_image_size": [64]}, {}, {"force_image_size": 64}),
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
