@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def _embed(args: argparse.Namespace) -> None:
                     span=unit,
                 )
                 outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
-                unread = len(unit) - _write(folder, outputs, bar)
+                unread = len(unit) - folder.write(_rows(outputs, bar))
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
@@ -93,19 +93,14 @@ def _embed(args: argparse.Namespace) -> None:
             say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
 
 
-def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
-    """Write the embeddings of all batches to disk; return the number of samples."""
-    count = 0
-    with folder.tables() as tables:
-        for batch, embeddings in outputs:
-            for table, values in zip(tables, embeddings, strict=True):
-                rows = values.half().cpu().numpy()
-                if not np.isfinite(rows).all():
-                    raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
-                table.write(batch["index"].numpy(), rows)
-            count += len(batch["index"])
-            bar.update(len(batch["index"]))
-    return count
+def _rows(outputs: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield the indices of each batch and the float16 embeddings of its images and texts."""
+    for batch, embeddings in outputs:
+        images, texts = (values.half().cpu().numpy() for values in embeddings)
+        if not (np.isfinite(images).all() and np.isfinite(texts).all()):
+            raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
+        yield batch["index"].numpy(), images, texts
+        bar.update(len(images))
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
