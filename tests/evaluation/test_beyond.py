@@ -41,10 +41,7 @@ def evaluate(tiny_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("prompts", [None, ["a {c}", "a picture of a {c}"]])
 def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
     """Class names come from clip-benchmark. Templates come from clip-benchmark or from a file (as in CLIP-Lite, Table 11)."""
-    for number, (image, label) in enumerate(zip(*datasets.digit_images(40), strict=True)):
-        folder = tmp_path / "test" / str(label % 7)  # one folder of images per class
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"{number}.png")
+    datasets.write_class_folders(tmp_path / "test", 40, lambda label: str(label % 7))
     options = {}
     if prompts is not None:
         (tmp_path / "prompts.json").write_text(json.dumps({"fer2013": prompts}))
@@ -63,7 +60,7 @@ def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
 
 
 def test_retrieval_webdataset(evaluate, tmp_path):
-    datasets.make_retrieval(tmp_path, FLICKR)
+    datasets.make_task(tmp_path, FLICKR)
     root = str(tmp_path / "wds_{dataset_cleaned}_test")
     (found,) = evaluate(f"wds/{FLICKR}", root=root, task="zeroshot_retrieval")
     assert 0 < found["image_retrieval_recall@5"] < 1

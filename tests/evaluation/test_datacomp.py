@@ -25,7 +25,7 @@ def data_dir(tmp_path_factory) -> Path:
     """Return a folder with small data sets for all 40 tasks."""
     folder = tmp_path_factory.mktemp("data")
     for number, key in enumerate(TASKS):
-        datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
+        datasets.make_task(folder, key, count=12, seed=number)
     return folder
 
 
@@ -169,7 +169,7 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     evaluate(tiny_folder, tmp_path, *arguments)
     first, shard = read_results(tmp_path / "out" / RESULTS_FILE), folders[0] / "test" / "0.tar"
     size = shard.stat().st_size
-    datasets.write_tar(shard, [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)][::2])
+    datasets.write_shard(shard, [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)][::2])
     assert shard.stat().st_size == size
     shutil.rmtree(folders[1])
     assert evaluate(tiny_folder, tmp_path, *arguments) == 0
@@ -236,11 +236,16 @@ def _evaluate(argv: list[str]) -> tuple[int, str]:
         return datacomp.main(argv), shown.getvalue()
 
 
-def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
+def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path, model_arguments):
     """Two processes with data workers evaluate every task once, print one summary, and get the same numbers as one process."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
-    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
-    argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
+    argv = [
+        *model_arguments,
+        "--model-config",
+        str(tiny_folder / f"{datasets.TINY_MODEL}.json"),
+        "--data-dir",
+        str(data_dir),
+    ]
     argv += ["--output-dir", str(tmp_path), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
     (first, shown), (second, nothing) = two_ranks().run(_evaluate, argv, group=False)
     assert (first, second, nothing) == (0, 0, "")

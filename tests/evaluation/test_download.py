@@ -149,7 +149,7 @@ def test_verify_finds_what_is_broken(tmp_path: Path, key: str, capsys: pytest.Ca
     tar.write_bytes(whole)
     if key == WINOGAVIL:
         instances = (folder / "instances.jsonl").read_text()
-        (folder / "instances.jsonl").write_text(instances.replace('"picture_1"', '"painting_1"'))
+        (folder / "instances.jsonl").write_text(instances.replace('"s0000001"', '"painting"'))
         assert "in no tar" in problems_of(tmp_path, key)
 
 

@@ -1,6 +1,7 @@
 """Concept editing: the subspace (compared with scikit-learn's PCA), the removal of a concept, and the command."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -60,27 +61,20 @@ def test_alignment_table_by_hand() -> None:
         alignment_table(queries, images, basis, top=100)
 
 
-def test_command(tmp_path: Path) -> None:
-    checkpoint = datasets.tiny_checkpoint(tmp_path)
-    images, labels = datasets.digit_images(40)
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        folder = tmp_path / ("odd" if label % 2 else "even")
-        folder.mkdir(exist_ok=True)
-        image.save(folder / f"{number}.png")
+def test_command(tmp_path: Path, model_arguments: list[str]) -> None:
+    classes = datasets.write_class_folders(tmp_path, 40, lambda label: "odd" if label % 2 else "even")
     (tmp_path / "odd" / "broken.png").write_bytes(b"no image")
     (tmp_path / "pairs.csv").write_text("one, two\nthree,four\n\nfive, six\n")
     (tmp_path / "templates.txt").write_text("the number {c}\nI see a {c}\n")
 
     def run(*arguments: str) -> None:
-        model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
         folders = ["--images", str(tmp_path / "odd"), str(tmp_path / "even")]
-        main([*model, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
+        main([*model_arguments, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
 
     custom = ["--pairs", str(tmp_path / "pairs.csv"), "--templates", str(tmp_path / "templates.txt")]
     run(*custom, "--components", "2", "--top", "3")
     report = json.loads((tmp_path / "out" / "editing.json").read_text())
-    odd = sum(label % 2 for label in labels)
-    assert report["images"] == {"odd": odd, "even": 40 - odd} and (report["pairs"], report["templates"]) == (3, 2)
+    assert report["images"] == Counter(classes) and (report["pairs"], report["templates"]) == (3, 2)
     basis = np.load(tmp_path / "out" / "subspace.npy")
     np.testing.assert_allclose(basis @ basis.T, np.eye(2), atol=1e-5)
     page = (tmp_path / "out" / "nearest.html").read_text()
