@@ -11,7 +11,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,8 +122,8 @@ class Instance(NamedTuple):
     associations: frozenset[str]
 
 
-def read_instances(folder: Path) -> list[Instance]:
-    """Return the instances in ``instances.jsonl``; raise DataError if a line is invalid."""
+def read_instances(folder: Path, keys: Collection[str]) -> list[Instance]:
+    """Return the instances in ``instances.jsonl``; raise DataError for an invalid line or an image that is not in ``keys``."""
     path = folder / INSTANCES_FILE
     instances = []
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
@@ -136,6 +136,8 @@ def read_instances(folder: Path) -> list[Instance]:
         except (ValueError, KeyError, TypeError) as error:
             wanted = "an object with cue, candidates and associations"
             raise DataError(f"{path}, line {number}: expected {wanted}, found {line[:80]} ({error!r}).") from None
+        if unknown := {*candidates}.difference(keys):
+            raise DataError(f"{path}, line {number}: no image {', '.join(sorted(unknown))} in the shards.")
         instances.append(instance)
     return instances
 

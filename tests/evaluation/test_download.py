@@ -150,7 +150,7 @@ def test_verify_finds_what_is_broken(tmp_path: Path, key: str, capsys: pytest.Ca
     if key == WINOGAVIL:
         instances = (folder / "instances.jsonl").read_text()
         (folder / "instances.jsonl").write_text(instances.replace('"s0000001"', '"painting"'))
-        assert "in no tar" in problems_of(tmp_path, key)
+        assert "no image painting in the shards" in problems_of(tmp_path, key)
 
 
 def write_zip(path: Path, names: list[str]) -> dict[str, bytes]:
