@@ -21,7 +21,7 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel, options_of_run
-from openclip_ext.evaluation.results import ResultFile, read_results, run_identity, summary, summary_text
+from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
 from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
@@ -94,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> int:
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
     # A task whose data were removed may still have a result.
-    lines = read_results(results.path)
+    lines = results.lines()
     missing = [key for key in missing if key not in {line["key"] for line in lines}]
     if distributed.is_master():
         summarized = summary(lines, failed, missing)

@@ -91,6 +91,11 @@ class ResultFile:
         with self._lines() as lines:
             lines[task.key] = line
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the result lines of this run."""
+        with self._lines() as lines:
+            return list(lines.values())
+
     @contextmanager
     def _lines(self) -> Iterator[dict[str, dict[str, Any]]]:
         """Lock the folder and yield the lines by task, then write them. The file stays unchanged after an exception."""

@@ -5,7 +5,7 @@ The images are the handwritten digits of scikit-learn, which are available witho
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,21 @@ def make_task(data_dir: Path, key: str, count: int = 24, images: int = 30, shard
     return write_dataset(folder, samples, shards, classnames=classes, zeroshot_classification_templates=templates)
 
 
-def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **vision: Any) -> Path:
+def tiny_model_config(
+    folder: Path, name: str = TINY_MODEL, width: int = 32, text: Mapping[str, Any] | None = None, **vision: Any
+) -> Path:
     """Write the JSON configuration of a tiny OpenCLIP model (image size 32); return the path of the file."""
     config = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "layers": 2, "width": width, "patch_size": 8, "head_width": 16, **vision},
-        "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": width, "heads": 2, "layers": 2},
+        "text_cfg": {
+            "context_length": 24,
+            "vocab_size": 49408,
+            "width": width,
+            "heads": 2,
+            "layers": 2,
+            **(text or {}),
+        },
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))

@@ -127,6 +127,24 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, ca
     assert evaluate(tiny_folder, data_dir, *tasks) == 2
 
 
+def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, data_dir, tmp_path, monkeypatch, caplog):
+    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
+
+    def overtaken(*of_task):
+        monkeypatch.undo()
+        assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
+        return datacomp.evaluate_task(*of_task)
+
+    monkeypatch.setattr(datacomp, "evaluate_task", overtaken)
+    assert evaluate(tiny_folder, data_dir, *arguments) == 2
+    assert "has results of another run (weights)" in caplog.text
+    for content in (
+        read_results(tmp_path / RESULTS_FILE)[0],
+        json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text()),
+    ):
+        assert Path(content["run"]["checkpoint"]).name == "epoch_2.pt"
+
+
 def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
     """``params.txt`` has the options of the run, which need no name."""
     datasets.make_task(tmp_path, "cifar10", count=12)
