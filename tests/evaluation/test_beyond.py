@@ -11,7 +11,6 @@ from clip_benchmark.metrics import linear_probe, zeroshot_classification
 from sklearn.metrics import top_k_accuracy_score
 
 from openclip_ext.evaluation import beyond
-from openclip_ext.evaluation.tasks import FLICKR
 from tests.evaluation import datasets
 
 
@@ -57,13 +56,6 @@ def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
     for k, name in ((1, "acc1"), (5, "acc5")):
         expected = top_k_accuracy_score(targets, logits, k=k, labels=range(7))
         assert found[name] == pytest.approx(expected, abs=1e-6)
-
-
-def test_retrieval_webdataset(evaluate, tmp_path):
-    datasets.make_task(tmp_path, FLICKR)
-    root = str(tmp_path / "wds_{dataset_cleaned}_test")
-    (found,) = evaluate(f"wds/{FLICKR}", root=root, task="zeroshot_retrieval")
-    assert 0 < found["image_retrieval_recall@5"] < 1
 
 
 def test_nothing_is_fetched_unasked(evaluate, tmp_path):

@@ -6,7 +6,6 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from openclip_ext.evaluation.metrics import classification_metrics, group_metrics, macro_f1, target_ranks
-from openclip_ext.evaluation.retrieval import retrieval_metrics
 
 
 def test_classes_that_never_occur_do_not_enter_the_means():
@@ -24,11 +23,7 @@ def test_classes_that_never_occur_do_not_enter_the_means():
 
 
 def test_a_collapsed_model_scores_chance_and_not_one():
-    labels = torch.arange(10)
-    assert target_ranks(torch.zeros(10, 10), labels).tolist() == list(range(10))
-    same = torch.ones(10, 4) / 2
-    metrics = retrieval_metrics(same, same, labels)
-    assert metrics["mean_recall@1"] == pytest.approx(0.1)
+    assert target_ranks(torch.zeros(10, 10), torch.arange(10)).tolist() == list(range(10))
 
 
 def test_group_metrics_follow_wilds():

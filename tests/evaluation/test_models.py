@@ -116,6 +116,7 @@ def run_folder(tmp_path, caplog) -> Path:
     [
         ({"force_quick_gelu": True, "image_mean": [0.5] * 3}, {}, {"force_quick_gelu": True, "image_mean": [0.5] * 3}),
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
+        ({"force_context_length": 9}, {}, {"force_context_length": 9}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
 )
@@ -127,6 +128,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
     assert not caplog.text  # such as OpenCLIP's warning about a model without weights
     size = expected.get("force_image_size", 32)
     assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
+    assert loaded.tokenizer(["a"]).shape == (1, expected.get("force_context_length", 24))
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):

@@ -89,16 +89,6 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
         assert list(several) == ["model", "checkpoint", *titles, "untrained", "chance"]
 
 
-def test_a_runs_context_length_is_used(data_dir, tmp_path, capsys):
-    add_model_configs()
-    checkpoint = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
-    checkpoint.parent.mkdir(parents=True)
-    torch.save(open_clip.create_model("demo-vit", force_context_length=9).state_dict(), checkpoint)
-    (tmp_path / "run" / "params.txt").write_text("model: demo-vit\nforce_context_length: 9\n")
-    main(["--data-dir", str(data_dir), "--model", "demo-vit", "--device", "cpu", "--checkpoint", str(checkpoint)])
-    assert "trained" in capsys.readouterr().out
-
-
 def test_wrong_folders_are_refused_with_the_cure(tmp_path):
     with pytest.raises(ValueError, match=r"expected \*\.tar .*--split test"):
         read_samples(tmp_path)
