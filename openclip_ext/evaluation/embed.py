@@ -1,6 +1,7 @@
 """Write the unit embeddings of a data set by sample index, for ``--reference``: ``openclip-ext embed``."""
 
 import argparse
+import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from openclip_ext import distributed
@@ -32,16 +33,9 @@ from openclip_ext.files.writing import output_path
 _BLOCK = 2**16
 
 
-class _Towers(nn.Module):
-    """A wrapper that gives any model the ``forward`` that `outputs_of` calls."""
-
-    def __init__(self, model: ImageTextModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        images, texts = self.model.encode_image(image), self.model.encode_text(text)
-        return F.normalize(images.float(), dim=-1), F.normalize(texts.float(), dim=-1)
+def _embed_pairs(model: ImageTextModel, image: Tensor, text: Tensor) -> list[Tensor]:
+    """Return the unit embeddings of images and texts, ``(B, d)`` each."""
+    return [F.normalize(found.float(), dim=-1) for found in (model.encode_image(image), model.encode_text(text))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,7 +56,7 @@ def _embed(args: argparse.Namespace) -> None:
     source = build_source(spec, loaded.preprocess)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
-    towers, is_master = _Towers(loaded.model), distributed.is_master()
+    is_master = distributed.is_master()
     with folder.begun() as done:
         if done is None:
             if is_master:
@@ -81,7 +75,8 @@ def _embed(args: argparse.Namespace) -> None:
                     workers=args.workers,
                     span=unit,
                 )
-                outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
+                embed_pairs = functools.partial(_embed_pairs, loaded.model)
+                outputs = outputs_of(embed_pairs, loader, args.precision, torch.device(args.device))
                 unread = len(unit) - folder.write(_rows(outputs, bar))
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
