@@ -60,19 +60,13 @@ class ResultFile:
 
         ``any_size``: whether results of data that do not have DataComp's size are accepted.
         """
-
         with self._lines() as lines:
-
-            def is_done(task: Task) -> bool:
-                line = lines.get(task.key)
-                if line is None or line.get("data") != fingerprint(data_dir / task.folder):
-                    return False
-                return any_size or not has_other_size(line)
-
-            todo = [task for task in tasks if overwrite or not is_done(task)]
-            for task in todo:
-                lines.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
-        return todo
+            for task in tasks:
+                line = lines.get(task.key, {})
+                is_current = line.get("data") == fingerprint(data_dir / task.folder)
+                if overwrite or not is_current or (has_other_size(line) and not any_size):
+                    lines.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+            return [task for task in tasks if task.key not in lines]
 
     def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:
         """Store the result of a task, replacing an earlier one. ``data``: the `fingerprint` of its data."""
