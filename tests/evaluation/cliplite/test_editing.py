@@ -39,24 +39,18 @@ def test_subspace_is_the_pca_of_pairwise_centred_embeddings_and_removal_its_comp
 
 
 def test_alignment_table_by_hand() -> None:
-    first, second, direction = paired_embeddings()
+    first, second, _ = paired_embeddings()
     basis, _ = concept_subspace(first, second)
     generator = torch.Generator().manual_seed(1)
-    content = torch.randn(200, 16, generator=generator)
-    images = {
-        "a": F.normalize(content[:120] + 2 * direction, dim=1),
-        "b": F.normalize(content[120:] - 2 * direction, dim=1),
-    }
-    prompts = 0.3 * torch.randn(10, 16, generator=generator)
-    queries = {"a": F.normalize(prompts + direction, dim=1), "b": F.normalize(prompts - direction, dim=1)}
-    table = alignment_table(queries, images, basis, top=5)
-
-    best = [sorted((images["b"] @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"]["original"] == pytest.approx(np.mean(best), abs=1e-6)
-    edited = remove(images["b"], basis)
-    best = [sorted((edited @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"]["neutral"] == pytest.approx(np.mean(best), abs=1e-6)
-    assert table["a"]["b"]["delta"] == pytest.approx(table["a"]["b"]["original"] - table["a"]["b"]["neutral"])
+    queries, images = (
+        {side: F.normalize(torch.randn(count, 16, generator=generator), dim=1) for side, count in counts}
+        for counts in ([("a", 10), ("b", 10)], [("a", 120), ("b", 80)])
+    )
+    found = alignment_table(queries, images, basis, top=5)["a"]["b"]
+    for name, features in (("original", images["b"]), ("neutral", remove(images["b"], basis))):
+        best = [sorted((features @ query).tolist())[-5:] for query in queries["a"]]
+        assert found[name] == pytest.approx(np.mean(best), abs=1e-6)
+    assert found["delta"] == pytest.approx(found["original"] - found["neutral"])
     with pytest.raises(ValueError, match="group b has 80 images"):
         alignment_table(queries, images, basis, top=100)
 
