@@ -19,6 +19,7 @@ from openclip_ext.cli.messages import say
 from openclip_ext.cli.options import OptionError, check_flags, from_flags, own_options, with_flags
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
@@ -42,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Embed a data set, or continue an interrupted run of the same command; raise ValueError or OSError for a user's error."""
     args = _parse_arguments(argv)
     with shared.process_group():
-        _embed(args)
+        try:
+            _embed(args)
+        except WorkerError as error:
+            raise UsageError(
+                f"a data worker was killed or does not answer. The same command continues ({error})"
+            ) from error
 
 
 def _embed(args: argparse.Namespace) -> None:
