@@ -11,7 +11,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,15 +103,9 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     """Return class names, which may repeat, and prompt templates, in which ``{c}`` stands for the class name."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
-    for template in templates:
-        try:
-            template.format(c="x")
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(
-                f"{folder / TEMPLATES_FILE}: {template!r} has a field other than {{c}} ({error})."
-            ) from None
-    if not any("{c}" in template for template in templates):
-        raise DataError(f"{folder / TEMPLATES_FILE}: no template has a {{c}} for the class name.")
+    other = {*"{}"}.intersection("".join(templates).replace("{c}", ""))
+    if other or not any("{c}" in template for template in templates):
+        raise DataError(f"{folder / TEMPLATES_FILE}: expected {{c}} for the class name, and no other field in braces.")
     if task.classes is not None and len(classnames) != task.classes and not any_size:
         raise DataError(
             f"{folder / CLASSNAMES_FILE}: expected DataComp's {task.classes} classes, found {len(classnames)}. "
@@ -128,22 +122,23 @@ class Instance(NamedTuple):
     associations: frozenset[str]
 
 
-def read_instances(folder: Path) -> list[Instance]:
-    """Return the instances in ``instances.jsonl``; raise DataError if a line is invalid."""
+def read_instances(folder: Path, keys: Collection[str]) -> list[Instance]:
+    """Return the instances in ``instances.jsonl``; raise DataError for an invalid line or an image that is not in ``keys``."""
     path = folder / INSTANCES_FILE
     instances = []
     for number, line in enumerate(read_lines(path, "WinoGAViL instances (JSON)"), start=1):
         try:
             content = json.loads(line)
-            candidates, associations = tuple(content["candidates"]), frozenset(content["associations"])
-            if not all(isinstance(name, str) for name in (content["cue"], *candidates)):
-                raise TypeError("a cue or an image that is not a string")
-            if not content["cue"] or not associations or not associations <= set(candidates):
+            candidates, associations = (tuple(map(str, content[name])) for name in ("candidates", "associations"))
+            instance = Instance(str(content["cue"]), candidates, frozenset(associations))
+            if not instance.cue or not associations or not instance.associations <= {*candidates}:
                 raise ValueError("no cue, no associations, or an association that is not a candidate")
         except (ValueError, KeyError, TypeError) as error:
             wanted = "an object with cue, candidates and associations"
             raise DataError(f"{path}, line {number}: expected {wanted}, found {line[:80]} ({error!r}).") from None
-        instances.append(Instance(content["cue"], candidates, associations))
+        if unknown := {*candidates}.difference(keys):
+            raise DataError(f"{path}, line {number}: no image {', '.join(sorted(unknown))} in the shards.")
+        instances.append(instance)
     return instances
 
 
@@ -164,6 +159,9 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
     """Return a shard's samples in file order, with the content of the ``wanted`` fields. None (default) means all fields."""
     try:
         with open(shard, "rb") as file:
+            if file.read(8).startswith((*tar.COMPRESSED,)):
+                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
+            file.seek(0)
             archive = tar.TarArchive(file)
             samples = list(archive.samples(wanted))
             if archive.gaps:
@@ -177,11 +175,7 @@ def find_samples(folder: Path) -> list[StoredSample]:
     """Return the test split's samples in disk order; raise DataError if a shard is missing or corrupt, or a key repeats."""
     found: dict[str, StoredSample] = {}
     for shard in find_shards(folder):
-        samples = read_shard(shard, frozenset())
-        with open(shard, "rb") as file:
-            if file.read(8).startswith((*tar.COMPRESSED,)):
-                raise DataError(f"{shard} is compressed: expected a plain tar. Decompress it.")
-        for sample in samples:
+        for sample in read_shard(shard, frozenset()):
             if sample.key in found:
                 raise DataError(
                     f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of them is a copy or "
@@ -191,18 +185,12 @@ def find_samples(folder: Path) -> list[StoredSample]:
     return list(found.values())
 
 
-def fingerprint(folder: Path, content: bool = True) -> str:
-    """Return a digest of a data set's text files and shards: of their content, or else of sizes and modification times."""
+def fingerprint(folder: Path) -> str:
+    """Return a digest of the names, sizes and modification times of a data set's text files and shards."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
         status = path.stat()
-        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0".encode())
-        if not content:
-            digest.update(f"{status.st_mtime_ns}\0".encode())
-            continue
-        with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:16]
 
 

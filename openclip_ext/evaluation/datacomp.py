@@ -21,7 +21,7 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel, options_of_run
-from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
+from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
 from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
@@ -77,36 +77,31 @@ def evaluate(args: argparse.Namespace) -> int:
     loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
     own = options_of_run(args.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
-    run = run_identity(loaded, encoder.precision, args.allow_size_mismatch)
+    run = run_identity(loaded, encoder.precision)
     if other:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
-        if args.output_dir is None:
-            raise ValueError(f"expected the run's model options, found {run['options']}. Give --output-dir.")
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
-    todo = [task for task in tasks if task.key not in missing]
-    if distributed.is_master():
-        given, todo = len(todo), results.prepare(todo, args.data_dir, args.overwrite)
-        if done := given - len(todo):
-            logger.info(f"{done} of {given} tasks already have results of this model: {results.path}")
-    todo = distributed.broadcast_object(todo)
+    given = [task for task in tasks if task.key not in missing]
+    todo = distributed.on_master(
+        lambda: results.prepare(given, args.data_dir, args.overwrite, args.allow_size_mismatch)
+    )
+    if distributed.is_master() and len(todo) < len(given):
+        logger.info(
+            f"{len(given) - len(todo)} of {len(given)} tasks already have results of this model: {results.path}"
+        )
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
     for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
         failed.update(part)
     # A task whose data were removed may still have a result.
     lines = results.lines()
-    evaluated = {line["key"] for line in lines}
-    missing = [key for key in missing if key not in evaluated]
-    changed: list[str] = []
+    missing = [key for key in missing if key not in {line["key"] for line in lines}]
     if distributed.is_master():
-        changed = [line["key"] for line in lines if has_other_data(line, args.data_dir)]
-        lines = [line for line in lines if line["key"] not in changed]
-        problems = dict.fromkeys(changed, "the data have changed since the evaluation. Evaluate them again.") | failed
-        stored = {"run": results.run, **summary(lines, problems, missing)}
-        content = json.dumps(stored, indent=2, allow_nan=False) + "\n"
-        write_atomically(results.folder / SUMMARY_FILE, lambda stream: stream.write(content.encode()))
-        say(f"{summary_text(lines, problems, missing, args.data_dir)}\n\nResults: {results.path}")
-    return 1 if failed or (args.tasks and missing) or any(task.key in changed for task in todo) else 0
+        summarized = summary(lines, failed, missing)
+        content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
+        write_atomically(results.path.with_name(SUMMARY_FILE), lambda stream: stream.write(content.encode()))
+        say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")
+    return 1 if failed or (args.tasks and missing) else 0
 
 
 def evaluate_tasks(
@@ -118,10 +113,10 @@ def evaluate_tasks(
     with logging_redirect_tqdm(), bar:
         for task in bar:
             bar.set_postfix_str(task.name)
-            started, folder = time.perf_counter(), args.data_dir / task.folder
+            started = time.perf_counter()
             try:
                 # Taken before the task reads the data, which may be edited meanwhile.
-                data = {"times": fingerprint(folder, content=False), "content": fingerprint(folder)}
+                data = fingerprint(args.data_dir / task.folder)
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
                 results.add(task, data, result, seconds)

@@ -1,14 +1,15 @@
 """Write the unit embeddings of a data set by sample index, for ``--reference``: ``openclip-ext embed``."""
 
 import argparse
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from openclip_ext import distributed
@@ -18,6 +19,7 @@ from openclip_ext.cli.messages import say
 from openclip_ext.cli.options import OptionError, check_flags, from_flags, own_options, with_flags
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
@@ -32,16 +34,9 @@ from openclip_ext.files.writing import output_path
 _BLOCK = 2**16
 
 
-class _Towers(nn.Module):
-    """A wrapper that gives any model the ``forward`` that `outputs_of` calls."""
-
-    def __init__(self, model: ImageTextModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        images, texts = self.model.encode_image(image), self.model.encode_text(text)
-        return F.normalize(images.float(), dim=-1), F.normalize(texts.float(), dim=-1)
+def _embed_pairs(model: ImageTextModel, image: Tensor, text: Tensor) -> list[Tensor]:
+    """Return the unit embeddings of images and texts, ``(B, d)`` each."""
+    return [F.normalize(found.float(), dim=-1) for found in (model.encode_image(image), model.encode_text(text))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,16 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with shared.process_group():
         try:
             _embed(args)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                reason = "the GPU has too little memory: reduce --batch-size"
-            elif distributed.is_lost_peer(error):
-                reason = "another rank failed; see its error"
-            elif "DataLoader worker" in str(error):
-                reason = f"a data worker was killed, perhaps because memory ran out: reduce --workers ({error})"
-            else:
-                raise
-            raise UsageError(f"{reason}. The same command continues") from error
+        except WorkerError as error:
+            raise UsageError(
+                f"a data worker was killed or does not answer. The same command continues ({error})"
+            ) from error
 
 
 def _embed(args: argparse.Namespace) -> None:
@@ -73,7 +62,7 @@ def _embed(args: argparse.Namespace) -> None:
     source = build_source(spec, loaded.preprocess)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
-    towers, is_master = _Towers(loaded.model), distributed.is_master()
+    is_master = distributed.is_master()
     with folder.begun() as done:
         if done is None:
             if is_master:
@@ -92,8 +81,9 @@ def _embed(args: argparse.Namespace) -> None:
                     workers=args.workers,
                     span=unit,
                 )
-                outputs = outputs_of(towers, loader, args.precision, torch.device(args.device))
-                unread = len(unit) - _write(folder, outputs, bar)
+                embed_pairs = functools.partial(_embed_pairs, loaded.model)
+                outputs = outputs_of(embed_pairs, loader, args.precision, torch.device(args.device))
+                unread = len(unit) - folder.write(_rows(outputs, bar))
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
@@ -104,19 +94,14 @@ def _embed(args: argparse.Namespace) -> None:
             say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
 
 
-def _write(folder: EmbeddingFolder, outputs: Any, bar: tqdm) -> int:
-    """Write the embeddings of all batches to disk; return the number of samples."""
-    count = 0
-    with folder.tables() as tables:
-        for batch, embeddings in outputs:
-            for table, values in zip(tables, embeddings, strict=True):
-                rows = values.half().cpu().numpy()
-                if not np.isfinite(rows).all():
-                    raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
-                table.write(batch["index"].numpy(), rows)
-            count += len(batch["index"])
-            bar.update(len(batch["index"]))
-    return count
+def _rows(outputs: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield the indices of each batch and the float16 embeddings of its images and texts."""
+    for batch, embeddings in outputs:
+        images, texts = (values.half().cpu().numpy() for values in embeddings)
+        if not (np.isfinite(images).all() and np.isfinite(texts).all()):
+            raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
+        yield batch["index"].numpy(), images, texts
+        bar.update(len(images))
 
 
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:

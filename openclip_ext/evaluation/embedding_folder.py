@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,31 +34,6 @@ class Done(NamedTuple):
     bad: int
 
 
-class _Table:
-    """A ``.npy`` file that is open for writing.
-
-    The file is not memory-mapped. Otherwise, a full disk would kill the process, and two nodes would overwrite each other's
-    rows in the same memory page.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._offset = np.load(path, mmap_mode="r").offset
-        self._file = path.open("r+b")
-
-    def write(self, index: np.ndarray, rows: np.ndarray) -> None:
-        """Write rows ``(k, d)`` at ascending positions ``(k,)``."""
-        breaks = np.flatnonzero(np.diff(index) != 1) + 1
-        for positions, part in zip(np.split(index, breaks), np.split(rows, breaks), strict=True):
-            self._file.seek(self._offset + int(positions[0]) * rows[0].nbytes)
-            self._file.write(part.tobytes())
-
-    def close(self) -> None:
-        """Flush the content to disk, and close the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-
 @dataclass(frozen=True)
 class EmbeddingFolder:
     """A folder of embeddings that is being written. ``about`` is the content of ``embeddings.json``."""
@@ -76,12 +51,26 @@ class EmbeddingFolder:
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
 
-    @contextlib.contextmanager
-    def tables(self) -> Iterator[tuple[_Table, _Table]]:
-        """Open the tables of images and texts; flush them to disk at the end of the ``with`` block."""
-        images, texts = (contextlib.closing(_Table(self.path / name)) for name in (IMAGES, TEXTS))
-        with images as image_table, texts as text_table:
-            yield image_table, text_table
+    def write(self, batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
+        """Write batches of ascending indices ``(k,)`` and rows ``(k, d)`` of images and texts; return the number of samples.
+
+        The tables are not memory-mapped. Otherwise, a full disk would kill the process, and two nodes would overwrite each
+        other's rows in the same memory page.
+        """
+        count, paths = 0, [self.path / name for name in (IMAGES, TEXTS)]
+        with paths[0].open("r+b") as images, paths[1].open("r+b") as texts:
+            first_rows = [np.load(path, mmap_mode="r").offset for path in paths]
+            for index, *tables in batches:
+                breaks = np.flatnonzero(np.diff(index) != 1) + 1
+                for file, first_row, rows in zip((images, texts), first_rows, tables, strict=True):
+                    for positions, part in zip(np.split(index, breaks), np.split(rows, breaks), strict=True):
+                        file.seek(first_row + int(positions[0]) * rows[0].nbytes)
+                        file.write(part.tobytes())
+                count += len(index)
+            for file in (images, texts):
+                file.flush()
+                os.fsync(file.fileno())
+        return count
 
     def note(self, done: Done) -> None:
         """Record in the progress file that a range is on disk."""

@@ -1,6 +1,6 @@
 """Compute a model's embeddings of a data set, in memory or in files."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ class Embeddings:
 
 @torch.no_grad()
 def outputs_of(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
+    model: Callable, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
 ) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
-    """Yield batches of ``image`` and ``text``, each with the model's output. The model must be in evaluation mode."""
+    """Yield batches of ``image`` and ``text``, each with ``model(image, text)``. The model must be in evaluation mode."""
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
     for batch in batches:

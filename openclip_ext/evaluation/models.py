@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.options import nearest
-from openclip_ext.losses.heads import HEADS_KEY, build_heads, with_heads
+from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 
 # Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
@@ -85,11 +85,10 @@ def load_model(
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config = {"options": options, **_architecture(name)}
-    names, heads = _peek(Path(source)) if source is not None and is_file else (set(), None)
     trained = _run_parameters(source).get("model", name)
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
         logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
-    if names & {"logit_bias", "module.logit_bias"}:
+    if source is not None and is_file and _weight_names(Path(source)) & {"logit_bias", "module.logit_bias"}:
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)
     # In two cases, the file is loaded after OpenCLIP has created the model. For hf-hub: and local-dir: names, OpenCLIP ignores
@@ -106,12 +105,11 @@ def load_model(
         tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
-        hint = f"its run was trained with --model {trained}" if trained != name else "is it from another --model?"
         reason = " ".join(str(error).split())[:400]
+        hint = "is it from another --model?"
         raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
-    if heads is not None:
-        model = with_heads(model, build_heads(heads, str(source)))
+    model = with_heads(model, read_heads(source or ""))
     digest = weights_digest(model)
     return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
 
@@ -145,23 +143,19 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
         raise ModelError(f"--checkpoint is missing: expected a file, or a pretrained tag ({known}).")
     if str(checkpoint) in tags:
         return str(checkpoint)
-    found = sorted(path.name for path in Path(checkpoint).rglob("*.pt"))[:5]
-    inside = f"; in it: {', '.join(found)}" if found else ""
-    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag{inside} ({known}).")
+    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
 
 
-def _peek(path: Path) -> tuple[set[str], dict[str, Any] | None]:
-    """Return the names of a checkpoint's weights, and its heads; ``(set(), None)`` for other file formats."""
+def _weight_names(path: Path) -> set[str]:
+    """Return the names of a checkpoint's weights; nothing for other file formats, which OpenCLIP loads or rejects."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                return {*file.keys()}, None
-        if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            return {*content.get("state_dict", content)}, content.get(HEADS_KEY)
-    except Exception:  # OpenCLIP loads other formats (old, scripted), or reports the error
-        pass
-    return set(), None
+                return {*file.keys()}
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {*content.get("state_dict", content)}
+    except Exception:  # such as files in an old format, and scripted models
+        return set()
 
 
 def _run_parameters(source: str | None) -> dict[str, str]:

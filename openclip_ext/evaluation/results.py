@@ -1,19 +1,18 @@
 """Store and average results.
 
 Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains the results of one run only.
-So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed. When another run uses the
-same folder, lines of the earlier run move to ``eval_results.RUN.jsonl``. They move back when the earlier run continues.
+So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed.
 """
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
@@ -24,8 +23,6 @@ if TYPE_CHECKING:  # reading results does not need OpenCLIP and scikit-learn, wh
     from openclip_ext.evaluation.models import LoadedModel
 
 RESULTS_FILE, _LOCK_FILE = "eval_results.jsonl", ".eval_results.jsonl.lock"
-# Id of result lines without a run, such as those of DataComp's harness.
-UNKNOWN_RUN = "unknown"
 # Change this name whenever a code change may give the same weights different scores on the same data.
 PROTOCOL = "datacomp-2"
 
@@ -35,14 +32,14 @@ def config_digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def run_identity(loaded: "LoadedModel", precision: str, any_size: bool = False) -> dict[str, str]:
-    """Return the model, precision and protocol of results. ``any_size``: whether data sizes may differ from DataComp's."""
+def run_identity(loaded: "LoadedModel", precision: str) -> dict[str, str]:
+    """Return the model, precision and protocol of results."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,
         "config": config_digest(loaded.config),
         "precision": precision,
-        "protocol": f"{PROTOCOL}-any-size" if any_size else PROTOCOL,
+        "protocol": PROTOCOL,
     }
 
 
@@ -50,27 +47,29 @@ class ResultFile:
     """The results of one run (see `run_identity`) in a folder. Several processes can use the folder at the same time.
 
     Every change writes a new file under a lock, then renames it, so a killed process leaves the old file intact.
-    ``checkpoint`` is only stored for information.
+    ``checkpoint`` is only stored for information. Methods raise UsageError if the folder has results of another run.
     """
 
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
-        self.folder = Path(folder)
-        self.path = self.folder / RESULTS_FILE
+        self.path = Path(folder) / RESULTS_FILE
         self.run = {**run, "checkpoint": checkpoint}
-        self._run_id = _run_id({"run": run})
+        self._identity = run
 
-    def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool = False) -> list[Task]:
-        """Return the tasks to evaluate: those without a result of this run, and those whose data has changed."""
-        with self._own() as own:
-            todo = [
-                task for task in tasks if overwrite or task.key not in own or has_other_data(own[task.key], data_dir)
-            ]
-            for task in todo:
-                own.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
-        return todo
+    def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool, any_size: bool) -> list[Task]:
+        """Return the tasks to evaluate: those without a result, those whose data have changed, or all if ``overwrite``.
 
-    def add(self, task: Task, data: dict[str, str], result: "TaskResult", seconds: float) -> None:
-        """Store the result of a task, replacing an earlier one. ``data``: both `fingerprint` values of its data."""
+        ``any_size``: whether results of data that do not have DataComp's size are accepted.
+        """
+        with self._lines() as lines:
+            for task in tasks:
+                line = lines.get(task.key, {})
+                is_current = line.get("data") == fingerprint(data_dir / task.folder)
+                if overwrite or not is_current or (has_other_size(line) and not any_size):
+                    lines.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+            return [task for task in tasks if task.key not in lines]
+
+    def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:
+        """Store the result of a task, replacing an earlier one. ``data``: the `fingerprint` of its data."""
         line = {
             "key": task.key,
             "dataset": task.name,
@@ -83,35 +82,29 @@ class ResultFile:
             "skipped": result.skipped,
             "seconds": round(seconds, 3),
         }
-        with self._own() as own:
-            own[task.key] = line
+        with self._lines() as lines:
+            lines[task.key] = line
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the result lines of this run."""
-        with self._own() as own:
-            return list(own.values())
+        with self._lines() as lines:
+            return list(lines.values())
 
     @contextmanager
-    def _own(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Lock the folder and yield this run's lines by task. Then store them in the result file, and move other runs' out."""
-        by_run: dict[str, list[dict[str, Any]]] = {self._run_id: []}
-        with held(self.folder, _LOCK_FILE, timeout=-1):
-            for line in read_results(self.path):
-                by_run.setdefault(_run_id(line), []).append(line)
-            for run_id in by_run:
-                by_run[run_id] = read_results(self._aside(run_id)) + by_run[run_id]
-            own = {line["key"]: line for line in by_run.pop(self._run_id)}
-            yield own
-            for run_id, lines in by_run.items():
-                _write(self._aside(run_id), lines)
-            _write(self.path, list(own.values()))
-            self._aside(self._run_id).unlink(missing_ok=True)
-        for run_id in by_run:
-            owner = "without a model (DataComp's format)" if run_id == UNKNOWN_RUN else "of another model or protocol"
-            logging.warning(f"{self.path} held results {owner}: moved to {self._aside(run_id).name}.")
-
-    def _aside(self, run_id: str) -> Path:
-        return self.path.with_suffix(f".{run_id}.jsonl")
+    def _lines(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Lock the folder and yield the lines by task, then write them. The file stays unchanged after an exception."""
+        with held(self.path.parent, _LOCK_FILE, timeout=-1):
+            lines = {line["key"]: line for line in read_results(self.path)}
+            for line in lines.values():
+                run = line.get("run", {})
+                if other := [name for name, value in self._identity.items() if run.get(name) != value]:
+                    raise UsageError(
+                        f"{self.path} has results of another run ({', '.join(other)}): give another --output-dir"
+                    )
+            yield lines
+            # `json_lines` writes valid JSON, which has no NaN.
+            content = "".join(json_lines.dumps(line) + "\n" for line in lines.values())
+            write_atomically(self.path, lambda stream: stream.write(content.encode()))
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -121,18 +114,6 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         for line in json_lines.read(path)
         if isinstance(line.get("key"), str) and isinstance(line.get("metrics"), dict)
     ]
-
-
-def _run_id(line: dict[str, Any]) -> str:
-    """Return a short id of a line's run, for file names."""
-    run = {name: value for name, value in line.get("run", {}).items() if name != "checkpoint"}
-    return config_digest(run)[:8] if run else UNKNOWN_RUN
-
-
-def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    # `json_lines` writes valid JSON. DataComp's harness writes NaN, which JSON does not have.
-    content = "".join(json_lines.dumps(line) + "\n" for line in lines)
-    write_atomically(path, lambda stream: stream.write(content.encode()))
 
 
 def _names(keys: Sequence[str], most: int = 5) -> str:
@@ -170,16 +151,6 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
     }
 
 
-def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
-    """Return whether the data set of a result is in ``data_dir``, with other content than the evaluated data."""
-    folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
-    data = line.get("data", {})
-    # Reading the content takes long, so it is only compared if the times differ, such as those of a copy.
-    if folder is None or not folder.is_dir() or data.get("times") == fingerprint(folder, content=False):
-        return False
-    return data.get("content") != fingerprint(folder)
-
-
 def has_other_size(line: Mapping[str, Any]) -> bool:
     """Return whether the size of a result's data differs from DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])
@@ -188,32 +159,29 @@ def has_other_size(line: Mapping[str, Any]) -> bool:
     )
 
 
-def summary_text(
-    lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missing: Sequence[str], data_dir: Path
-) -> str:
-    """Return the summary as text: the main metric of each task, the averages, and the tasks without a result."""
-    by_key = {line["key"]: line for line in lines}
+def summary_text(found: Mapping[str, Any], data_dir: Path) -> str:
+    """Return a `summary` as text: the main metric of each task, the averages, and the tasks without a result."""
+    values = found["main_metrics"]
     text = ["", f"{'task':26} {'main metric':22} {'value':>8}"]
-    for task in (task for key, task in TASKS.items() if key in by_key):
-        value = by_key[task.key]["metrics"].get("main_metric")
+    for task in (task for key, task in TASKS.items() if key in values):
+        value = values[task.key]
         text.append(f"{task.name:26} {task.main_metric or 'none':22} {'-' if value is None else f'{value:.4f}':>8}")
     text.append("")
-    for title, (average, lacking) in averages(main_metrics(lines)).items():
-        total = len(GROUPS[title])
+    for title, average in found["averages"].items():
+        value, total, lacking = average["value"], average["tasks"], average["missing"]
         partial = f"partial, {total - len(lacking)}/{total}; missing: {_names(lacking)}"
-        text.append(f"{title}: {partial if average is None else f'{average:.4f}'}")
-    if other := [line["key"] for line in lines if has_other_size(line)]:
+        text.append(f"{title}: {partial if value is None else f'{value:.4f}'}")
+    if other := found["other_sizes"]:
         text.append(
             f"\nSizes differ from DataComp's, so scores are not comparable: {len(other)} tasks, {_names(other)}"
         )
-    for line in lines:
-        if skipped := line.get("skipped"):
-            text.append(f"\n{line['dataset']}: {len(skipped)} images do not decode and are excluded:")
-            text += [f"  {entry}" for entry in skipped[:10]]
-    if failed:
+    for key, skipped in found["skipped_images"].items():
+        text.append(f"\n{TASKS[key].name}: {len(skipped)} images do not decode and are excluded:")
+        text += [f"  {entry}" for entry in skipped[:10]]
+    if found["problems"]:
         text.append("\nNot evaluated:")
-        text += [f"  {TASKS[key].name}: {reason}" for key, reason in failed.items()]
-    if missing:
+        text += [f"  {TASKS[key].name}: {reason}" for key, reason in found["problems"].items()]
+    if missing := found["missing"]:
         command = f"openclip-ext download --data-dir {data_dir}"
         tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
         text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}. Download with `{command}{tasks}`.")

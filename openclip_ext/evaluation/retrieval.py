@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import INSTANCES_FILE, DataError, SampleFormat, find_samples, read_instances
+from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, read_instances
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics
 from openclip_ext.evaluation.ranks import ranks_of_best_match
@@ -52,17 +52,11 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
     k is an instance's number of associations. An instance is skipped if one of its images does not decode.
     """
-    instances = read_instances(folder)
-    spec = SampleFormat(convert_first=False)
-    found = encoder.embed_images(find_samples(folder), spec, task.folder, autocast=True)
+    samples = find_samples(folder)
+    instances = read_instances(folder, {sample.key for sample in samples})
+    found = encoder.embed_images(samples, SampleFormat(convert_first=False), task.folder, autocast=True)
     images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
-    usable = []
-    for number, instance in enumerate(instances, start=1):
-        lacking = [key for key in instance.candidates if key not in rows]
-        if unknown := [key for key in lacking if key not in found.skipped]:
-            raise DataError(f"{folder / INSTANCES_FILE}, line {number}: no image {', '.join(unknown)} in the shards.")
-        if not lacking:
-            usable.append(instance)
+    usable = [instance for instance in instances if rows.keys() >= {*instance.candidates}]
     uses = Counter(key for instance in instances for key in {*instance.candidates})
     skipped = [f"{message}; {uses[key]} of {len(instances)} instances use it" for key, message in found.skipped.items()]
     if not usable:

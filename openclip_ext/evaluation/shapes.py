@@ -6,7 +6,6 @@ the relation task use complete captions, because most training captions omit so 
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,20 +168,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _titles(checkpoints: Sequence[str]) -> list[str]:
-    """Return a title for each checkpoint: ``trained`` if there is only one, otherwise NAME, NAME/FILE or the path.
-
-    NAME is the run of a path ``LOGS/NAME/checkpoints/FILE``, and the file's name for other paths. The title is the first of
-    the three that no other column has.
-    """
+    """Return a title for each checkpoint: ``trained`` if there is only one, otherwise its run's name if all are distinct."""
     if len(checkpoints) == 1:
         return ["trained"]
-    choices = []
-    for path in (Path(checkpoint).absolute() for checkpoint in checkpoints):
-        is_run = path.parent.name == "checkpoints"
-        folder = path.parents[is_run]
-        choices.append((folder.name if is_run else path.name, f"{folder.name}/{path.stem}", str(path)))
-    count = Counter([*_OTHER_KEYS, *(title for titles in choices for title in titles)])
-    return [next((title for title in titles if count[title] == 1), titles[-1]) for titles in choices]
+    paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]
+    names = [path.parents[1].name if path.parent.name == "checkpoints" else path.name for path in paths]
+    return names if len({*names, *_OTHER_KEYS}) == len(names) + len(_OTHER_KEYS) else list(checkpoints)
 
 
 def main(argv: list[str]) -> None:

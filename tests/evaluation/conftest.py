@@ -27,6 +27,13 @@ def tiny(tiny_folder: Path) -> LoadedModel:
 
 
 @pytest.fixture
+def model_arguments(tiny_folder: Path) -> list[str]:
+    """Return the command-line arguments of an evaluation that load the tiny model of ``epoch_1.pt``."""
+    model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt")]
+    return [*model, "--device", "cpu", "--workers", "0"]
+
+
+@pytest.fixture
 def make_encoder(tiny: LoadedModel) -> Callable[..., Encoder]:
     """Return a function that creates an encoder of the tiny model with an empty cache; options replace the defaults."""
 

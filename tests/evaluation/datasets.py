@@ -5,8 +5,7 @@ The images are the handwritten digits of scikit-learn, which are available witho
 
 import io
 import json
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from openclip_ext.evaluation.tasks import TASKS
+from tests.data.shards import write_tar
 
 TINY_MODEL = "tiny-vit-32"
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -61,25 +61,29 @@ def npy_bytes(values: Sequence[int]) -> bytes:
     return stream.getvalue()
 
 
-def write_tar(path: Path, samples: Sequence[Sample]) -> None:
+def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """Write a shard that contains a file ``key.extension`` for each field of each sample."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for key, fields in samples:
-            for extension, content in fields.items():
-                member = tarfile.TarInfo(f"{key}.{extension}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_tar(path, [(f"{key}.{name}", content) for key, fields in samples for name, content in fields.items()])
 
 
 def write_dataset(folder: Path, samples: Sequence[Sample], shards: int = 2, **texts: Sequence[str]) -> Path:
     """Write a data set folder: shards ``test/0.tar``, ..., ``test/nshards.txt``, and one text file per keyword argument."""
     for shard in range(shards):
-        write_tar(folder / "test" / f"{shard}.tar", samples[shard::shards])
+        write_shard(folder / "test" / f"{shard}.tar", samples[shard::shards])
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     for name, lines in texts.items():
         (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return folder
+
+
+def write_class_folders(folder: Path, count: int, class_of: Callable[[int], str], seed: int = 0) -> list[str]:
+    """Write digits as PNG files into one folder per class; return the class of each digit."""
+    images, labels = digit_images(count, seed)
+    classes = [class_of(label) for label in labels]
+    for number, (image, name) in enumerate(zip(images, classes, strict=True)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        image.save(folder / name / f"{number}.png")
+    return classes
 
 
 def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: int = 0) -> list[Sample]:
@@ -95,66 +99,59 @@ def labelled_samples(count: int, columns: Sequence[Sequence[int]] = (), seed: in
     return samples
 
 
-def make_classification(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write a classification task; if the task ``key`` has groups, its samples have metadata columns."""
-    generator = np.random.default_rng(seed + 1)
-    # Group 1 has no samples, to test that an empty group does not count as the worst group.
-    columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in TASKS[key].metadata]
-    texts = {"classnames": DIGIT_NAMES, "zeroshot_classification_templates": TEMPLATES}
-    return write_dataset(data_dir / TASKS[key].folder, labelled_samples(count, columns, seed), shards, **texts)
+def make_task(data_dir: Path, key: str, count: int = 24, images: int = 30, shards: int = 2, seed: int = 0) -> Path:
+    """Write a small data set for any of the 40 tasks.
+
+    ``count`` is the number of images, but in WinoGAViL of instances, whose 5, 6, 10 or 12 candidates come from ``images``
+    images. In retrieval, each image has one to three captions, and no caption occurs twice.
+    """
+    task, generator = TASKS[key], np.random.default_rng(seed + 1)
+    folder = data_dir / task.folder
+    pictures, labels = digit_images(images if task.kind == "winogavil" else count, seed)
+    samples = [(f"s{index:07d}", {"jpg": image_bytes(image, "JPEG")}) for index, image in enumerate(pictures)]
+    if task.kind == "retrieval":
+        for index, (label, (_, fields)) in enumerate(zip(labels, samples, strict=True)):
+            captions = [f"{DIGIT_NAMES[label]} number {index} take {take}" for take in range(1 + index % 3)]
+            fields["txt"] = "\n".join(captions).encode()
+        return write_dataset(folder, samples, shards, dataset_type=("retrieval",))
+    if task.kind == "winogavil":
+        write_dataset(folder, samples, shards, dataset_type=("winogavil",))
+        with open(folder / "instances.jsonl", "w", encoding="utf-8") as stream:
+            for index in range(count):
+                candidates = [samples[i][0] for i in generator.permutation(images)[: (5, 6, 10, 12)[index % 4]]]
+                cue = ("Apple", "snow", "owl", "tree")[index // 4 % 4]
+                line = {"cue": cue, "candidates": candidates, "associations": sorted(candidates)[: 2 + index % 3]}
+                stream.write(json.dumps(line) + "\n")
+        return folder
+    if task.kind == "faces":
+        race = generator.integers(0, 7, count)
+        age, gender = generator.integers(0, 9, count), generator.integers(0, 2, count)
+        samples = labelled_samples(count, (age, gender, race, (race != 1).astype(np.int64)), seed)
+        for _, fields in samples:
+            fields.pop("cls")
+        classes, templates = FACE_CLASSES, FACE_TEMPLATES
+    else:
+        # Group 1 has no samples, to test that an empty group does not count as the worst group.
+        columns = [generator.choice([0, 2, 3, 4, 5], count).tolist() for _ in task.metadata]
+        samples, classes, templates = labelled_samples(count, columns, seed), DIGIT_NAMES, TEMPLATES
+    return write_dataset(folder, samples, shards, classnames=classes, zeroshot_classification_templates=templates)
 
 
-def make_faces(data_dir: Path, key: str = "fairness/fairface", count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write FairFace or UTKFace: four metadata columns instead of ``cls``, and class names and templates per question."""
-    generator = np.random.default_rng(seed + 1)
-    race = generator.integers(0, 7, count)
-    columns = (generator.integers(0, 9, count), generator.integers(0, 2, count), race, (race != 1).astype(np.int64))
-    samples = labelled_samples(count, columns, seed)
-    for _, fields in samples:
-        fields.pop("cls")
-    texts = {"classnames": FACE_CLASSES, "zeroshot_classification_templates": FACE_TEMPLATES}
-    return write_dataset(data_dir / TASKS[key].folder, samples, shards, **texts)
-
-
-def make_retrieval(data_dir: Path, key: str, count: int = 24, shards: int = 2, seed: int = 0) -> Path:
-    """Write a retrieval task: each image has one to three captions, and no caption occurs twice."""
-    images, labels = digit_images(count, seed)
-    samples = []
-    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
-        captions = [f"{DIGIT_NAMES[label]} number {index} take {take}" for take in range(1 + index % 3)]
-        samples.append((f"s{index:07d}", {"jpg": image_bytes(image, "JPEG"), "txt": "\n".join(captions).encode()}))
-    return write_dataset(data_dir / TASKS[key].folder, samples, shards, dataset_type=("retrieval",))
-
-
-def make_winogavil(data_dir: Path, count: int = 12, images: int = 30, shards: int = 2, seed: int = 0) -> Path:
-    """Write WinoGAViL instances with 5, 6, 10 or 12 candidate images, which are drawn from the same pool."""
-    generator = np.random.default_rng(seed)
-    pool, _ = digit_images(images, seed)
-    samples = [(f"picture_{index}", {"jpg": image_bytes(image, "JPEG")}) for index, image in enumerate(pool)]
-    folder = write_dataset(data_dir / TASKS["misc/winogavil"].folder, samples, shards, dataset_type=("winogavil",))
-    with open(folder / "instances.jsonl", "w", encoding="utf-8") as stream:
-        for index in range(count):
-            candidates = [samples[i][0] for i in generator.permutation(images)[: (5, 6, 10, 12)[index % 4]]]
-            cue = ("Apple", "snow", "owl", "tree")[index // 4 % 4]
-            line = {"cue": cue, "candidates": candidates, "associations": sorted(candidates)[: 2 + index % 3]}
-            stream.write(json.dumps(line) + "\n")
-    return folder
-
-
-def make_task(data_dir: Path, key: str, **options: Any) -> Path:
-    """Write a small data set for any of the 40 tasks."""
-    if TASKS[key].kind == "winogavil":
-        return make_winogavil(data_dir, **options)
-    make = {"faces": make_faces, "retrieval": make_retrieval}.get(TASKS[key].kind, make_classification)
-    return make(data_dir, key, **options)
-
-
-def tiny_model_config(folder: Path, name: str = TINY_MODEL, width: int = 32, **vision: Any) -> Path:
+def tiny_model_config(
+    folder: Path, name: str = TINY_MODEL, width: int = 32, text: Mapping[str, Any] | None = None, **vision: Any
+) -> Path:
     """Write the JSON configuration of a tiny OpenCLIP model (image size 32); return the path of the file."""
     config = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "layers": 2, "width": width, "patch_size": 8, "head_width": 16, **vision},
-        "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": width, "heads": 2, "layers": 2},
+        "text_cfg": {
+            "context_length": 24,
+            "vocab_size": 49408,
+            "width": width,
+            "heads": 2,
+            "layers": 2,
+            **(text or {}),
+        },
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))

@@ -5,105 +5,83 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
+# Status, headers and content of a response.
+Answer = tuple[int, dict[str, str], bytes]
 
 
-class FakeHub:
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        status, headers, content = self.server.answer(self.path.partition("?")[0], is_get=self.command == "GET")
+        self.send_response(status)
+        for header, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class FakeHub(ThreadingHTTPServer):
     """A server for the folders in ``repositories[owner/name]``. It lists .tar and .zip files with a SHA-256, as LFS files.
 
     Attributes:
         endpoint: address of the hub.
         corrupt: file path -> number of next responses with a wrong first byte.
         busy: file path -> number of next responses with status 503.
-        requests: path and offset of the first requested byte of every file request.
+        requests: path of every file request.
     """
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Path] = {}
         self.corrupt: Counter[str] = Counter()
         self.busy: Counter[str] = Counter()
-        self.requests: list[tuple[str, int]] = []
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.requests: list[str] = []
 
     def __enter__(self) -> "FakeHub":
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path = handler.path.split("?")[0]
-        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/\w+)?", path):
-            return self._list(handler, match[1])
-        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/\w+", path):
-            return self._list_tree(handler, match[1])
+    def answer(self, path: str, is_get: bool) -> Answer:
+        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/\w+|/tree/\w+)?", path):
+            if match[1] not in self.repositories:
+                return 401, {"X-Error-Message": "not found", "X-Error-Code": "RepoNotFound"}, b""
+            folder = self.repositories[match[1]]
+            files = [describe(folder, file) for file in sorted(folder.rglob("*")) if file.is_file()]
+            siblings = [{"rfilename": file["path"], "size": file["size"]} for file in files]
+            info = {"id": match[1], "sha": REVISION, "siblings": siblings}
+            return 200, {}, json.dumps(files if "/tree/" in path else info).encode()
         if match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/\w+/(.+)", path):
-            return self._send_file(handler, self.repositories[match[1]], match[2])
-        return self._reply(handler, 404, b"")
+            return self._file(self.repositories[match[1]], match[2], is_get)
+        return 404, {}, b""
 
-    def _list(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
-        if repository not in self.repositories:
-            return self._reply(handler, 401, b"", {"X-Error-Message": "not found", "X-Error-Code": "RepoNotFound"})
-        folder = self.repositories[repository]
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        siblings = [{"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size} for path in files]
-        return self._reply(handler, 200, json.dumps({"id": repository, "sha": REVISION, "siblings": siblings}).encode())
-
-    def _list_tree(self, handler: BaseHTTPRequestHandler, repository: str) -> None:
-        folder = self.repositories[repository]
-        files = [describe(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
-        self._reply(handler, 200, json.dumps(files).encode())
-
-    def _send_file(self, handler: BaseHTTPRequestHandler, folder: Path, name: str) -> None:
-        file = describe(folder, folder / name)
+    def _file(self, folder: Path, name: str, is_get: bool) -> Answer:
+        file, content = describe(folder, folder / name), (folder / name).read_bytes()
+        if is_get:
+            self.requests.append(name)
+            if self.busy[name]:
+                self.busy[name] -= 1
+                return 503, {}, b""
+            if self.corrupt[name]:
+                self.corrupt[name] -= 1
+                content = bytes([content[0] ^ 1]) + content[1:]
         etag = file.get("lfs", file)["oid"]
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}
-        if handler.command == "HEAD":
-            return self._reply(handler, 200, b"", {**headers, "Content-Length": str(file["size"])})
-        first = int(re.match(r"bytes=(\d+)-", handler.headers.get("Range", "bytes=0-"))[1])
-        self.requests.append((name, first))
-        if self.busy[name]:
-            self.busy[name] -= 1
-            return self._reply(handler, 503, b"")
-        content = (folder / name).read_bytes()
-        if self.corrupt[name]:
-            self.corrupt[name] -= 1
-            content = bytes([content[0] ^ 1]) + content[1:]
-        handler.send_response(206)
-        for header, value in {**headers, "Content-Length": str(len(content) - first)}.items():
-            handler.send_header(header, value)
-        handler.end_headers()
-        handler.wfile.write(content[first:])
-        return None
-
-    def _reply(
-        self, handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> None:
-        handler.send_response(status)
-        for header, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            handler.send_header(header, value)
-        handler.end_headers()
-        handler.wfile.write(body)
+        return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION}, content
 
 
 def describe(folder: Path, path: Path) -> dict:

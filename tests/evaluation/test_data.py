@@ -1,8 +1,6 @@
 """Evaluation data are read completely and in order. Corrupt data are an error and get no score."""
 
-import bz2
 import gzip
-import lzma
 import os
 import re
 import shutil
@@ -13,13 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, fingerprint, read_shard
+from openclip_ext.evaluation.classification import TaskResult
+from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, read_shard
 from openclip_ext.evaluation.download import BROKEN, check_set
 from openclip_ext.evaluation.runner import MAX_SKIPPED, evaluate_task
-from openclip_ext.evaluation.tasks import FLICKR, TASKS
+from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 
-CIFAR = TASKS["cifar10"]
+
+@pytest.fixture
+def evaluate(tmp_path, make_encoder) -> Callable[[str], TaskResult]:
+    """Return a function that scores a data set in ``tmp_path`` with two data workers."""
+    return lambda key: evaluate_task(TASKS[key], tmp_path, make_encoder(workers=2), any_size=True)
 
 
 @pytest.fixture
@@ -28,10 +31,9 @@ def folder(tmp_path) -> Path:
     return datasets.make_task(tmp_path, "cifar10", shards=3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, workers, make_encoder):
+def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, make_encoder):
     before = torch.get_rng_state()
-    batches = list(make_encoder(workers=workers).batches(find_samples(folder), SampleFormat(num_classes=10)))
+    batches = list(make_encoder(workers=2).batches(find_samples(folder), SampleFormat(num_classes=10)))
     keys = [key for batch in batches for key in batch.keys]
     assert keys == [f"s{index:07d}" for shard in range(3) for index in range(shard, 24, 3)]
     assert not any(batch.skipped for batch in batches)
@@ -42,16 +44,15 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, wor
     ("file", "content", "message"),
     [
         ("classnames.txt", None, "classnames.txt not found"),
-        ("zeroshot_classification_templates.txt", None, "templates.txt not found: expected the prompt templates"),
         ("zeroshot_classification_templates.txt", "\n \n", "templates.txt is empty: expected the prompt templates"),
-        ("zeroshot_classification_templates.txt", "a photo of {x}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo of {c.x}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo of {c[x]}\n", "has a field other than {c}"),
-        ("zeroshot_classification_templates.txt", "a photo\n", "no template has a {c}"),
+        (
+            "zeroshot_classification_templates.txt",
+            "a photo of {c.x}\n",
+            "templates.txt: expected {c} for the class name",
+        ),
+        ("zeroshot_classification_templates.txt", "a photo\n", "templates.txt: expected {c} for the class name"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
-        ("test/nshards.txt", None, "nshards.txt not found"),
-        ("test/nshards.txt", "three", "expected the number of shards, found 'three'"),
         ("test/nshards.txt", "1000000000", "expected the number of shards, found '1000000000'"),
         ("test/nshards.txt", "2", "expected 2 shards .*missing or extra: 2.tar"),
         ("test/nshards.txt", "4", "expected 4 shards .*missing or extra: 3.tar"),
@@ -64,32 +65,27 @@ def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        evaluate_task(CIFAR, folder.parent, make_encoder())
+        evaluate_task(TASKS["cifar10"], folder.parent, make_encoder())
 
 
-def test_truncated_tars_are_named_wherever_they_are_cut(folder):
+def test_a_tar_that_ends_between_two_members_is_named(folder):
     shard = folder / "test" / "1.tar"
-    whole = shard.read_bytes()
     with tarfile.open(shard) as archive:
         boundary = archive.getmembers()[4].offset
-    for size in (0, 100, boundary, boundary + 512, boundary + 700, len(whole) - 10240, len(whole) - 1024):
-        shard.write_bytes(whole[:size])
-        if whole[:size][-1024:] == bytes(1024) and size % 512 == 0:
-            continue  # only padding was cut off, which is not an error
+    for size in (boundary + 512, boundary, 0):
+        os.truncate(shard, size)
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
             find_samples(folder)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_tars_are_refused(folder, compress):
+def test_compressed_tars_are_refused(folder):
     shard = folder / "test" / "1.tar"
-    shard.write_bytes(compress(shard.read_bytes()))
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
     with pytest.raises(DataError, match=r"1\.tar is compressed: expected a plain tar.* Decompress it"):
         find_samples(folder)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
+def test_a_damaged_header_in_the_middle_is_named(folder, evaluate):
     shard = folder / "test" / "2.tar"
     with tarfile.open(shard) as archive:
         member = archive.getmembers()[6]
@@ -98,32 +94,23 @@ def test_a_damaged_header_in_the_middle_is_named(folder, workers, make_encoder):
         stream.write(b"x" * 300)
     before = set(torch.multiprocessing.active_children())
     with pytest.raises(DataError, match=rf"2\.tar is truncated or corrupt .*at byte {member.offset}"):
-        evaluate_task(CIFAR, folder.parent, make_encoder(workers=workers), any_size=True)
+        evaluate("cifar10")
     assert set(torch.multiprocessing.active_children()) == before  # all workers have exited
 
 
-def rewrite(shard: Path, change: Callable[[int, dict[str, bytes]], None]) -> None:
-    """Rewrite a shard; ``change(position, fields)`` first changes the fields of each sample in place."""
+def spoil(shard: Path, places: Container[int], **values: bytes | None) -> None:
+    """Set fields of some samples of a shard. None removes a field, and ``image`` means the first field."""
     samples = list(read_shard(shard))
-    for position, sample in enumerate(samples):
-        change(position, sample.fields)
-    datasets.write_tar(shard, [(sample.key, sample.fields) for sample in samples])
-
-
-def spoil(places: Container[int], **values: bytes | None) -> Callable[[int, dict[str, bytes]], None]:
-    """Return a ``change`` for :func:`rewrite` that sets fields; None removes a field, and ``image`` means the first field."""
-
-    def change(position, fields):
-        for name, value in values.items() if position in places else ():
+    for fields in (sample.fields for place, sample in enumerate(samples) if place in places):
+        for name, value in values.items():
             name = next(iter(fields)) if name == "image" else name
             fields[name] = value
             if value is None:
                 del fields[name]
+    datasets.write_shard(shard, [(sample.key, sample.fields) for sample in samples])
 
-    return change
 
-
-CAMELYON = "wilds/camelyon17"
+CAMELYON, FAIRFACE = "wilds/camelyon17", "fairness/fairface"
 
 
 @pytest.mark.parametrize(
@@ -131,109 +118,81 @@ CAMELYON = "wilds/camelyon17"
     [
         ("cifar10", {"cls": b"10"}, r"expected a label \(.cls\) below 10, found b'10'"),
         ("cifar10", {"cls": b"-1"}, ".*below 10, found b'-1'"),
-        ("cifar10", {"cls": b"cat"}, ".*below 10, found b'cat'"),
-        ("cifar10", {"cls": None}, "no .cls file, found"),
         ("cifar10", {"image": None}, "no .webp or .png or .jpg or .jpeg file, found"),
         (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
         (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
-        (CAMELYON, {"npy": datasets.npy_bytes([1, -2, 0])}, r".*found int64 \[1, -2, 0\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
         (FLICKR, {"txt": b"\n\n"}, "no caption"),
+        (FAIRFACE, {"npy": datasets.npy_bytes([9, 0, 0, 1])}, "expected age below 9 in the .npy, found"),
+        (FAIRFACE, {"npy": datasets.npy_bytes([0, 2, 0, 1])}, "expected gender below 2 in the .npy, found"),
     ],
 )
-def test_wrong_samples_are_named(tmp_path, key, values, message, make_encoder):
+def test_wrong_samples_are_named(tmp_path, key, values, message, evaluate):
     folder = datasets.make_task(tmp_path, key, shards=3)
-    rewrite(folder / "test" / "1.tar", spoil({3}, **values))
-    with pytest.raises(DataError, match=rf"1\.tar: s0000010: {message}"):
-        evaluate_task(TASKS[key], tmp_path, make_encoder(), any_size=True)
+    spoil(folder / "test" / "1.tar", {3}, **values)
+    with pytest.raises(DataError, match=f"s0000010: {message}"):
+        evaluate(key)
 
 
-def test_an_image_that_does_not_decode_is_skipped_and_named(folder, make_encoder):
-    rewrite(folder / "test" / "1.tar", spoil({3}, image=b"no image"))
-    result = evaluate_task(CIFAR, folder.parent, make_encoder(workers=2), any_size=True)
+def test_an_image_that_does_not_decode_is_skipped_and_named(folder, evaluate):
+    spoil(folder / "test" / "1.tar", {3}, image=b"no image")
+    result = evaluate("cifar10")
     assert (result.samples, result.found, len(result.skipped)) == (23, 24, 1)
     assert "1.tar: s0000010: the image does not decode" in str(result.skipped[0])
 
 
-def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, make_encoder):
-    folder = datasets.make_task(tmp_path, FLICKR)
-    rewrite(folder / "test" / "0.tar", spoil({2}, jpg=b""))
-    assert evaluate_task(TASKS[FLICKR], tmp_path, make_encoder(), any_size=True).samples == 23
-
-    wino = TASKS["misc/winogavil"]
-    folder = datasets.make_task(tmp_path, wino.key)
-    rewrite(folder / "test" / "0.tar", spoil({0}, jpg=b""))
-    users = sum('"picture_0"' in line for line in (folder / "instances.jsonl").read_text().splitlines())
-    result = evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
+def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, evaluate):
+    for key in (FLICKR, WINOGAVIL):
+        folder = datasets.make_task(tmp_path, key)
+        spoil(folder / "test" / "0.tar", {0}, jpg=b"")
+    assert evaluate(FLICKR).samples == 23
+    users = sum('"s0000000"' in line for line in (folder / "instances.jsonl").read_text().splitlines())
+    result = evaluate(WINOGAVIL)
     assert users > 0
-    assert (result.found, result.samples) == (12, 12 - users)
-    assert result.skipped[0].endswith(f"; {users} of 12 instances use it")
+    assert (result.found, result.samples) == (24, 24 - users)
+    assert result.skipped[0].endswith(f"; {users} of 24 instances use it")
 
 
-def test_many_undecodable_images_are_no_score(tmp_path, make_encoder):
+def test_many_undecodable_images_are_no_score(tmp_path, evaluate):
     folder = datasets.make_task(tmp_path, "cifar10", count=2 * MAX_SKIPPED, shards=1)
-    shard = folder / "test" / "0.tar"
-    rewrite(shard, spoil(range(MAX_SKIPPED + 1), image=b""))
-    with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"):
-        evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
-    rewrite(shard, spoil(range(2 * MAX_SKIPPED), image=b""))
-    with pytest.raises(DataError, match="No image to score"):
-        evaluate_task(CIFAR, tmp_path, make_encoder(), any_size=True)
+    for skipped, message in (
+        (MAX_SKIPPED + 1, f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"),
+        (2 * MAX_SKIPPED, "No image to score"),
+    ):
+        spoil(folder / "test" / "0.tar", range(skipped), image=b"")
+        with pytest.raises(DataError, match=message):
+            evaluate("cifar10")
 
 
-def test_a_copied_shard_is_no_score(folder, make_encoder):
+def test_a_copied_shard_is_no_score(folder, evaluate):
     shutil.copy(folder / "test" / "0.tar", folder / "test" / "2.tar")
     message = r"key 's0000000' occurs twice, in .*0\.tar and in .*2\.tar"
     with pytest.raises(DataError, match=message):
-        evaluate_task(CIFAR, folder.parent, make_encoder(), any_size=True)
-    state, problems = check_set(folder.parent, CIFAR, any_size=True)
+        evaluate("cifar10")
+    state, problems = check_set(folder.parent, TASKS["cifar10"], any_size=True)
     assert state == BROKEN and re.search(message, problems[0])
 
 
-def test_winogavil_instances_are_checked(tmp_path, make_encoder):
-    wino = TASKS["misc/winogavil"]
-    folder = datasets.make_task(tmp_path, wino.key)
-    lines = (folder / "instances.jsonl").read_text().splitlines()
+def test_winogavil_instances_are_checked(tmp_path, evaluate):
+    path = datasets.make_task(tmp_path, WINOGAVIL) / "instances.jsonl"
+    lines = path.read_text()
     for line, message in (
         ("{}", "line 1: expected an object with cue"),
         ('{"cue": "owl", "candidates": ["a", "b"], "associations": ["c"]}', "an association that is not a candidate"),
-        ('{"cue": 5, "candidates": ["a"], "associations": ["a"]}', "line 1: expected an object with .*not a string"),
-        ('{"cue": "owl", "candidates": [5], "associations": [5]}', "line 1: expected an object with .*not a string"),
         ('{"cue": "owl", "candidates": ["elsewhere"], "associations": ["elsewhere"]}', "line 1: no image elsewhere"),
     ):
-        (folder / "instances.jsonl").write_text("\n".join([line, *lines]))
+        path.write_text(f"{line}\n{lines}")
         with pytest.raises(DataError, match=message):
-            evaluate_task(wino, tmp_path, make_encoder(), any_size=True)
+            evaluate(WINOGAVIL)
 
 
-def test_faces_need_the_classes_with_fixed_numbers(tmp_path, make_encoder):
-    folder = datasets.make_task(tmp_path, "fairness/utkface")
-    path = folder / "classnames.txt"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "person 1" not in line))
-    with pytest.raises(DataError, match="expected more than 18 lines toxic:CLASS, found 16"):
-        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
-    path.write_text("race:black\ngender:male\nage:old\n")
-    with pytest.raises(DataError, match="no lines for toxic"):
-        evaluate_task(TASKS["fairness/utkface"], tmp_path, make_encoder(), any_size=True)
-
-
-@pytest.mark.parametrize(("wrong", "message"), [((9, 0, 0, 1), "age below 9"), ((0, 2, 0, 1), "gender below 2")])
-def test_faces_labels_are_checked(tmp_path, wrong, message, make_encoder):
-    folder = datasets.make_task(tmp_path, "fairness/fairface")
-    rewrite(folder / "test" / "0.tar", spoil({0}, npy=datasets.npy_bytes(wrong)))
-    with pytest.raises(DataError, match=f"s0000000: expected {message} in the .npy, found"):
-        evaluate_task(TASKS["fairness/fairface"], tmp_path, make_encoder(), any_size=True)
-
-
-def test_the_fingerprint_notices_other_data(folder, tmp_path):
-    first = fingerprint(folder)
-    copy = tmp_path / "elsewhere" / folder.name
-    shutil.copytree(folder, copy)
-    os.utime(copy / "test" / "0.tar", (0, 0))
-    assert fingerprint(copy) == first
-    assert fingerprint(copy, content=False) != fingerprint(folder, content=False)
-    shard = copy / "test" / "0.tar"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert fingerprint(copy) != first
-    (folder / "classnames.txt").write_text("\n".join([*datasets.DIGIT_NAMES[:9], "niner"]))
-    assert fingerprint(folder) != first
+def test_faces_need_the_classes_with_fixed_numbers(tmp_path, evaluate):
+    path = datasets.make_task(tmp_path, FAIRFACE) / "classnames.txt"
+    people = "".join(line for line in path.read_text().splitlines(True) if "person 1" not in line)
+    for content, message in (
+        (people, "expected more than 18 lines toxic:CLASS, found 16"),
+        ("race:black\ngender:male\nage:old\n", "no lines for toxic"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            evaluate(FAIRFACE)

@@ -15,7 +15,6 @@ import torch
 from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
-from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.evaluation import datasets
@@ -26,7 +25,7 @@ def data_dir(tmp_path_factory) -> Path:
     """Return a folder with small data sets for all 40 tasks."""
     folder = tmp_path_factory.mktemp("data")
     for number, key in enumerate(TASKS):
-        datasets.make_task(folder, key, **({} if key == "misc/winogavil" else {"count": 12}), seed=number)
+        datasets.make_task(folder, key, count=12, seed=number)
     return folder
 
 
@@ -101,68 +100,63 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     assert evaluated[3:] == ["mnist"]
 
 
-def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd):
+def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, caplog):
     tasks = ("--output-dir", str(tmp_path), "--tasks", "retrieval", "cifar10,mnist")
     assert evaluate(tiny_folder, data_dir, *tasks) == 0
-    first = main_metrics(tmp_path)
+    first = (tmp_path / RESULTS_FILE).read_text()
     shown = capfd.readouterr().out
     assert "DataComp average (38): partial, 5/38; missing: Caltech-101, CIFAR-100" in shown, "expected no average"
     assert "Retrieval, DataComp (Flickr, MSCOCO, WinoGAViL): 0." in shown
     summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())["averages"]["DataComp average (38)"]
-    assert (summary["value"], summary["missing"]) == (None, [key for key in AVERAGED if key not in first])
-    evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_2.pt")
-    second = main_metrics(tmp_path)
-    assert first.keys() == second.keys()
-    assert first != second
-    assert evaluate(tiny_folder, data_dir, *tasks, checkpoint="epoch_3.pt") == 2
-    assert main_metrics(tmp_path) == second, "a failed launch must not change the results"
-    # The second model's launch kept the first model's results in another file. Now they are used again.
-    evaluate(tiny_folder, data_dir, *tasks)
-    assert main_metrics(tmp_path) == first
+    assert (summary["value"], summary["missing"]) == (
+        None,
+        [key for key in AVERAGED if key not in main_metrics(tmp_path)],
+    )
+    refused = "has results of another run ({}"
     # With another activation, equal weights count as a different model.
-    evaluate(tiny_folder, data_dir, *tasks, "--force-quick-gelu")
-    assert main_metrics(tmp_path) != first
+    for arguments, checkpoint, message in (
+        ((), "epoch_2.pt", refused.format("weights): give another --output-dir")),
+        ((), "epoch_3.pt", "There is no checkpoint"),
+        (("--force-quick-gelu",), "epoch_1.pt", refused.format("config")),
+    ):
+        caplog.clear()
+        assert evaluate(tiny_folder, data_dir, *tasks, *arguments, checkpoint=checkpoint) == 2
+        assert message in caplog.text and (tmp_path / RESULTS_FILE).read_text() == first
+    # The lines of DataComp's own harness do not record which model was evaluated.
+    (tmp_path / RESULTS_FILE).write_text('{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": NaN}}\n')
+    assert evaluate(tiny_folder, data_dir, *tasks) == 2
 
 
-def test_two_models_at_once_keep_their_results_apart(tiny_folder, data_dir, tmp_path, monkeypatch):
-    """A second model starts, evaluates all its tasks and ends while the first model evaluates its second task."""
-    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10", "mnist", "stl10")
+def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, data_dir, tmp_path, monkeypatch, caplog):
+    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
 
-    def interrupted(task, *args):
-        if task.key == "mnist":
-            monkeypatch.undo()
-            assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
-        return evaluate_task(task, *args)
+    def overtaken(*of_task):
+        monkeypatch.undo()
+        assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
+        return datacomp.evaluate_task(*of_task)
 
-    monkeypatch.setattr(datacomp, "evaluate_task", interrupted)
-    assert evaluate(tiny_folder, data_dir, *arguments) == 0
-    (aside,) = tmp_path.glob("eval_results.*.jsonl")
-    for path, name in ((tmp_path / RESULTS_FILE, "epoch_1.pt"), (aside, "epoch_2.pt")):
-        checkpoints = {line["key"]: Path(line["run"]["checkpoint"]).name for line in read_results(path)}
-        assert checkpoints == dict.fromkeys(("cifar10", "mnist", "stl10"), name)
-    summary = json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text())
-    assert summary["main_metrics"] == main_metrics(tmp_path)
-    assert Path(summary["run"]["checkpoint"]).name == "epoch_1.pt"
+    monkeypatch.setattr(datacomp, "evaluate_task", overtaken)
+    assert evaluate(tiny_folder, data_dir, *arguments) == 2
+    assert "has results of another run (weights)" in caplog.text
+    for content in (
+        read_results(tmp_path / RESULTS_FILE)[0],
+        json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text()),
+    ):
+        assert Path(content["run"]["checkpoint"]).name == "epoch_2.pt"
 
 
-def test_other_model_options_do_not_replace_the_runs_result(tiny_folder, tmp_path, caplog):
-    """``params.txt`` has the options of the run. Other options need a folder of their own, and the report names them."""
+def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
+    """``params.txt`` has the options of the run, which need no name."""
     datasets.make_task(tmp_path, "cifar10", count=12)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "params.txt").write_text(f"model: {datasets.TINY_MODEL}\nimage_mean: [0.4, 0.5, 0.6]\n")
-    folder, own = tmp_path / "run" / "checkpoints", ("--image-mean", "0.4", "0.5", "0.6")
-    assert evaluate(folder, tmp_path, "--tasks", "cifar10", *own) == 0
-    first = main_metrics(tmp_path / "run" / "datacomp" / "epoch_1")
-    other = ("--tasks", "cifar10", *own, "--force-image-size", "48")
-    assert evaluate(folder, tmp_path, *other) == 2
-    assert "expected the run's model options, found force_image_size=48. Give --output-dir." in caplog.text
-    assert evaluate(folder, tmp_path, *other, "--output-dir", str(tmp_path / "48")) == 0
-    assert main_metrics(tmp_path / "run" / "datacomp" / "epoch_1") == first
+    own = ("--tasks", "cifar10", "--image-mean", "0.4", "0.5", "0.6")
+    for more in ([], ["--force-image-size", "48", "--output-dir", str(tmp_path / "48")]):
+        assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, *more) == 0
     runs = read_runs([str(tmp_path / "run"), str(tmp_path / "48")])
-    assert [f"{datasets.TINY_MODEL} fp32 datacomp-2-any-size{options}" for options in ("", " force_image_size=48")] == [
-        *(protocol for run in runs for protocol in run.final.protocols)
-    ]
+    protocols = [protocol for run in runs for protocol in run.final.protocols]
+    assert protocols == [f"{datasets.TINY_MODEL} fp32 datacomp-2{options}" for options in ("", " force_image_size=48")]
 
 
 @pytest.mark.parametrize("name", ["epoch_latest", "best"])
@@ -187,87 +181,21 @@ def test_another_number_of_classes_is_another_size(tiny_folder, tmp_path, monkey
     assert run.final.other_sizes == {KITTI}
 
 
-def test_the_result_file_of_datacomps_own_harness(tiny_folder, data_dir, tmp_path, caplog):
-    """DataComp's file contains NaN, and does not record which model was evaluated, so its results are not used."""
-    output = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
-    theirs = [
-        '{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.9, "main_metric": 0.9}}',
-        '{"key": "wilds/fmow", "dataset": "FMoW", "metrics": {"acc1": 0.1, "acc_year:9": NaN, "main_metric": 0.1}}',
-    ]
-    (tmp_path / RESULTS_FILE).write_text("".join(f"{line}\n" for line in theirs))
-    assert evaluate(tiny_folder, data_dir, *output) == 0
-    assert f"{tmp_path / RESULTS_FILE} held results without a model" in caplog.text
-    assert "moved to eval_results.unknown.jsonl" in caplog.text
-    aside = read_results(tmp_path / "eval_results.unknown.jsonl")
-    assert [line["key"] for line in aside] == ["cifar10", "wilds/fmow"]
-    assert aside[1]["metrics"] == {"acc1": 0.1, "acc_year:9": None, "main_metric": 0.1}
-    (line,) = read_results(tmp_path / RESULTS_FILE)
-    assert line["run"]["model"] == datasets.TINY_MODEL and line["metrics"]["main_metric"] != 0.9
-    caplog.clear()
-    assert evaluate(tiny_folder, data_dir, *output) == 0
-    assert "moved" not in caplog.text and read_results(tmp_path / "eval_results.unknown.jsonl") == aside
-
-
 def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folder, tmp_path):
     folders = [datasets.make_task(tmp_path, key, count=12) for key in ("cifar10", "mnist")]
     arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10", "mnist")
     evaluate(tiny_folder, tmp_path, *arguments)
-    datasets.make_task(tmp_path, "cifar10", count=20)
+    first, shard = read_results(tmp_path / "out" / RESULTS_FILE), folders[0] / "test" / "0.tar"
+    size = shard.stat().st_size
+    datasets.write_shard(shard, [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)][::2])
+    assert shard.stat().st_size == size
     shutil.rmtree(folders[1])
     assert evaluate(tiny_folder, tmp_path, *arguments) == 0
-    assert {line["key"]: line["samples"] for line in read_results(tmp_path / "out" / RESULTS_FILE)} == {
-        "mnist": 12,
-        "cifar10": 20,
-    }
+    second = {line["key"]: line["metrics"] for line in read_results(tmp_path / "out" / RESULTS_FILE)}
+    assert [line["metrics"] == second[line["key"]] for line in first] == [line["key"] == "mnist" for line in first]
     (folders[0] / "test" / "1.tar").write_bytes(b"")
     assert evaluate(tiny_folder, tmp_path, *arguments) == 1
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
-
-
-def test_repaired_labels_are_evaluated_again_but_not_copied_data(tiny_folder, tmp_path, monkeypatch):
-    folder, arguments = datasets.make_task(tmp_path, "cifar10", count=12), ("--tasks", "cifar10")
-    output = ("--output-dir", str(tmp_path / "out"))
-    evaluate(tiny_folder, tmp_path, *output, *arguments)
-    (first,), shard = read_results(tmp_path / "out" / RESULTS_FILE), folder / "test" / "0.tar"
-    shutil.copytree(folder, tmp_path / "copy" / folder.name, copy_function=shutil.copy)  # with new modification times
-    samples = [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)]
-    size = shard.stat().st_size
-    datasets.write_tar(shard, samples[::2])
-    assert shard.stat().st_size == size
-    monkeypatch.setattr(datacomp, "evaluate_task", None)
-    assert evaluate(tiny_folder, tmp_path / "copy", *output, *arguments) == 0, "expected no evaluation"
-    monkeypatch.undo()
-    assert evaluate(tiny_folder, tmp_path, *output, *arguments) == 0
-    assert read_results(tmp_path / "out" / RESULTS_FILE)[0]["metrics"] != first["metrics"]
-
-
-def test_data_that_change_during_the_evaluation_are_evaluated_again(tiny_folder, tmp_path, monkeypatch):
-    folder = datasets.make_task(tmp_path, "cifar10", count=12)
-    evaluated = []
-
-    def edit_after(task, *args):
-        result = evaluate_task(task, *args)
-        evaluated.append(task.key)
-        (folder / "zeroshot_classification_templates.txt").write_text("a blurry {c}")
-        return result
-
-    monkeypatch.setattr(datacomp, "evaluate_task", edit_after)
-    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
-    assert [evaluate(tiny_folder, tmp_path, *arguments) for _ in range(3)] == [1, 0, 0]
-    assert evaluated == ["cifar10"] * 2
-
-
-def test_the_summary_has_no_result_of_changed_data(tiny_folder, tmp_path, capfd):
-    for key in ("cifar10", "mnist"):
-        datasets.make_task(tmp_path, key, count=12)
-    output = ("--output-dir", str(tmp_path / "out"))
-    evaluate(tiny_folder, tmp_path, *output, "--tasks", "cifar10", "mnist")
-    datasets.make_task(tmp_path, "cifar10", count=20)
-    capfd.readouterr()
-    assert evaluate(tiny_folder, tmp_path, *output, "--tasks", "mnist") == 0
-    assert "CIFAR-10: the data have changed since the evaluation. Evaluate them again." in capfd.readouterr().out
-    summary = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
-    assert (set(summary["main_metrics"]), set(summary["problems"])) == ({"mnist"}, {"cifar10"})
 
 
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
@@ -326,11 +254,16 @@ def _evaluate(argv: list[str]) -> tuple[int, str]:
         return datacomp.main(argv), shown.getvalue()
 
 
-def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path):
+def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_path, model_arguments):
     """Two processes with data workers evaluate every task once, print one summary, and get the same numbers as one process."""
     tasks = ["cifar10", "mnist", "wilds/fmow", "retrieval", "fairness/utkface"]
-    argv = ["--model", datasets.TINY_MODEL, "--checkpoint", str(tiny_folder / "epoch_1.pt"), "--device", "cpu"]
-    argv += ["--model-config", str(tiny_folder / f"{datasets.TINY_MODEL}.json"), "--data-dir", str(data_dir)]
+    argv = [
+        *model_arguments,
+        "--model-config",
+        str(tiny_folder / f"{datasets.TINY_MODEL}.json"),
+        "--data-dir",
+        str(data_dir),
+    ]
     argv += ["--output-dir", str(tmp_path), "--workers", "1", "--allow-size-mismatch", "--tasks", *tasks]
     (first, shown), (second, nothing) = two_ranks().run(_evaluate, argv, group=False)
     assert (first, second, nothing) == (0, 0, "")

@@ -7,7 +7,6 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,6 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import embed
-from openclip_ext.evaluation.embedding_folder import _Table
 from openclip_ext.evaluation.models import LoadedModel
 from openclip_ext.files import json_lines
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
@@ -92,16 +90,18 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
 
 
 def killed(argv: list[str], after: int) -> None:
-    """Run the command, and kill this process by SIGKILL while it writes batch ``after + 1``."""
+    """Run the command, and kill this process by SIGKILL after batch ``after + 1``."""
     multiprocessing.set_start_method(None, force=True)  # data workers must not come from the fork server
-    calls, write = iter(range(2 * after)), _Table.write
+    rows = embed._rows
 
-    def write_and_die(self: _Table, index: np.ndarray, rows: np.ndarray) -> None:
-        write(self, index, rows)
-        if next(calls, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def rows_and_die(*arguments):
+        for batch in rows(*arguments):
+            yield batch
+            if next(calls, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(_Table, "write", write_and_die):
+    calls = iter(range(after))
+    with mock.patch.object(embed, "_rows", rows_and_die):
         embed.main(argv)
 
 

@@ -54,7 +54,7 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
     for name, checkpoint, message in (
         ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
         (TINY_MODEL, None, "--checkpoint is missing"),
-        (TINY_MODEL, tiny_folder, r"neither a file nor a pretrained tag; in it: epoch_1\.pt, epoch_2\.pt"),
+        (TINY_MODEL, tiny_folder, "neither a file nor a pretrained tag"),
         ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
     ):
@@ -68,11 +68,6 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     for name in ("tiny-wide", "tiny-deep"):
         with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
             load_model(name, tiny_folder / "epoch_1.pt")
-    run = tmp_path / "run"
-    checkpoint = tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
-    (run / "params.txt").write_text(f"lr: 0.001\nmodel: {TINY_MODEL}\n")
-    with pytest.raises(ModelError, match=f"tiny-deep with .* its run was trained with --model {TINY_MODEL}"):
-        load_model("tiny-deep", checkpoint)
 
 
 def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
@@ -119,10 +114,9 @@ def run_folder(tmp_path, caplog) -> Path:
 @pytest.mark.parametrize(
     ("parameters", "options", "expected"),
     [
-        ({"force_custom_text": False, "image_std": None, "lr": 0.1}, {}, {}),
         ({"force_quick_gelu": True, "image_mean": [0.5] * 3}, {}, {"force_quick_gelu": True, "image_mean": [0.5] * 3}),
-        ({"force_image_size": [64]}, {}, {"force_image_size": 64}),
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
+        ({"force_context_length": 9}, {}, {"force_context_length": 9}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
     ],
 )
@@ -134,6 +128,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
     assert not caplog.text  # such as OpenCLIP's warning about a model without weights
     size = expected.get("force_image_size", 32)
     assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
+    assert loaded.tokenizer(["a"]).shape == (1, expected.get("force_context_length", 24))
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):

@@ -2,7 +2,9 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,12 +49,17 @@ def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
     return logits, labels.numpy()
 
 
-def oracle_metadata(folder: Path) -> np.ndarray:
-    """Return the metadata (``npy``) as clip-benchmark reads it: one row per sample, in the order of the shards."""
+def multilabel_dataset(folder: Path, transform: Callable) -> Any:
+    """Return images and metadata (``npy``) as clip-benchmark reads them, in the order of the shards."""
     (folder / "dataset_type.txt").write_text("multilabel\n")
-    dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=lambda image: 0)
+    dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=transform)
     (folder / "dataset_type.txt").unlink()
-    return np.stack([metadata for _, metadata in dataset])
+    return dataset
+
+
+def oracle_metadata(folder: Path) -> np.ndarray:
+    """Return the metadata: one row per sample, in the order of the shards."""
+    return np.stack([metadata for _, metadata in multilabel_dataset(folder, lambda image: 0)])
 
 
 def test_classifier_and_logits_equal_clip_benchmark(data_dir, tiny, make_encoder):
@@ -115,11 +122,7 @@ def reference_groups(name: str, right: np.ndarray, metadata: np.ndarray, column:
 
 def test_faces_equal_clip_benchmark(data_dir, tiny, make_encoder):
     task = TASKS["fairness/fairface"]
-    folder = data_dir / task.folder
-    (folder / "dataset_type.txt").write_text("multilabel\n")
-    dataset = build_dataset("wds/fairface", root=str(folder), transform=tiny.preprocess)
-    (folder / "dataset_type.txt").unlink()
-    answers = {}
+    dataset, answers = multilabel_dataset(data_dir / task.folder, tiny.preprocess), {}
     for question in ("race", "gender", "age", "toxic"):
         classes, templates = (
             [line.split(":", 1)[1] for line in lines if line.startswith(f"{question}:")]

@@ -49,10 +49,6 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     return checkpoint
 
 
-def make_model(model: str, *flags: str):
-    return config_of("--model", model, *flags).model.create(torch.device("cpu"))[0]
-
-
 def embeddings(model, images, texts):
     model.eval()
     with torch.no_grad():
@@ -63,9 +59,6 @@ def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
 
 
-VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
-
-
 def timm_tower(name: str) -> dict:
     return {"timm_model_name": name, "timm_model_pretrained": False, "timm_pool": "avg", "timm_proj": "linear"}
 
@@ -73,7 +66,10 @@ def timm_tower(name: str) -> dict:
 @pytest.mark.parametrize(
     ("vision", "flags"),
     [
-        (VISION, "--force-image-size 64 --force-quick-gelu --force-context-length 8 --force-custom-text"),
+        (
+            {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+            "--force-image-size 64 --force-quick-gelu --force-context-length 8 --force-custom-text",
+        ),
         (timm_tower("test_resnet"), "--force-image-size 64"),
         (timm_tower("test_vit"), "--force-patch-dropout 0.5"),
         (timm_tower("test_vit"), "--force-image-size 64"),
@@ -93,7 +89,9 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     export(checkpoint, "safetensors", tmp_path / "exported")
     source = f"local-dir:{tmp_path / 'exported'}"
     model, _, preprocess = open_clip.create_model_and_transforms(source)
-    original = make_model(f"local-dir:{tmp_path / 'hub'}", *flags.split())
+    original, *_ = config_of("--model", f"local-dir:{tmp_path / 'hub'}", *flags.split()).model.create(
+        torch.device("cpu")
+    )
     original.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
     images, texts = preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS)
     assert torch.equal(embeddings(model, images, texts), embeddings(original, images, texts))
@@ -140,13 +138,23 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
 
 
-def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path, monkeypatch):
+    """best.pt stores only its epoch. A mid-epoch checkpoint was never evaluated, so its card must not show results."""
     checkpoint = make_run(tmp_path, "demo-vit", "--loss", "neuclip", "--prototypes", "96")
     checkpoint = checkpoint.rename(checkpoint.with_name("best.pt"))
     run = checkpoint.parents[1]
-    results = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
-    (run / "checkpoints" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
-    (run / "datacomp" / "epoch_2").mkdir(parents=True)
+    steps = [
+        {"step": step, "samples": 16 * (step + 1), "epoch": step // 2, "loss": 1.0, "infonce": 9.0 - step}
+        for step in range(6)
+    ]
+    write_lines(run / "metrics.jsonl", steps)
+    recalls = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
+    write_lines(run / "checkpoints" / "results.jsonl", recalls)
     weights = load_model("demo-vit", checkpoint).weights_sha256
     lines = [
         {"key": key, "dataset": TASKS[key].name, "metrics": {"main_metric": 0.5}, "run": identity, "found": found}
@@ -157,22 +165,33 @@ def test_a_card_tells_of_the_run_and_of_no_path(tmp_path):
             ("gtsrb", {"weights": weights, "options": "image_mean=[0, 0, 0]"}, 12630),
         )
     ]
-    (run / "datacomp" / "epoch_2" / "eval_results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / "datacomp" / "epoch_2" / "eval_results.jsonl", lines)
     config = json.loads((run / "config.json").read_text())
     config["flags"]["pretrained"] = str(checkpoint)
     (run / "config.json").write_text(json.dumps(config))
-    export(checkpoint, "safetensors", tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
+    read = ckpt.read
+
+    def card(position: ckpt.Position | None) -> str:
+        shared = {"identity": {"global_batch": 8}, "position": asdict(position)} if position else None
+        monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path: replace(read(path), shared=shared))
+        output = tmp_path / f"exported-{position and position.step}"
+        export(checkpoint, "safetensors", output)
+        assert (output / "curves.png").exists()
+        return (output / "README.md").read_text()
+
     rows = [
-        "| pretrained | best.pt |",
-        "| architecture | demo-vit |",
-        "| loss | neuclip |",
-        "| loss: prototypes | 96 |",
-        "| CIFAR-10 | 0.5 |",
-        "| MNIST (not DataComp's size) | 0.5 |",
+        "pretrained | best.pt",
+        "architecture | demo-vit",
+        "loss | neuclip",
+        "loss: prototypes | 96",
+        "CIFAR-10 | 0.5",
     ]
-    assert [row for row in [*rows, "| image_to_text_R@1 | 0.25 |"] if row not in card] == []
-    assert str(tmp_path) not in card and "STL-10" not in card and "GTSRB" not in card
+    rows += ["MNIST (not DataComp's size) | 0.5", "infonce | 6", "completed epochs | 2", "image_to_text_R@1 | 0.25"]
+    for at_end in (card(None), card(ckpt.Position(epoch=2, step=4))):
+        assert [row for row in rows if f"| {row} |" not in at_end] == [] and "At optimizer step 4:" in at_end
+        assert str(tmp_path) not in at_end and "STL-10" not in at_end and "GTSRB" not in at_end
+    within = card(ckpt.Position(epoch=2, step=5, step_in_epoch=1))
+    assert "At optimizer step 5:" in within and "R@1" not in within
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
@@ -187,33 +206,6 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
         load_encoder(parse_args([str(checkpoint.parents[1]), "--model", "RN50", "--data-dir", "d"]))
     with pytest.raises(ValueError, match="no model given: expected a run folder"):
         load_encoder(parse_args(["--data-dir", "d"]))
-
-
-def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path, monkeypatch):
-    """best.pt stores only its epoch. A mid-epoch checkpoint was never evaluated, so its card must not show results."""
-    checkpoint = make_run(tmp_path, "demo-vit")
-    run = checkpoint.parents[1]
-    steps = [
-        {"step": step, "samples": 16 * (step + 1), "epoch": step // 2, "loss": 1.0, "infonce": 9.0 - step}
-        for step in range(6)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    (run / "checkpoints" / "results.jsonl").write_text(json.dumps({"epoch": 2, "image_to_text_R@1": 0.25}) + "\n")
-    read = ckpt.read
-
-    def card(position: ckpt.Position | None) -> str:
-        shared = {"identity": {"global_batch": 8}, "position": asdict(position)} if position else None
-        monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path: replace(read(path), shared=shared))
-        output = tmp_path / f"exported-{position and position.step}"
-        export(checkpoint, "safetensors", output)
-        assert (output / "curves.png").exists()
-        return (output / "README.md").read_text()
-
-    for at_end in (card(None), card(ckpt.Position(epoch=2, step=4))):
-        assert "At optimizer step 4:" in at_end and "| infonce | 6 |" in at_end
-        assert "| completed epochs | 2 |" in at_end and "R@1 | 0.25 |" in at_end
-    within = card(ckpt.Position(epoch=2, step=5, step_in_epoch=1))
-    assert "At optimizer step 5:" in within and "R@1" not in within
 
 
 def test_models_without_a_counterpart_are_refused(tmp_path):

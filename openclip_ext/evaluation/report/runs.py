@@ -77,24 +77,16 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     A path is a result file, a folder with a result file, or a run folder. In a run folder, results are in
     ``datacomp/CHECKPOINT/``, and results of evaluations during training in ``metrics.jsonl``.
     """
-    given = [_name_and_path(argument) for argument in arguments]
-    places = [path.resolve() for _, path in given]
-    for (_, path), place in zip(given, places, strict=True):
-        if places.count(place) > 1:
-            raise ValueError(f"{path} is given twice: give each run once.")
-    runs = [_read_run(path) for _, path in given]
-    names = [name or run.name for (name, _), run in zip(given, runs, strict=True)]
     named: dict[str, list[EvaluatedRun]] = {}
-    for (name, path), place, run in zip(given, places, runs, strict=True):
-        if not name:  # folders with equal names are different runs: only an explicit NAME marks repeats
-            name = run.name if names.count(run.name) == 1 else str(place if str(path) in names else path)
-        named.setdefault(name, []).append(run)
+    for argument in arguments:
+        name, separator, path = argument.partition("=")
+        if not separator or Path(argument).exists():
+            name, path = "", argument
+        run = _read_run(Path(path))
+        if not name and run.name in named:
+            raise ValueError(f"{path} is another run with the name {run.name}: name the runs with NAME=PATH")
+        named.setdefault(name or run.name, []).append(run)
     return [_merge(name, repeats) for name, repeats in named.items()]
-
-
-def _name_and_path(argument: str) -> tuple[str, Path]:
-    name, separator, path = argument.partition("=")
-    return (name, Path(path)) if separator and not Path(argument).exists() else ("", Path(argument))
 
 
 def _read_run(path: Path) -> EvaluatedRun:

@@ -1,6 +1,7 @@
 """Concept editing: the subspace (compared with scikit-learn's PCA), the removal of a concept, and the command."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -38,49 +39,36 @@ def test_subspace_is_the_pca_of_pairwise_centred_embeddings_and_removal_its_comp
 
 
 def test_alignment_table_by_hand() -> None:
-    first, second, direction = paired_embeddings()
+    first, second, _ = paired_embeddings()
     basis, _ = concept_subspace(first, second)
     generator = torch.Generator().manual_seed(1)
-    content = torch.randn(200, 16, generator=generator)
-    images = {
-        "a": F.normalize(content[:120] + 2 * direction, dim=1),
-        "b": F.normalize(content[120:] - 2 * direction, dim=1),
-    }
-    prompts = 0.3 * torch.randn(10, 16, generator=generator)
-    queries = {"a": F.normalize(prompts + direction, dim=1), "b": F.normalize(prompts - direction, dim=1)}
-    table = alignment_table(queries, images, basis, top=5)
-
-    best = [sorted((images["b"] @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"]["original"] == pytest.approx(np.mean(best), abs=1e-6)
-    edited = remove(images["b"], basis)
-    best = [sorted((edited @ query).tolist())[-5:] for query in queries["a"]]
-    assert table["a"]["b"]["neutral"] == pytest.approx(np.mean(best), abs=1e-6)
-    assert table["a"]["b"]["delta"] == pytest.approx(table["a"]["b"]["original"] - table["a"]["b"]["neutral"])
+    queries, images = (
+        {side: F.normalize(torch.randn(count, 16, generator=generator), dim=1) for side, count in counts}
+        for counts in ([("a", 10), ("b", 10)], [("a", 120), ("b", 80)])
+    )
+    found = alignment_table(queries, images, basis, top=5)["a"]["b"]
+    for name, features in (("original", images["b"]), ("neutral", remove(images["b"], basis))):
+        best = [sorted((features @ query).tolist())[-5:] for query in queries["a"]]
+        assert found[name] == pytest.approx(np.mean(best), abs=1e-6)
+    assert found["delta"] == pytest.approx(found["original"] - found["neutral"])
     with pytest.raises(ValueError, match="group b has 80 images"):
         alignment_table(queries, images, basis, top=100)
 
 
-def test_command(tmp_path: Path) -> None:
-    checkpoint = datasets.tiny_checkpoint(tmp_path)
-    images, labels = datasets.digit_images(40)
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        folder = tmp_path / ("odd" if label % 2 else "even")
-        folder.mkdir(exist_ok=True)
-        image.save(folder / f"{number}.png")
+def test_command(tmp_path: Path, model_arguments: list[str]) -> None:
+    classes = datasets.write_class_folders(tmp_path, 40, lambda label: "odd" if label % 2 else "even")
     (tmp_path / "odd" / "broken.png").write_bytes(b"no image")
     (tmp_path / "pairs.csv").write_text("one, two\nthree,four\n\nfive, six\n")
     (tmp_path / "templates.txt").write_text("the number {c}\nI see a {c}\n")
 
     def run(*arguments: str) -> None:
-        model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
         folders = ["--images", str(tmp_path / "odd"), str(tmp_path / "even")]
-        main([*model, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
+        main([*model_arguments, *folders, "--output-dir", str(tmp_path / "out"), *arguments])
 
     custom = ["--pairs", str(tmp_path / "pairs.csv"), "--templates", str(tmp_path / "templates.txt")]
     run(*custom, "--components", "2", "--top", "3")
     report = json.loads((tmp_path / "out" / "editing.json").read_text())
-    odd = sum(label % 2 for label in labels)
-    assert report["images"] == {"odd": odd, "even": 40 - odd} and (report["pairs"], report["templates"]) == (3, 2)
+    assert report["images"] == Counter(classes) and (report["pairs"], report["templates"]) == (3, 2)
     basis = np.load(tmp_path / "out" / "subspace.npy")
     np.testing.assert_allclose(basis @ basis.T, np.eye(2), atol=1e-5)
     page = (tmp_path / "out" / "nearest.html").read_text()

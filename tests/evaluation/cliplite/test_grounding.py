@@ -1,7 +1,6 @@
 """Grad-CAM: the command, and gradients compared with finite differences for every kind of tower."""
 
 import copy
-import json
 from pathlib import Path
 
 import open_clip
@@ -14,34 +13,26 @@ from torch import Tensor, nn
 from openclip_ext.evaluation.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import ModelError
+from tests.evaluation.datasets import tiny_model_config
 
-VIT = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
 # Vision tower, the layer for Grad-CAM, the layer's channel axis, and how many of its last positions are patches (0: all).
+RESNET = {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64}
 TOWERS = {
-    "modified-resnet": (
-        {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "image_size": 64},
-        ("layer4", 1, 0),
-    ),
-    "vit-class-token": ({**VIT, "image_size": [32, 48]}, ("transformer.resblocks.1.ln_1", -1, 24)),
-    "vit-mean": ({**VIT, "image_size": 32, "pool_type": "avg"}, ("transformer.resblocks.1.ln_1", -1, 16)),
+    "modified-resnet": (RESNET, ("layer4", 1, 0)),
+    "vit-class-token": ({"image_size": [32, 48]}, ("transformer.resblocks.1.ln_1", -1, 24)),
+    "vit-mean": ({"image_size": 32, "pool_type": "avg"}, ("transformer.resblocks.1.ln_1", -1, 16)),
     "timm-convnet": ({"timm_model_name": "convnext_atto", "image_size": 64}, ("trunk.stages.3", 1, 0)),
-    "timm-vit": (
-        {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224},
-        ("trunk.blocks.11.norm1", -1, 196),
-    ),
+    "timm-vit": ({"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}, ("trunk.blocks.11.norm1", -1, 196)),
     "timm-channels-last": (
         {"timm_model_name": "swin_tiny_patch4_window7_224", "image_size": 224},
         ("trunk.layers.3", -1, 0),
     ),
 }
-RESNET = TOWERS["modified-resnet"][0]
 
 
 def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
-    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-    (folder / f"{name}.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
-    open_clip.add_model_config(folder / f"{name}.json")
-    torch.manual_seed(0)
+    open_clip.add_model_config(tiny_model_config(folder, name, **vision))
+    torch.manual_seed(1)
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     with torch.no_grad():  # otherwise, the residual branches of ModifiedResNet return zero
         for parameter in model.visual.parameters():

@@ -28,16 +28,6 @@ from tests.evaluation import datasets
 CLASSES = ("cat", "dog", "owl")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-def run(checkpoint: Path, *arguments: str) -> None:
-    model = ["--model", datasets.TINY_MODEL, "--checkpoint", str(checkpoint), "--device", "cpu", "--workers", "0"]
-    main([arguments[0], *model, *arguments[1:]])
-
-
 def build(folder: Path, name: str, **vision: object) -> torch.nn.Module:
     open_clip.add_model_config(datasets.tiny_model_config(folder, name, **vision))
     torch.manual_seed(0)
@@ -143,37 +133,33 @@ def write_devkit(folder: Path, per_split: int = 40) -> Path:
     return devkit
 
 
-def test_voc_command(tmp_path: Path, checkpoint: Path) -> None:
+def test_voc_command(tmp_path: Path, model_arguments: list[str]) -> None:
     devkit = write_devkit(tmp_path)
     output = tmp_path / "voc.json"
-    run(checkpoint, "voc07", "--devkit", str(devkit.parent), "--output", str(output))
+    main(["voc07", *model_arguments, "--devkit", str(devkit.parent), "--output", str(output)])
     report = json.loads(output.read_text())
     assert report["train_images"] == report["test_images"] == 40 and report["dimensions"] == 32
     assert set(report["per_class"]) == set(report["costs"]) == {"even", "small"}
     assert report["map"] == pytest.approx(np.mean(list(report["per_class"].values())))
     assert set(report["costs"].values()) <= set(SVM_COSTS) and report["skipped_images"] == 0
     (devkit / "JPEGImages" / "000003.jpg").write_bytes(b"\xff\xd8")
-    run(checkpoint, "voc07", "--devkit", str(devkit), "--output", str(output))
+    main(["voc07", *model_arguments, "--devkit", str(devkit), "--output", str(output)])
     report = json.loads(output.read_text())
     assert (report["train_images"], report["skipped_images"]) == (39, 1)
 
 
-def test_top1_command(tmp_path: Path, checkpoint: Path) -> None:
-    images, labels = datasets.digit_images(300, seed=1)
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        folder = tmp_path / "train" / datasets.DIGIT_NAMES[label]
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"{number}.png")
+def test_top1_command(tmp_path: Path, model_arguments: list[str]) -> None:
+    datasets.write_class_folders(tmp_path / "train", 300, lambda label: datasets.DIGIT_NAMES[label], seed=1)
     datacomp = datasets.make_task(tmp_path, "mnist", count=60)
     output = tmp_path / "top1.json"
     # Class folders are sorted by name, but DataComp's class names are not. The labels would not match, so this is an error.
-    arguments = ["--train", str(tmp_path / "train"), "--test"]
+    arguments = ["top1", *model_arguments, "--train", str(tmp_path / "train"), "--test", str(datacomp)]
     with pytest.raises(ValueError, match="another order"):
-        run(checkpoint, "top1", *arguments, str(datacomp))
+        main(arguments)
     for number, name in enumerate(datasets.DIGIT_NAMES):
         (tmp_path / "train" / name).rename(tmp_path / "train" / str(number))
     (datacomp / "classnames.txt").write_text("".join(f"{number}\n" for number in range(10)))
-    run(checkpoint, "top1", *arguments, str(datacomp), "--costs", "0.01", "--output", str(output))
+    main([*arguments, "--costs", "0.01", "--output", str(output)])
     report = json.loads(output.read_text())
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
     assert report["acc1"] > 0.3  # features of an untrained model are poor; chance is 0.1
