@@ -80,6 +80,8 @@ def evaluate(args: argparse.Namespace) -> int:
     run = run_identity(loaded, encoder.precision)
     if other:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
+        if args.output_dir is None:
+            raise ValueError(f"expected the run's model options, found {run['options']}. Give --output-dir.")
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     given = [task for task in tasks if task.key not in missing]
     todo = distributed.on_master(

@@ -146,12 +146,13 @@ def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, data_d
 
 
 def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
-    """``params.txt`` has the options of the run, which need no name."""
+    """``params.txt`` has the options of the run, which need no name. Other options need a folder of their own."""
     datasets.make_task(tmp_path, "cifar10", count=12)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "params.txt").write_text(f"model: {datasets.TINY_MODEL}\nimage_mean: [0.4, 0.5, 0.6]\n")
     own = ("--tasks", "cifar10", "--image-mean", "0.4", "0.5", "0.6")
+    assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, "--force-image-size", "48") == 2
     for more in ([], ["--force-image-size", "48", "--output-dir", str(tmp_path / "48")]):
         assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, *more) == 0
     runs = read_runs([str(tmp_path / "run"), str(tmp_path / "48")])
