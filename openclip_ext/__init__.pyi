@@ -37,7 +37,7 @@ def create_loss(
     reference_dim: int | None = ...,
     *,
     normalizer: Literal["minibatch", "mlp", "moving-average", "prototypes", "queue", "scent"] | None = ...,
-    temperature_scheme: Literal["constant", "global", "two-global", "solved", "per-sample", "predicted"] | None = ...,
+    temperature_scheme: Literal["constant", "global", "solved", "per-sample", "predicted"] | None = ...,
     views: int = ...,
     equal_captions: Literal["negative", "mask", "positive"] = ...,
     steer: bool = ...,

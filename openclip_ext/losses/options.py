@@ -34,7 +34,7 @@ PACKAGE_OPTIONS = (
         str,
         None,
         "source of the temperature (default: the loss's own)",
-        choices=("constant", "global", "two-global", "solved", "per-sample", "predicted"),
+        choices=("constant", "global", "solved", "per-sample", "predicted"),
         nullable=True,
     ),
     Option(

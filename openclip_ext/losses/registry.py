@@ -22,7 +22,6 @@ from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import (
     ConstantTemperature,
     GlobalTemperature,
-    TwoGlobalTemperatures,
     UnregularizedTemperature,
 )
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
@@ -45,7 +44,6 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Two parts have this name. A loss uses the first part that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
-    TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
     # Early in training, embeddings are close together. This would move a solved temperature down to its lower bound, so the
     # bound is higher than for other schemes. In a short run, the temperature changes little, so a high initial temperature is
     # best. A long run gives better results with a lower initial temperature.

@@ -212,12 +212,6 @@ CASES: dict[str, Case] = {
     "fastclip-v1": Case("fastclip-v1", _fastclip("constant"), _DECAY),
     "isogclr": Case("isogclr", _per_sample(gamma=0.8, decay_epochs=None), {"temperature": 0.05}),
     "fastclip-v2": Case("fastclip-v2", _per_sample(), _DECAY | {"temperature": 0.05}),
-    "fastclip-two-global": Case(
-        "fastclip",
-        lambda loss: contrastive.TwoGlobal(_average(), rho=6.5, start=0.07, bounds=(0.01, 1.0), lr=0.05),
-        _DECAY | {"temperature_scheme": "two-global", "lr_tau": 0.05},
-        tolerance=1e-7,  # the initial temperature is rounded to float32
-    ),
     "scent": _scent(),
     "scent-small-steps": _scent(kappa=3.0),
     "openclip-constant": Case(

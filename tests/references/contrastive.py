@@ -286,30 +286,6 @@ class PerSample:
         return StepResult(value, *gradients, 0.0, alpha)
 
 
-class TwoGlobal:
-    """[opt4ml], "CLIP with a Global Learnable Temperature": Adam learns one temperature for images and one for texts."""
-
-    def __init__(
-        self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
-    ) -> None:
-        self.estimator, self.rho, self.bounds = estimator, rho, bounds
-        self.log_tau = leaves(math.log(start), math.log(start))
-        self.adam = torch.optim.Adam(self.log_tau, lr)
-
-    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step. The logit scale has no effect."""
-        tau = [[math.exp(side)] * len(images) for side in self.log_tau]
-        alpha = self.estimator.update(images, texts, tau, index, epoch)
-        gradients = encoder_gradients(images, texts, tau, alpha)
-        value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
-        for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
-            (self.log_tau[side].grad,) = leaves(sum(slopes) / len(slopes) * tau[side][0])
-        self.adam.step()
-        for side in self.log_tau:
-            side.data.clamp_(*map(math.log, self.bounds))
-        return StepResult(value, *gradients, 0.0, alpha)
-
-
 class Solved:
     """SogCLR with a temperature τ that solves ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
