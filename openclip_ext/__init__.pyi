@@ -52,7 +52,6 @@ def create_loss(
     temperature_max: float = ...,
     lr_tau: float | None = ...,
     temperature_queue: int = ...,
-    solve_per_sample: bool = ...,
     epochs: int = ...,
     prototypes: int = ...,
     normalizer_updates: int = ...,

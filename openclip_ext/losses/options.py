@@ -127,7 +127,6 @@ PACKAGE_OPTIONS = (
         symbol="m",
         minimum=2,
     ),
-    _ablation("solve_per_sample", bool, False, "solve for a separate temperature for each anchor, in every step"),
     Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(

@@ -64,20 +64,19 @@ def _per_sample(**average: Any) -> Callable[[ContrastiveLoss], Any]:
     return lambda loss: contrastive.PerSample(_average(**average), rho=7.0, start=0.05, bounds=(0.01, 1.0), lr=0.0133)
 
 
-def _solved(m: int, rho: float, per_sample: bool = False) -> Case:
+def _solved(m: int, rho: float) -> Case:
     def end_waiting(loss: ContrastiveLoss) -> None:
         loss.calls = 100
         loss.temperature.steps.fill_(100)
 
     return Case(
         "sogclr",
-        lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m, per_sample),
+        lambda loss: contrastive.Solved(_average(gamma=0.8, decay_epochs=None), rho, m),
         {
             "temperature_scheme": "solved",
             "temperature": None,
             "temperature_queue": m,
             "rho": rho,
-            "solve_per_sample": per_sample,
             "temperature_min": 0.01,
         },
         prepare=end_waiting,
@@ -222,7 +221,6 @@ CASES: dict[str, Case] = {
     "openclip-learned": Case("openclip", lambda loss: contrastive.InfoNce(None), {"temperature_scheme": "global"}),
     "sogclr-solved": _solved(9, 1.2),
     "sogclr-solved-longer-queue": _solved(14, 0.4),
-    "sogclr-solved-each": _solved(9, 1.2, per_sample=True),
     "tempnet": Case("tempnet", _tempnet, _DECAY | {"lr_tau": 1e-3}),
     "amorlip": _amorlip(),
     "amorlip-negatives": _amorlip(negatives_only=True),
