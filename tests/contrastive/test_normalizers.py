@@ -1,7 +1,5 @@
 """Properties of the normalizers that the comparisons with references (tests/losses) do not cover."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -43,21 +41,3 @@ def test_networks_depend_on_the_seed_and_on_nothing_else(name: str, key: str) ->
         found.append(create_loss(name, embed_dim=WIDTH, seed=seed).state_dict()[key])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-
-
-def test_short_epochs_warn_once() -> None:
-    loss = create_loss("amorlip", embed_dim=WIDTH)
-    for number, step in enumerate(make_steps(3)):
-        step.epoch = number
-        if number == 1:
-            with pytest.warns(UserWarning, match=r"the last epoch had 1 steps.*reinitialize=False"):
-                loss.start_epoch(number)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            run_step(loss, step)
-    quiet = create_loss("amorlip", embed_dim=WIDTH, reinitialize=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number, step in enumerate(make_steps(3)):
-            step.epoch = number
-            run_step(quiet, step)
