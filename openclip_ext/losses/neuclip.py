@@ -175,7 +175,6 @@ class PrototypeNormalizer(Normalizer):
         normalizer_lr: float,
         normalizer_objective: str,
         normalizer_reset: bool,
-        normalizer_weight_decay: float,
         simultaneous: bool,
         verify_fit: bool,
         alpha_gradient: bool,
@@ -193,7 +192,6 @@ class PrototypeNormalizer(Normalizer):
         self.lr = normalizer_lr
         self.objective = normalizer_objective
         self.reset = normalizer_reset
-        self.weight_decay = normalizer_weight_decay
         self.simultaneous = simultaneous
         self.verify_fit = verify_fit and normalizer_updates > 0
         self.alpha_gradient, self.alpha_tau_gradient = alpha_gradient, alpha_tau_gradient
@@ -334,9 +332,6 @@ class _Fit:
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Rows are prototypes, because both matrix products then read their first factor row by row.
         self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
-        # In a step without valid samples, the weight decay is 0, because such a step must not change the prototypes.
-        decay = normalizer.weight_decay
-        self.decay = batch.ok * decay if decay else None
 
     def update(self) -> None:
         blocks = self.normalizer.blocks
@@ -349,8 +344,6 @@ class _Fit:
             gradient, directions = self.gradient[..., block], self.directions[..., block]
             along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
             gradient.addcmul_(directions, along, value=-1).div_(norm)
-        if self.decay is not None:
-            self.gradient.addcmul_(self.prototypes, self.decay)
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:

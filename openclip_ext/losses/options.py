@@ -158,7 +158,6 @@ PACKAGE_OPTIONS = (
         False,
         "with alpha_gradient: also pass the gradient to a learned temperature (NeuCLIP's line 11, read literally)",
     ),
-    _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
         "projection_dim",
         int,
@@ -231,7 +230,6 @@ PACKAGE_OPTIONS = (
         nullable=True,
     ),
     _ablation("normalizer_reset", bool, True, "clear AdaGrad's accumulators when the prototypes restart"),
-    _ablation("normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0),
     _ablation("simultaneous", bool, False, "predict with the network before this step's updates (Algorithm 3)"),
     Option(
         "verify_fit",

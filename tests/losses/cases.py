@@ -104,9 +104,8 @@ def _two_views(name: str, **options: Any) -> Case:
     if name != "simclr":
         average = options.get("gamma", 0.8), options.get("gamma_decay_epochs"), options.get("eps", EPS)
     tau = options.get("temperature", 0.1)
-    with_positive = options.get("positive_in_denominator", True)
     learned = (7.0, 0.0133) if name == "isogclr" else None
-    return Case(name, lambda loss: two_views.TwoViews(loss.projector, tau, average, with_positive, learned), options)
+    return Case(name, lambda loss: two_views.TwoViews(loss.projector, tau, average, learned), options)
 
 
 _AMORLIP = {
@@ -231,7 +230,6 @@ CASES: dict[str, Case] = {
     "neuclip-few": _neuclip(prototypes=4),
     "neuclip-many": _neuclip(prototypes=25, restart_every=2),
     "neuclip-never": _neuclip(restart_every=None),
-    "neuclip-decay": _neuclip(normalizer_weight_decay=0.3, normalizer_lr=0.1),
     "neuclip-keep-accumulators": _neuclip(normalizer_reset=False, normalizer_lr=0.01),
     "neuclip-l2-log": _neuclip(normalizer_objective="l2-log"),
     "neuclip-simultaneous": _neuclip(simultaneous=True),
@@ -254,7 +252,6 @@ CASES: dict[str, Case] = {
     "queueclip-others-few": _queueclip(4, 0.3, leave_own_out=True),
     "simclr": _two_views("simclr"),
     "simclr-embeddings-width": _two_views("simclr", projection_dim=None, temperature=0.5),
-    "simclr-without-positive": _two_views("simclr", positive_in_denominator=False),
     "isogclr-views": _two_views("isogclr", views=2),
     "isogclr-views-cosine": _two_views(
         "isogclr", views=2, eps=0.05, gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=2, temperature=0.05
@@ -296,7 +293,7 @@ CASES |= {
 _OTHER_NUMBERS = {
     "scent-small-steps",
     *("fastclip-large-eps", "sogclr-solved-longer-queue", "isogclr-views-cosine", "sogclr-views-cosine"),
-    *(f"neuclip-{name}" for name in ("few", "many", "never", "decay", "no-update")),
+    *(f"neuclip-{name}" for name in ("few", "many", "never", "no-update")),
     *(f"neuclip-verified-{name}" for name in ("never", "many", "simultaneous", "no-update")),
     *("queueclip-few", "queueclip-many", "queueclip-others-few", "queueclip-others-many", "simclr-embeddings-width"),
     *(
