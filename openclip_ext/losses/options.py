@@ -7,7 +7,6 @@ part are the keyword-only arguments of its constructor.
 import difflib
 import functools
 import math
-import os
 from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError
@@ -317,8 +316,6 @@ def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
         return
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    if str(name).endswith(".py"):
-        hint = f" For your own file use {os.path.basename(name).removesuffix('.py')}:METHOD, in its folder."
     raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
 
 

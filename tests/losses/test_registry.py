@@ -80,9 +80,12 @@ def test_unknown_loss_lists_the_names() -> None:
         ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
         ("fastclip", {"rho": float("nan")}, r"rho=nan: expected a number"),
         ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: expected at least 0, .* never negative"),
-        ("fastclip", {"temperature": 14.3}, r"temperature=14.3: expected at most 1\. .* set temperature=0\.06993"),
-        ("fastclip", {"temperature": 0.05, "temperature_min": 0.2}, "smaller than temperature_min=0.2"),
-        ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
+        ("fastclip", {"temperature": 14.3}, "temperature=14.3: expected a temperature from 0.01 to 1"),
+        (
+            "fastclip",
+            {"temperature": 0.05, "temperature_min": 0.2},
+            "temperature=0.05: expected a temperature from 0.2 to 1",
+        ),
         ("fastclip", {"eps": None}, r"eps=None: expected a number >= 0"),
         ("neuclip", {"prototypes": 0}, r"prototypes=0: expected an integer >= 1"),
         ("neuclip", {"alpha_gradient": 1}, "alpha_gradient=1: expected True or False"),
@@ -231,7 +234,7 @@ def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monke
     name = "loss_of_my_own:METHOD"
     assert isinstance(create_loss(name, temperature=0.1), openclip_ext.ContrastiveLoss)
     assert "mine" in list_losses()
-    with pytest.raises(OptionError, match=r"expected a Method object, found 3\. loss_of_my_own has METHOD"):
+    with pytest.raises(OptionError, match="expected a Method object, found 3"):
         create_loss("loss_of_my_own:OTHER")
     with pytest.raises(OptionError, match="loss 'no_such_module:METHOD': No module named 'no_such_module'"):
         create_loss("no_such_module:METHOD")
