@@ -52,6 +52,8 @@ _SHARED_PARTS = (
     ),
 )
 _LONG_RUN_STEPS = 700
+# The options that choose parts.
+_PARTS = ("normalizer", "temperature_scheme")
 
 _REQUIREMENTS = {
     "embed_dim": "the embedding dimension of the model",
@@ -251,29 +253,24 @@ class _Composition:
     def create(
         self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
     ) -> ContrastiveLoss:
-        arguments = {**values, **sizes, **self.fixed}
-        in_features = (
-            reference_dim if values.get("steer") else 0
-        )  # with steering, features also have the reference's block
+        keywords = self.keywords()
+        sizes = {name: sizes[name] if name in keywords else None for name in _REQUIREMENTS}
+        of_loss = {**values, **sizes, **self.fixed, "reference_dim": reference_dim}
+        # With steering, the features that the parts receive also have the reference's block.
+        steered = reference_dim if values.get("steer") else 0
+        of_parts = of_loss | {"embed_dim": (sizes["embed_dim"] or 0) + steered, "reference_dim": steered}
+        return _build(self.build, of_loss, *(_build(part, of_parts) for part in self.parts))
 
-        def build(cls: type, *parts: Any, **more: Any) -> Any:
-            return cls(
-                *parts, **more, **{name: arguments[name] for name in _keywords(cls) & arguments.keys() - more.keys()}
-            )
 
-        # The loss receives only the sizes that its parts need.
-        sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
-        taken = inspect.signature(self.build).parameters
-        wide = {"embed_dim": (sizes["embed_dim"] or 0) + in_features, "reference_dim": in_features}
-        parts = [build(part, **{name: wide[name] for name in _keywords(part) & wide.keys()}) for part in self.parts]
-        if reference_dim:
-            sizes["reference_dim"] = reference_dim
-        return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
+def _build(cls: type, arguments: Mapping[str, Any], *parts: Any) -> Any:
+    """Create an object with its parts and those of the ``arguments`` that its class accepts."""
+    accepted = _keywords(cls) | {*list(inspect.signature(cls).parameters)[len(parts) :]}
+    return cls(*parts, **{name: arguments[name] for name in accepted & arguments.keys()})
 
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     method = find_method(name)
-    given = [part for part in ("normalizer", "temperature_scheme") if options.get(part)]
+    given = [part for part in _PARTS if options.get(part)]
     given += sorted(REFERENCE_OPTIONS & options.keys())
     views = options.get("views")
     two_views = views is not None and OPTIONS["views"].check(views) == 2
@@ -300,35 +297,25 @@ def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
-    names = {
-        "normalizer": OPTIONS["normalizer"].check(options.get("normalizer")) or method.normalizer,
-        "temperature_scheme": OPTIONS["temperature_scheme"].check(options.get("temperature_scheme"))
-        or method.temperature_scheme,
-    }
-    own_normalizer = names["normalizer"] == method.normalizer
-    own_temperature = names["temperature_scheme"] == method.temperature_scheme
+    names = {part: OPTIONS[part].check(options.get(part)) or getattr(method, part) for part in _PARTS}
+    has_own_normalizer = names["normalizer"] == method.normalizer
+    has_own_scheme = names["temperature_scheme"] == method.temperature_scheme
     title = method.name
-    if not (own_normalizer and own_temperature):
+    if not (has_own_normalizer and has_own_scheme):
         title += f" with normalizer {names['normalizer']}, temperature scheme {names['temperature_scheme']}"
-    objective, normalizer_part, temperature_part = _compatible_parts(method, title, *names.values())
-    option_defaults = normalizer_part.defaults | temperature_part.defaults
-    if own_normalizer:
-        option_defaults |= method.normalizer_defaults
-    if own_temperature:
-        option_defaults |= method.temperature_defaults
-    own = method.temperature_defaults if own_temperature else {}
+    objective, normalizer, scheme = _compatible_parts(method, title, *names.values())
+    of_normalizer = method.normalizer_defaults if has_own_normalizer else {}
+    of_scheme = method.temperature_defaults if has_own_scheme else {}
     return _Composition(
         title=title,
         build=GlobalContrastiveLoss,
-        parts=(objective, normalizer_part.build, temperature_part.build),
-        option_defaults=option_defaults,
+        parts=(objective, normalizer.build, scheme.build),
+        option_defaults=normalizer.defaults | scheme.defaults | of_normalizer | of_scheme,
         has_reference=bool(REFERENCE_OPTIONS & options.keys()),
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
-        training_defaults=method.training_defaults if own_normalizer else {},
-        long_run_defaults={
-            name: value for name, value in temperature_part.long_run_defaults.items() if name not in own
-        },
+        training_defaults=method.training_defaults if has_own_normalizer else {},
+        long_run_defaults=scheme.long_run_defaults | of_scheme,
     )
 
 
