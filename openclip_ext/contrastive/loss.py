@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
-from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
+from openclip_ext.contrastive.batch import LocalBatch, finite_samples
 from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
@@ -317,8 +317,8 @@ class ContrastiveLoss(nn.Module):
     ) -> LocalBatch:
         """Check the inputs; move the state to their device and dtype."""
         checks.check_features(image_features, text_features, self.embed_dim)
-        index = checks.check_index(index, image_features) if self.needs_index else None
-        batch = LocalBatch(
+        index = self._in_range(checks.check_index(index, image_features)) if self.needs_index else None
+        return LocalBatch(
             image_features,
             text_features,
             checks.check_logit_scale(logit_scale, image_features),
@@ -329,12 +329,7 @@ class ContrastiveLoss(nn.Module):
             call=self._calls.get(),
             learning=learning,
             views=self.views,
-            in_range=None if index is None else is_in_range(index, self.num_samples),
-            num_samples=self.num_samples,
         )
-        if batch.index is not None and batch.in_range is not None:
-            self._note_range(batch.index, batch.in_range)
-        return batch
 
     def _check_hard_negatives(self, hard_negatives: Tensor | None, text_features: Tensor) -> None:
         if hard_negatives is None:
@@ -349,15 +344,19 @@ class ContrastiveLoss(nn.Module):
                 f"{tuple(hard_negatives.shape)}"
             )
 
-    def _note_range(self, index: Tensor, in_range: Tensor) -> None:
-        """On the CPU, raise ValueError for an index out of range. On other devices, only record it, to avoid a sync."""
+    def _in_range(self, index: Tensor) -> Tensor:
+        """On the CPU, raise ValueError for an index out of range. On other devices, record it and replace it by −1."""
+        assert self.num_samples is not None, "set in every loss that needs an index"
+        in_range = index.clamp(0, self.num_samples - 1) == index
         if not index.is_cpu or torch.compiler.is_compiling():
             self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
-        elif not in_range.all():
+            return torch.where(in_range, index, -1)
+        if not in_range.all():
             raise ValueError(
                 f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}. Create the "
                 "loss with the size of this data set"
             )
+        return index
 
     def _raise_if_out_of_range(self) -> None:
         if not self.indices_in_range:

@@ -94,10 +94,8 @@ class TwoViewLoss(GlobalContrastiveLoss):
             for view in (batch.image, batch.text)
         )
         image, text = torch.cat([first, second]), torch.cat([second, first])
-        index, in_range = (None if rows is None else rows.repeat(2) for rows in (batch.index, batch.in_range))
-        return replace(
-            batch, image=image, text=text, index=index, in_range=in_range, finite=finite_samples(image, text)
-        )
+        index = None if batch.index is None else batch.index.repeat(2)
+        return replace(batch, image=image, text=text, index=index, finite=finite_samples(image, text))
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
