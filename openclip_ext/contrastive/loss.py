@@ -245,7 +245,7 @@ class ContrastiveLoss(nn.Module):
 
     def state_size(self) -> StateSize:
         return StateSize(
-            replicated=sum(leaf.nbytes for leaf in compat.leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
+            replicated=sum(value.nbytes for value in self.replicated_state().values()),
             per_sample=sum(table.nbytes for table in self.tables().values()),
         )
 

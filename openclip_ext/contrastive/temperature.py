@@ -4,7 +4,7 @@ OpenCLIP's models learn the parameter ``log(1/τ)``. They pass its exponential `
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -136,14 +136,9 @@ class GlobalTemperature(UnregularizedTemperature):
         rho_switch: float,
         epochs: int,
         slow_when_small: bool = False,
-        temperature: float | None,
-        temperature_min: float,
-        temperature_max: float,
-        lr_tau: float | None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            temperature=temperature, temperature_min=temperature_min, temperature_max=temperature_max, lr_tau=lr_tau
-        )
+        super().__init__(**options)
         self.first_rho = rho
         self.rho_end = rho if rho_end is None else rho_end
         self.switch_epoch = rho_switch * epochs
