@@ -49,15 +49,6 @@ def test_parts_put_together_by_hand_are_checked_too() -> None:
         GlobalContrastiveLoss(DECOUPLED.objective(), normalizer, ConstantTemperature(temperature=None), None, None)
 
 
-def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature() -> None:
-    step = make_steps(1)[0]
-    loss = create_loss("amorlip", normalizer="minibatch", temperature_scheme="constant").double()
-    _, (images, texts, _) = run_step(loss, step)
-    _, (expected_images, expected_texts, _) = run_step(create_loss("openclip").double(), step)
-    torch.testing.assert_close(images, expected_images / step.logit_scale, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(texts, expected_texts / step.logit_scale, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", [name for name, method in registry.METHODS.items() if method.normalizer])
 def test_rho_has_an_effect_wherever_it_is_an_option(name: str) -> None:
     for normalizer, scheme in itertools.product(OPTIONS["normalizer"].choices, OPTIONS["temperature_scheme"].choices):
