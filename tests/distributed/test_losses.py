@@ -11,7 +11,7 @@ import torch.distributed as dist
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
-from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference_of, run_step
+from tests.losses.cases import CASES, STEERED, Case, Step, assert_close, make_steps, reference_of, run_step
 from tests.references import networks
 
 STEPS = 5
@@ -116,25 +116,21 @@ def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 @pytest.mark.parametrize("name", _names())
 def test_two_processes_equal_one(name: str) -> None:
     ranks = two_processes(name)
     case = _case(name)
     single = _run(case.create().double(), _steps(name))
     for step in range(STEPS):
-        _assert_equal(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
+        assert_close(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
         for actual, expected in zip(_averaged(ranks, step), single["gradients"][step], strict=True):
-            _assert_equal(actual, expected, 1e-9)
+            assert_close(actual, expected, 1e-9)
     whole = _whole_state([rank["state"] for rank in ranks])
     assert whole.keys() == single["state"].keys()
     for key, expected in single["state"].items():
-        _assert_equal(whole[key], expected, 1e-9)
+        assert_close(whole[key], expected, 1e-9)
     for side in (0, 1):
-        _assert_equal(
+        assert_close(
             torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
         )
     for metric, expected in single["metrics"].items():
@@ -177,6 +173,6 @@ def test_amorlip_stays_in_its_process_by_default() -> None:
         images, texts, logit_scale = _averaged(ranks, number)
         value = sum(rank["values"][number].item() for rank in ranks) / WORLD_SIZE
         assert value == pytest.approx(expected.value, rel=1e-8)
-        _assert_equal(images, expected.images, 1e-8)
-        _assert_equal(texts, expected.texts, 1e-8)
+        assert_close(images, expected.images, 1e-8)
+        assert_close(texts, expected.texts, 1e-8)
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)

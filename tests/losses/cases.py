@@ -367,6 +367,11 @@ def create_any(name: str, **options: Any) -> ContrastiveLoss:
     return create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
 
 
+def assert_close(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Assert that nested tensors differ by at most ``tolerance``, relative or absolute. NaN equals NaN."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 def copy_tensors(loss: ContrastiveLoss) -> dict[str, Tensor]:
     """Return a copy of the loss's state without its counters, which change in every call."""
     state = loss.state_dict().items()
