@@ -15,7 +15,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples
 from openclip_ext.contrastive.host_number import HostNumber
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
+from openclip_ext.contrastive.loop_checks import LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
@@ -167,15 +167,13 @@ class ContrastiveLoss(nn.Module):
             )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
-            watched = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
             if self.training:
                 distributed.check_equal_sizes(image_features)
-            if watched:
-                watched = self._check_loop(batch)
+                if not (torch.compiler.is_compiling() or image_features.is_meta):
+                    self._checks.before_call(self, batch)
             self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
-            if watched:
-                self._checks.finish_call(terms.values())
+            self._checks.after_call(terms.values())
             size = len(image_features)  # with two views, the batch has twice as many samples
             names = index if batch.index is None else batch.index[:size]
             is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
@@ -365,17 +363,3 @@ class ContrastiveLoss(nn.Module):
                 f"an index was outside of [0, {self.num_samples}) and its sample was masked. Create the loss with the size of "
                 "this data set"
             )
-
-    def _check_loop(self, batch: LocalBatch) -> bool:
-        """Warn about mistakes in the training loop; return whether to watch for the backward pass of this call."""
-        if self.depends_on_epoch and not self._checks.epoch_is_known:
-            self._checks.warn("no epoch")
-        if self.keeps_state and not torch.is_grad_enabled():
-            self._checks.warn("no gradient")
-        if self.calls >= CHECKED_CALLS or not checks.can_read_values(batch.image):
-            return False
-        self._checks.check_processes()
-        self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
-        if self.keeps_state:
-            self._checks.begin_call()
-        return self.keeps_state
