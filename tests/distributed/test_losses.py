@@ -17,12 +17,26 @@ from tests.references import networks
 STEPS = 5
 # AmorLIP with a separate stage II in each process. By design, its result differs from the result of one process.
 LOCAL_AMORLIP = "amorlip-local"
-# Suffix of cases with NaN or inf.
-NONFINITE = "-nonfinite"
-# Suffix of cases with samples whose reference embeddings are zero.
-UNREAD = "-unread"
-# Suffix of cases that process anchors in chunks.
-CHUNKS = "-chunks"
+# Suffixes of cases with NaN or inf, with samples whose reference embeddings are zero, and with anchors in chunks.
+NONFINITE, UNREAD, CHUNKS = "-nonfinite", "-unread", "-chunks"
+_SPOILT = [
+    "fastclip",
+    "fastclip-v2",
+    "tempnet",
+    "amorlip",
+    "neuclip",
+    "queueclip",
+    "scent",
+    "queueclip-steered-distilled",
+]
+_UNREAD = ["amorlip-steered", "fastclip-distilled", "queueclip-steered-distilled"]
+_CHUNKED = ["fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled"]
+NAMES = [
+    *(*CASES, *STEERED, "openclip"),
+    *(name + NONFINITE for name in _SPOILT),
+    *(name + UNREAD for name in _UNREAD),
+    *(name + CHUNKS for name in _CHUNKED),
+]
 
 
 def _case(name: str) -> Case:
@@ -32,22 +46,6 @@ def _case(name: str) -> Case:
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
     return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS)]
-
-
-def _names() -> list[str]:
-    spoilt = (
-        "fastclip",
-        "fastclip-v2",
-        "tempnet",
-        "amorlip",
-        "neuclip",
-        "queueclip",
-        "scent",
-        "queueclip-steered-distilled",
-    )
-    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
-    unread = [name + UNREAD for name in ("amorlip-steered", "fastclip-distilled", "queueclip-steered-distilled")]
-    return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *unread, *chunks]
 
 
 def _steps(name: str) -> list[Step]:
@@ -116,7 +114,7 @@ def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", _names())
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_equal_one(name: str) -> None:
     ranks = two_processes(name)
     case = _case(name)
@@ -139,7 +137,7 @@ def test_two_processes_equal_one(name: str) -> None:
             assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in _names() if name.endswith(NONFINITE)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(NONFINITE)])
 def test_each_process_reports_its_own_samples(name: str) -> None:
     steps = _steps(name)
     assert two_processes(name)[0]["nonfinite"] == [(1, [steps[1].index[1]])]
