@@ -58,11 +58,13 @@ class LoopChecks:
 
     def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
         """Check a call in training mode. Raise ValueError if the logit scale is not finite and positive."""
+        if not can_read_values(batch.image):
+            return
         if loss.depends_on_epoch and not self.epoch_is_known:
             self._warn("no epoch")
         if loss.keeps_state and not torch.is_grad_enabled():
             self._warn("no gradient")
-        if loss.calls >= CHECKED_CALLS or not can_read_values(batch.image):
+        if loss.calls >= CHECKED_CALLS:
             return
         if processes := distributed.unconnected_processes():
             self._warn("processes", processes=processes)

@@ -169,8 +169,7 @@ class ContrastiveLoss(nn.Module):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
             if self.training:
                 distributed.check_equal_sizes(image_features)
-                if not (torch.compiler.is_compiling() or image_features.is_meta):
-                    self._checks.before_call(self, batch)
+                self._checks.before_call(self, batch)
             self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             self._checks.after_call(terms.values())
