@@ -361,10 +361,8 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
             f"{takes}{reasons}",
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
-    lowest, highest = (
-        values.get("temperature_min", 0.0),
-        values.get("temperature_max", OPTIONS["temperature_max"].default),
-    )
+    lowest = values.get("temperature_min", 0.0)
+    highest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:
         found = f"temperature={values['temperature']:g}"
         raise OptionError("temperature", f"{found}: expected a temperature from {lowest:g} to {highest:g}")
