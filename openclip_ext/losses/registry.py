@@ -24,7 +24,7 @@ from openclip_ext.contrastive.temperature import (
     GlobalTemperature,
     UnregularizedTemperature,
 )
-from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
+from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart, WholeLoss
 from openclip_ext.losses.options import (
     HARD_SHARE,
     OPTIONS,
@@ -219,7 +219,8 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
     learned temperature). ``steps`` is the number of optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
-    if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:
+    own = set(composition.part_names).union(*map(_keywords, composition.classes.parts[-1:]))
+    if scheme and not pretrained and not given.keys() & own:
         composition = _compose(name, {**given, "temperature_scheme": scheme})
     of_length = composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {}
     return composition.defaults() | composition.training_defaults | of_length
@@ -227,27 +228,24 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
 
 @dataclass(frozen=True)
 class _Composition:
-    """The classes of a loss, the defaults of their options, and the options that chose the classes (``part_names``)."""
+    """The classes of a loss with the defaults of their options, and the options that chose the classes (``part_names``)."""
 
     title: str
-    build: type[ContrastiveLoss]
-    parts: tuple[type, ...]
-    option_defaults: dict[str, Any]
+    classes: WholeLoss
     part_names: dict[str, Any] = field(default_factory=dict)
     has_reference: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
     training_defaults: dict[str, Any] = field(default_factory=dict)
     long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
-        found = set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
+        found = set().union(*(_keywords(cls) for cls in (self.classes.build, *self.classes.parts)))
         return found if self.has_reference else found - REFERENCE_OPTIONS
 
     def defaults(self) -> dict[str, Any]:
         """Return all options of the classes with their defaults."""
         keywords = self.keywords()
-        values = {name: self.option_defaults.get(name, option.default) for name, option in OPTIONS.items()}
+        values = {name: self.classes.defaults.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
     def create(
@@ -259,7 +257,7 @@ class _Composition:
         # With steering, the features that the parts receive also have the reference's block.
         steered = reference_dim if values.get("steer") else 0
         of_parts = of_loss | {"embed_dim": (sizes["embed_dim"] or 0) + steered, "reference_dim": steered}
-        return _build(self.build, of_loss, *(_build(part, of_parts) for part in self.parts))
+        return _build(self.classes.build, of_loss, *(_build(part, of_parts) for part in self.classes.parts))
 
 
 def _build(cls: type, arguments: Mapping[str, Any], *parts: Any) -> Any:
@@ -284,7 +282,7 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     if given:
         what = "a reference model" if given[0] in REFERENCE_OPTIONS else f"{given[0]}="
         raise OptionError(given[0], f"{what}: not used by the loss {title!r}, which is not composed of parts")
-    return _Composition(title, whole.build, whole.parts, whole.defaults, refused=whole.refused)
+    return _Composition(title, whole)
 
 
 def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
@@ -307,10 +305,12 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
     of_normalizer = method.normalizer_defaults if has_own_normalizer else {}
     of_scheme = method.temperature_defaults if has_own_scheme else {}
     return _Composition(
-        title=title,
-        build=GlobalContrastiveLoss,
-        parts=(objective, normalizer.build, scheme.build),
-        option_defaults=normalizer.defaults | scheme.defaults | of_normalizer | of_scheme,
+        title,
+        WholeLoss(
+            GlobalContrastiveLoss,
+            defaults=normalizer.defaults | scheme.defaults | of_normalizer | of_scheme,
+            parts=(objective, normalizer.build, scheme.build),
+        ),
         has_reference=bool(REFERENCE_OPTIONS & options.keys()),
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
@@ -353,7 +353,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
-        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
+        reasons = "".join(f". {text}" for option, text in composition.classes.refused.items() if option in unused)
         takes = ", ".join(f"{option}=" for option in sorted(defaults))
         raise OptionError(
             unused[0],
