@@ -4,12 +4,11 @@ They define the flags, the tables in the documentation and the checks of :func:`
 part are the keyword-only arguments of its constructor.
 """
 
-import difflib
 import functools
 import math
 from collections.abc import Collection
 
-from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.cli.options import Option, OptionError, nearest
 
 # Options that only ablations set.
 _ablation = functools.partial(Option, ablation=True)
@@ -312,11 +311,9 @@ SUMMARIES = {
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
     """Raise OptionError, with a suggestion if possible, if ``name`` is not a known loss."""
-    if name in known:
-        return
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
+    if name not in known:
+        expected = f"expected one of {', '.join(known)}, or my.module:METHOD"
+        raise OptionError("loss", f"unknown loss {name!r}: {expected}{nearest(str(name), known)}")
 
 
 def rho_of(hard_share: float) -> float:

@@ -44,7 +44,7 @@ MISTAKES = [
     ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
     ("--device gpu", "--device gpu is not a PyTorch device: expected cpu, cuda or cuda:N"),
     ("--device cuda:0", "PyTorch finds 0 GPUs on this machine. --device cpu needs none"),
-    ("--loss neucilp", "Did you mean 'neuclip'?"),
+    ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss os:path", "expected a Method"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
