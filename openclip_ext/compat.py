@@ -330,13 +330,6 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nested: Any) -> Any:
     return tree_map_only(torch.Tensor, function, nested)
 
 
-def leaves(nested: Any) -> list[Any]:
-    """Return all values in nested lists, tuples and dictionaries, as a flat list."""
-    from torch.utils._pytree import tree_leaves
-
-    return tree_leaves(nested)
-
-
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a tensor on the device can make the optimizer skip its step, without a host-device sync."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -352,9 +345,7 @@ def create_scheduler(
     lr: float,
     warmup: int,
     steps: int,
-    cooldown_steps: int | None,
-    cooldown_power: float,
-    cooldown_end: float,
+    cooldown: tuple[int | None, float, float],
 ) -> Callable[[int], float]:
     """Return OpenCLIP's learning rate schedule: a function that sets the learning rate of every group for a given step.
 
@@ -364,15 +355,14 @@ def create_scheduler(
         lr: Learning rate after the warm-up.
         warmup: Number of steps of the linear warm-up.
         steps: Number of optimizer steps of the full run.
-        cooldown_steps, cooldown_power, cooldown_end: Parameters of the final phase of ``const-cooldown``.
+        cooldown: Number of steps, power and final learning rate of the last phase of ``const-cooldown``.
     """
     from open_clip_train import scheduler
 
-    if name == "cosine":
-        return scheduler.cosine_lr(optimizer, lr, warmup, steps)
-    if name == "const":
-        return scheduler.const_lr(optimizer, lr, warmup, steps)
-    return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, cooldown_steps, cooldown_power, cooldown_end)
+    if name == "const-cooldown":
+        return scheduler.const_lr_cooldown(optimizer, lr, warmup, steps, *cooldown)
+    schedule = {"cosine": scheduler.cosine_lr, "const": scheduler.const_lr}[name]
+    return schedule(optimizer, lr, warmup, steps)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

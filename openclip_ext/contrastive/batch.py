@@ -38,7 +38,7 @@ class LocalBatch:
     Attributes:
         image, text: ``(B_local, d)`` from the caller, of any float dtype, with gradient.
         logit_scale: 0-d, with gradient.
-        index: ``(B_local,)`` int64. None for a loss without an index.
+        index: ``(B_local,)`` int64, −1 where the caller's index was out of range. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: Dtype of the computation.
         epoch: Epoch of the run, from 0. In a compiled graph, it is a 0-d tensor (see :class:`HostNumber`).
@@ -49,8 +49,6 @@ class LocalBatch:
             is an anchor on both sides.
         labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
-        in_range: ``(B_local,)`` bool, whether each index is in ``[0, num_samples)``. None for a loss without an index.
-        num_samples: Size of the data set. None for a loss without an index.
     """
 
     image: Tensor
@@ -65,8 +63,6 @@ class LocalBatch:
     views: int = 1
     labels: Tensor | None = None
     positives_attract: bool = False
-    in_range: Tensor | None = None
-    num_samples: int | None = None
 
     @_computed_once
     def scale_ok(self) -> Tensor:
@@ -82,7 +78,6 @@ class LocalBatch:
             text=self.text.detach(),
             logit_scale=self.logit_scale.detach(),
             index=None,
-            in_range=None,
         )
 
 
@@ -262,9 +257,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         labels = None if labels is None else distributed.all_gather(labels)
         valid = finite_rows(features)
     if index is not None:
-        in_range = batch.in_range if world_size == 1 else is_in_range(index, batch.num_samples)
-        assert in_range is not None, "set together with the index"
-        valid = valid & in_range
+        valid = valid & (index >= 0)
     number = valid.sum(dtype=batch.dtype)
     ok = batch.scale_ok & (number >= 2 * batch.views)
     count = number.clamp(min=2 * batch.views)
@@ -309,12 +302,6 @@ def finite_rows(features: Tensor) -> Tensor:
     """Return whether both sides of each sample have only finite features, ``(B,)`` bool. ``features`` is ``(2, B, d)``."""
     # If a feature is NaN, the maximum is NaN and the comparison is False. This is much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
-
-
-def is_in_range(index: Tensor, num_samples: int | None) -> Tensor:
-    """Return whether each index is in ``[0, num_samples)``, ``(B,)`` bool."""
-    assert num_samples is not None, "set in every loss that needs an index"
-    return index.clamp(0, num_samples - 1) == index
 
 
 def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:

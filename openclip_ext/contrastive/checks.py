@@ -55,9 +55,13 @@ def check_index(index: Tensor | None, features: Tensor) -> Tensor:
         )
     integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
     if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):
-        found = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(type(index).__name__)
-        raise ValueError(f"index: expected int64 of shape ({len(features)},), found {found}")
+        raise ValueError(f"index: expected int64 of shape ({len(features)},), found {described(index)}")
     return index.to(features.device, torch.int64, non_blocking=True)
+
+
+def described(value: object) -> str:
+    """Return the shape and the dtype of a tensor, or the type of another value, for an error message."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(type(value).__name__)
 
 
 # Types of tensors that have values. Other subclasses, such as fake tensors, may have none.

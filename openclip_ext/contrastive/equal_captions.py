@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
-from openclip_ext.contrastive.checks import can_read_values
+from openclip_ext.contrastive.checks import can_read_values, described
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 
 NEGATIVE, POSITIVE = "negative", "positive"
@@ -46,12 +46,8 @@ def read_labels(positives: object, batch: LocalBatch) -> Tensor:
     if _is_tensor(positives, torch.bool, size, size):
         positives = _mask_to_labels(positives, batch.call)
     elif not _is_tensor(positives, torch.int64, size):
-        found = repr(type(positives).__name__)
-        if isinstance(positives, Tensor):
-            found = f"{tuple(positives.shape)} {positives.dtype}"
-        raise ValueError(
-            f"positives: expected int64 of shape ({size},) or bool of shape ({size}, {size}), found {found}"
-        )
+        expected = f"int64 of shape ({size},) or bool of shape ({size}, {size})"
+        raise ValueError(f"positives: expected {expected}, found {described(positives)}")
     return positives.to(batch.image.device, non_blocking=True)
 
 

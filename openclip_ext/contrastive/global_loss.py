@@ -332,9 +332,6 @@ def incompatibility(
     objective: type[Objective], normalizer: type[Normalizer], temperature: type[TemperatureScheme]
 ) -> str | None:
     """Return why these parts cannot form a loss, or None if they can."""
-    for declared in ("estimand", "regularized"):
-        if not hasattr(objective, declared):
-            return f"{objective.__name__} does not declare {declared}"
     if normalizer.estimates is not None and objective.estimand not in normalizer.estimates:
         offered = " or ".join(estimand.formula for estimand in normalizer.estimates)
         return f"the objective needs an estimate of {objective.estimand.formula}; this normalizer estimates {offered}"

@@ -35,25 +35,19 @@ class InnerAdam(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
+    @torch.no_grad()
     def step(self, network: nn.Module, objectives: Sequence[Objective], lr: float | Tensor, ok: Tensor) -> None:
         """Make one step on the sum of the objectives. Only one objective's graph is in memory at a time.
 
         Each objective receives the network as a function, and returns a 0-d tensor. If ``ok`` (0-d bool) is False, nothing
-        changes.
+        changes. Eager mode uses one fused kernel.
         """
         parameters: list[Tensor] = list(network.parameters())
         find_gradients = _gradients_in_a_graph if torch.compiler.is_compiling() else _gradients
-        gradients = find_gradients(network, objectives[0])
+        gradients = [gradient.contiguous() for gradient in find_gradients(network, objectives[0])]
         for objective in objectives[1:]:
             for total, part in zip(gradients, find_gradients(network, objective), strict=True):
                 total.add_(part)
-        self.apply_gradients(parameters, [gradient.contiguous() for gradient in gradients], lr, ok)
-
-    @torch.no_grad()
-    def apply_gradients(
-        self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor, ok: Tensor
-    ) -> None:
-        """Make one step with the given gradients. If ``ok`` is False, nothing changes. Eager mode uses one fused kernel."""
         means, squares = (
             [self.get_buffer(f"{name}_{position}") for position in range(len(parameters))]
             for name in ("mean", "square")

@@ -6,13 +6,17 @@ Values of tensors are read only in the first two calls of a loss, because readin
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.batch import LocalBatch
+from openclip_ext.contrastive.checks import can_read_values
+
+if TYPE_CHECKING:
+    from openclip_ext.contrastive.loss import ContrastiveLoss
 
 CHECKED_CALLS = 2
 # Accepted difference from unit norm. Rounding to half precision causes a smaller difference.
@@ -48,24 +52,48 @@ class LoopChecks:
     def __init__(self) -> None:
         self.epoch_is_known = False
         self._warned: set[str] = set()
-        # Whether the backward pass of the last checked call has run. None means that the call needs no backward pass.
+        self._watches = False
+        # Whether the backward pass of the last watched call has run. None means that the call needs no backward pass.
         self._backward_ran: bool | None = None
 
-    def warn(self, mistake: str, **found: Any) -> None:
+    def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
+        """Check a call in training mode. Raise ValueError if the logit scale is not finite and positive."""
+        if not can_read_values(batch.image):
+            return
+        if loss.depends_on_epoch and not self.epoch_is_known:
+            self._warn("no epoch")
+        if loss.keeps_state and not torch.is_grad_enabled():
+            self._warn("no gradient")
+        if loss.calls >= CHECKED_CALLS:
+            return
+        if processes := distributed.unconnected_processes():
+            self._warn("processes", processes=processes)
+        self._check_values(loss, batch)
+        if loss.keeps_state and self._backward_ran is False:
+            self._warn("no backward")
+        self._watches = loss.keeps_state
+
+    def after_call(self, terms: Iterable[Tensor]) -> None:
+        """Register hooks that record whether the backward pass of a checked call runs."""
+        if not self._watches:
+            return
+
+        def note(gradient: Tensor) -> None:
+            self._backward_ran = True
+
+        self._watches, self._backward_ran = False, None
+        for term in terms:
+            if term.requires_grad:
+                self._backward_ran = False
+                term.register_hook(note)
+
+    def _warn(self, mistake: str, **found: Any) -> None:
         """Log the warning about a mistake, unless it was logged before."""
         if mistake not in self._warned:
             self._warned.add(mistake)
             warnings.warn(_WARNINGS[mistake].format(**found), stacklevel=2)
 
-    def check_processes(self) -> None:
-        """Warn if a launcher started several processes but there is no process group."""
-        if processes := distributed.unconnected_processes():
-            self.warn("processes", processes=processes)
-
-    def check_values(
-        self, batch: LocalBatch, unit_norm: bool, uses_logit_scale: bool, initial_logit_scale: float | None
-    ) -> None:
-        """Warn if features lack unit norm or the logit scale looks like its log. Raise ValueError for an invalid scale."""
+    def _check_values(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
         values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])
@@ -75,26 +103,9 @@ class LoopChecks:
                 f"logit_scale: expected 1/temperature, a finite positive number, found {scale:.4g}. Pass "
                 "model.logit_scale.exp()"
             )
-        start = initial_logit_scale
+        start = loss.initial_logit_scale
         is_asked_for = start is not None and math.isclose(scale, math.exp(start), rel_tol=_TOLERANCE)
-        if uses_logit_scale and scale <= _LARGEST_LOG_SCALE and not is_asked_for:
-            self.warn("scale", scale=scale)
-        if unit_norm and max(longest - 1, 1 - shortest) > _TOLERANCE:
-            self.warn("length", shortest=shortest, longest=longest)
-
-    def begin_call(self) -> None:
-        """Warn if the backward pass of the previous call has not run."""
-        if self._backward_ran is False:
-            self.warn("no backward")
-        self._backward_ran = None
-
-    def finish_call(self, terms: Iterable[Tensor]) -> None:
-        """Register hooks that record whether the backward pass of this call runs."""
-
-        def note(gradient: Tensor) -> None:
-            self._backward_ran = True
-
-        for term in terms:
-            if term.requires_grad:
-                self._backward_ran = False
-                term.register_hook(note)
+        if loss.uses_logit_scale and scale <= _LARGEST_LOG_SCALE and not is_asked_for:
+            self._warn("scale", scale=scale)
+        if loss.expects_unit_norm and max(longest - 1, 1 - shortest) > _TOLERANCE:
+            self._warn("length", shortest=shortest, longest=longest)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import checks
-from openclip_ext.contrastive.batch import LocalBatch, finite_samples, is_in_range
+from openclip_ext.contrastive.batch import LocalBatch, finite_samples
 from openclip_ext.contrastive.host_number import HostNumber
-from openclip_ext.contrastive.loop_checks import CHECKED_CALLS, LoopChecks
+from openclip_ext.contrastive.loop_checks import LoopChecks
 from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
@@ -167,15 +167,12 @@ class ContrastiveLoss(nn.Module):
             )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
-            watched = self.training and not (torch.compiler.is_compiling() or image_features.is_meta)
             if self.training:
                 distributed.check_equal_sizes(image_features)
-            if watched:
-                watched = self._check_loop(batch)
+                self._checks.before_call(self, batch)
             self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
-            if watched:
-                self._checks.finish_call(terms.values())
+            self._checks.after_call(terms.values())
             size = len(image_features)  # with two views, the batch has twice as many samples
             names = index if batch.index is None else batch.index[:size]
             is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
@@ -245,7 +242,7 @@ class ContrastiveLoss(nn.Module):
 
     def state_size(self) -> StateSize:
         return StateSize(
-            replicated=sum(leaf.nbytes for leaf in compat.leaves(self.replicated_state()) if isinstance(leaf, Tensor)),
+            replicated=sum(value.nbytes for value in self.replicated_state().values()),
             per_sample=sum(table.nbytes for table in self.tables().values()),
         )
 
@@ -317,8 +314,8 @@ class ContrastiveLoss(nn.Module):
     ) -> LocalBatch:
         """Check the inputs; move the state to their device and dtype."""
         checks.check_features(image_features, text_features, self.embed_dim)
-        index = checks.check_index(index, image_features) if self.needs_index else None
-        batch = LocalBatch(
+        index = self._in_range(checks.check_index(index, image_features)) if self.needs_index else None
+        return LocalBatch(
             image_features,
             text_features,
             checks.check_logit_scale(logit_scale, image_features),
@@ -329,12 +326,7 @@ class ContrastiveLoss(nn.Module):
             call=self._calls.get(),
             learning=learning,
             views=self.views,
-            in_range=None if index is None else is_in_range(index, self.num_samples),
-            num_samples=self.num_samples,
         )
-        if batch.index is not None and batch.in_range is not None:
-            self._note_range(batch.index, batch.in_range)
-        return batch
 
     def _check_hard_negatives(self, hard_negatives: Tensor | None, text_features: Tensor) -> None:
         if hard_negatives is None:
@@ -349,15 +341,19 @@ class ContrastiveLoss(nn.Module):
                 f"{tuple(hard_negatives.shape)}"
             )
 
-    def _note_range(self, index: Tensor, in_range: Tensor) -> None:
-        """On the CPU, raise ValueError for an index out of range. On other devices, only record it, to avoid a sync."""
+    def _in_range(self, index: Tensor) -> Tensor:
+        """On the CPU, raise ValueError for an index out of range. On other devices, record it and replace it by −1."""
+        assert self.num_samples is not None, "set in every loss that needs an index"
+        in_range = index.clamp(0, self.num_samples - 1) == index
         if not index.is_cpu or torch.compiler.is_compiling():
             self.indices_in_range = self.indices_in_range.to(index.device) & in_range.all()
-        elif not in_range.all():
+            return torch.where(in_range, index, -1)
+        if not in_range.all():
             raise ValueError(
                 f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}. Create the "
                 "loss with the size of this data set"
             )
+        return index
 
     def _raise_if_out_of_range(self) -> None:
         if not self.indices_in_range:
@@ -366,17 +362,3 @@ class ContrastiveLoss(nn.Module):
                 f"an index was outside of [0, {self.num_samples}) and its sample was masked. Create the loss with the size of "
                 "this data set"
             )
-
-    def _check_loop(self, batch: LocalBatch) -> bool:
-        """Warn about mistakes in the training loop; return whether to watch for the backward pass of this call."""
-        if self.depends_on_epoch and not self._checks.epoch_is_known:
-            self._checks.warn("no epoch")
-        if self.keeps_state and not torch.is_grad_enabled():
-            self._checks.warn("no gradient")
-        if self.calls >= CHECKED_CALLS or not checks.can_read_values(batch.image):
-            return False
-        self._checks.check_processes()
-        self._checks.check_values(batch, self.expects_unit_norm, self.uses_logit_scale, self.initial_logit_scale)
-        if self.keeps_state:
-            self._checks.begin_call()
-        return self.keeps_state

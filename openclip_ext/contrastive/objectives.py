@@ -58,14 +58,14 @@ class Objective(ABC):
 
     Attributes:
         estimand: The quantity that ``α`` estimates. A subclass must declare it.
-        regularized: Whether there is a regularizer with the weight ``ρ``. A subclass must declare it.
+        regularized: Whether there is a regularizer with the weight ``ρ``.
         differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. If so, the gradient of
             an estimate can flow to the encoders.
         eps: The constant ε that is added to the estimand.
     """
 
     estimand: Estimand
-    regularized: ClassVar[bool]
+    regularized: ClassVar[bool] = False
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0
 
@@ -138,8 +138,6 @@ class NeuCLIPObjective(FastCLIPObjective):
 
 class Unscaled(Objective):
     """Base class of objectives of ``(s_ij − s_ii)/τ``, without the factor τ and without a regularizer."""
-
-    regularized = False
 
     def pair_factor(self, tau: Tensor) -> Tensor:
         return tau.reciprocal()

@@ -21,7 +21,6 @@ from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
-from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
 # Steps before τ first moves, because the embeddings of an untrained model contain no information about the temperature.
@@ -55,7 +54,6 @@ class SolvedTemperature(TemperatureScheme):
         embed_dim: int,
         rho: float,
         temperature_queue: int,
-        solve_per_sample: bool,
         temperature: float | None,
         temperature_min: float,
         temperature_max: float,
@@ -75,7 +73,6 @@ class SolvedTemperature(TemperatureScheme):
                 stacklevel=2,
             )
         self.target = rho
-        self.solve_per_sample = solve_per_sample
         self.bounds = (math.log(temperature_min), math.log(temperature_max))
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
@@ -86,59 +83,39 @@ class SolvedTemperature(TemperatureScheme):
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return one temperature for all anchors; with ``solve_per_sample``, one per anchor once the queue is full."""
         stored = self.log_tau.exp().to(batch.features.dtype)
-        tau = torch.where(stored.isnan(), global_temperatures(batch), stored)
-        if not (self.solve_per_sample and _may_be_ready(batch)):
-            return tau
-        own = batch.gather_local(self._solve_each(batch))
-        return torch.where(self._is_ready() & batch.valid, own, tau)
+        return torch.where(stored.isnan(), global_temperatures(batch), stored)
 
     @torch.no_grad()
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = batch_at_tau.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
-        if _may_be_ready(batch):
+        # There are never more steps than calls. This check needs no sync.
+        if isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS:
             log_tau = self._move(log_tau, batch)
         self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
         self.steps += batch.ok
         self.queue.push(batch)
 
     def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
-        some = slice(0, min(batch.size, _ANCHORS))
-        similarities = self._similarities(batch, some)
-        valid = batch.valid[some].to(similarities.dtype)
+        similarities = batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)
+        valid = batch.valid[:_ANCHORS].to(similarities.dtype)
         divergence = partial(_mean_divergence, similarities, valid / (2 * valid.sum()).clamp(min=1))
-        moves = self._is_ready() & batch.ok
+        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & batch.ok
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 
-    def _is_ready(self) -> Tensor:
-        return (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS)
-
-    def _similarities(self, batch: GatheredBatch, anchors: slice) -> Tensor:
-        """Return similarities of some anchors of both sides with the queue, ``(2, b, m)``."""
-        return batch.features[:, anchors] @ self.queue.rows.transpose(1, 2)
-
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return the ``log τ`` at which the divergence is ρ, shaped like ``like``. The divergence decreases with τ."""
+        """Return the ``log τ`` at which the divergence is ρ, 0-d like ``like``. The divergence decreases with τ."""
         lowest, highest = self.bounds
         low, width = torch.full_like(like, lowest), highest - lowest
-        parts = _parts(like.device)
-        numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device).view(-1, *(1 for _ in like.shape))
+        parts = _PARTS.get(like.device.type, _PARTS["cuda"])
+        numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device)
         for _ in range(round(math.log(_INTERVALS, parts))):
             width /= parts
             low = low + width * (divergence(low + width * numbers) > self.target).sum(dim=0, dtype=like.dtype)
         return low + width / 2
-
-    def _solve_each(self, batch: GatheredBatch) -> Tensor:
-        """Return τ of this process's anchors, ``(2, B_local)``."""
-        parts = []
-        for anchors in anchor_chunks(batch.local, _parts(batch.features.device) * self.queue.capacity):
-            similarities = self._similarities(batch, anchors)
-            parts.append(self._solution(partial(_divergence, similarities), similarities[..., 0]).exp())
-        return torch.cat(parts, dim=1)
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
@@ -149,25 +126,18 @@ class SolvedTemperature(TemperatureScheme):
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
-def _may_be_ready(batch: GatheredBatch) -> bool:
-    """Return False before ``_WARMUP_STEPS`` calls. This check needs no sync. There are never more steps than calls."""
-    return isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS
+def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
+    """Return the weighted mean of ``KL(softmax(s_i/τ) ‖ uniform)`` over all anchors, shaped like ``log_tau``.
 
-
-def _parts(device: torch.device) -> int:
-    return _PARTS.get(device.type, _PARTS["cuda"])
-
-
-def _divergence(similarities: Tensor, log_tau: Tensor) -> Tensor:
-    """Return ``KL(softmax(s/τ) ‖ uniform)`` over the last dimension of ``s`` ``(2, b, m)``, shaped like ``log_tau``."""
-    inverse = torch.exp(-log_tau)
+    Args:
+        similarities: ``s`` of both sides' anchors with the queue, ``(2, b, m)``.
+        weights: ``(b,)``.
+        log_tau: 0-d or ``(parts,)``.
+    """
+    inverse = torch.exp(-log_tau[..., None, None])
     terms = similarities * inverse[..., None]
     largest = log_math.shifted_exp_(terms, dim=-1)
     total = terms.sum(dim=-1)
     mean = torch.linalg.vecdot(terms, similarities) / total
-    return mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
-
-
-def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
-    """Return the weighted mean of :func:`_divergence` over all anchors, shaped like ``log_tau``."""
-    return (_divergence(similarities, log_tau[..., None, None]) * weights).sum(dim=(-2, -1))
+    divergence = mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
+    return (divergence * weights).sum(dim=(-2, -1))

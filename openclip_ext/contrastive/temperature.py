@@ -4,7 +4,7 @@ OpenCLIP's models learn the parameter ``log(1/τ)``. They pass its exponential `
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
-from openclip_ext.contrastive.inner_optimizers import InnerAdam
 
 # With GlobalTemperature's slow_when_small, the learning rate is multiplied by the factor at or below the temperature.
 _SLOW_BELOW = 0.03
@@ -82,14 +81,6 @@ def check_bounds(lower: float, upper: float) -> None:
         raise OptionError("temperature_min", f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
-def check_own_temperature(temperature: float | None, lr_tau: float | None, whose: str) -> tuple[float, float]:
-    """Return the initial value and the learning rate of a loss's own temperatures; raise OptionError if one is None."""
-    if temperature is None or lr_tau is None:
-        missing = "temperature" if temperature is None else "lr_tau"
-        raise OptionError(missing, f"{missing}=None: {whose} need a value")
-    return temperature, lr_tau
-
-
 class ConstantTemperature(TemperatureScheme):
     """A constant ``τ``. With ``temperature=None``, it is the temperature of ``logit_scale``, without a gradient."""
 
@@ -145,14 +136,9 @@ class GlobalTemperature(UnregularizedTemperature):
         rho_switch: float,
         epochs: int,
         slow_when_small: bool = False,
-        temperature: float | None,
-        temperature_min: float,
-        temperature_max: float,
-        lr_tau: float | None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            temperature=temperature, temperature_min=temperature_min, temperature_max=temperature_max, lr_tau=lr_tau
-        )
+        super().__init__(**options)
         self.first_rho = rho
         self.rho_end = rho if rho_end is None else rho_end
         self.switch_epoch = rho_switch * epochs
@@ -169,48 +155,3 @@ class GlobalTemperature(UnregularizedTemperature):
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)
             parameter.copy_(before + factor * (parameter - before))
         super().finish_logit_scale_step(parameter, before)
-
-
-class TwoGlobalTemperatures(TemperatureScheme):
-    """``τ_1`` for all image anchors and ``τ_2`` for all text anchors, each learned with the regularizer ``ρ``.
-
-    See [opt4ml], 'CLIP with a Global Learnable Temperature'. Adam learns their logarithms with the learning rate ``lr_tau``. A
-    step uses the temperatures from before their update. The model's ``log(1/τ)`` is set to the mean of ``−log τ_k``.
-    """
-
-    learns_own = True
-    regularized = True
-
-    def __init__(
-        self,
-        *,
-        rho: float,
-        temperature: float | None,
-        temperature_min: float,
-        temperature_max: float,
-        lr_tau: float | None,
-    ) -> None:
-        super().__init__()
-        check_bounds(temperature_min, temperature_max)
-        start, self.lr = check_own_temperature(temperature, lr_tau, "two global temperatures")
-        self.weight = rho
-        self.bounds = (math.log(temperature_min), math.log(temperature_max))
-        self.initial_logit_scale = log_inverse(start)
-        self.log_tau = nn.Parameter(torch.full((2,), math.log(start)))
-        self.adam = InnerAdam(self)
-
-    def rho(self, epoch: int | Tensor) -> float:
-        return self.weight
-
-    def temperatures(self, batch: GatheredBatch) -> Tensor:
-        return self.log_tau.exp()[:, None].expand(2, batch.size)
-
-    @torch.no_grad()
-    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
-        of_log_tau = batch_at_tau.batch.mean(gradient) * self.log_tau.exp()
-        self.adam.apply_gradients([self.log_tau], [of_log_tau], self.lr, batch_at_tau.batch.ok)
-        self.log_tau.clamp_(*self.bounds)
-
-    @torch.no_grad()
-    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        parameter.fill_(0).sub_(self.log_tau.mean())  # the model's checkpoints should contain a matching temperature

@@ -19,7 +19,6 @@ Example:
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -37,8 +36,6 @@ from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 
-# Approximate number of steps until the network is accurate again after a re-initialization.
-_STEPS_UNTIL_ACCURATE = 1000
 # Number of tensors of the embeddings' size in the graph of a fit.
 _GRAPH_TENSORS = 8
 
@@ -126,7 +123,6 @@ class MlpNormalizer(Normalizer):
         self.previous = TwoSidedMlp(embed_dim, width_factor).requires_grad_(False)
         self.adam = InnerAdam(self.online)
         self._epoch_step = HostNumber()
-        self._warned = False
         self._initialize(0)
         _copy(self.target, self.previous)
 
@@ -138,7 +134,6 @@ class MlpNormalizer(Normalizer):
 
     def start_epoch(self, epoch: int) -> None:
         """Copy the target network to the previous network. If ``reinitialize``, restart the other two networks."""
-        self._warn_of_short_epochs()
         _copy(self.target, self.previous)
         if self.reinitialize:
             self._initialize(epoch)
@@ -152,16 +147,6 @@ class MlpNormalizer(Normalizer):
         self.online.initialize(generator("cpu", self.seed, "mlp", epoch))
         self.adam.reset()
         _copy(self.online, self.target)
-
-    def _warn_of_short_epochs(self) -> None:
-        steps = int(self._epoch_step.get())
-        if self.reinitialize and not self._warned and 0 < steps < _STEPS_UNTIL_ACCURATE:
-            self._warned = True
-            warnings.warn(
-                f"the last epoch had {steps} steps, but the normalizer network restarts every epoch and needs about "
-                f"{_STEPS_UNTIL_ACCURATE} steps to become accurate. Consider reinitialize=False (--no-reinitialize)",
-                stacklevel=4,
-            )
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Fit the online network to the global batch if due, update the target network if due, and predict."""

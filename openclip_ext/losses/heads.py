@@ -67,10 +67,7 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
-        raise HeadsError(
-            f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known. Evaluate it with the version "
-            "that trained it, or call openclip_ext.register_method for your own loss"
-        )
+        raise HeadsError(f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known")
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()

@@ -19,10 +19,11 @@ Example:
 import torch
 from torch import Tensor
 
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.objectives import FastCLIPObjective
-from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, check_own_temperature
+from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
 from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
@@ -62,7 +63,10 @@ class PerSampleTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        self.start, self.lr = check_own_temperature(temperature, lr_tau, "per-sample temperatures")
+        if temperature is None or lr_tau is None:
+            missing = "temperature" if temperature is None else "lr_tau"
+            raise OptionError(missing, f"{missing}=None: per-sample temperatures need a value")
+        self.start, self.lr = temperature, lr_tau
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         # Rows: temperatures, first and second moments, two sides each.

@@ -54,32 +54,34 @@ class PrototypeEstimate:
     ``p_ij`` is the share of prototype ``j`` in ``exp(α_i)``.
 
     Attributes:
+        batch_at_tau: The anchors.
         alpha: ``α``, ``(2, B_local)``.
         share: ``Σ_j p_ij``, ``(2, B_local)``. It is 1 minus the share of ε.
         pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None if no gradient is needed.
     """
 
+    batch_at_tau: BatchAtTemperature
     alpha: Tensor
     share: Tensor
     pull: Tensor | None
 
-    def feature_gradient(self, weights: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def feature_gradient(self, weights: Tensor) -> Tensor:
         """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors with respect to its features, at constant prototypes and τ.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = batch_at_tau.batch
-        scaled = weights / batch_at_tau.tau[:, batch.local]
+        batch = self.batch_at_tau.batch
+        scaled = weights / self.batch_at_tau.tau[:, batch.local]
         return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
 
-    def tau_slope(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def tau_slope(self) -> Tensor:
         """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = batch_at_tau.batch
+        batch = self.batch_at_tau.batch
         cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
         gap = cosine - self.share * batch.positive[..., batch.local]
-        return -gap / batch_at_tau.tau[:, batch.local].square()
+        return -gap / self.batch_at_tau.tau[:, batch.local].square()
 
 
 def estimate_from_prototypes(
@@ -126,7 +128,7 @@ def estimate_from_prototypes(
         if pull is not None:
             scale = (shift - alpha[:, here]).exp_()
             torch.mul(terms @ directions, scale[:, :, None], out=pull[:, here])
-    return PrototypeEstimate(alpha, share, pull)
+    return PrototypeEstimate(batch_at_tau, alpha, share, pull)
 
 
 def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
@@ -175,7 +177,6 @@ class PrototypeNormalizer(Normalizer):
         normalizer_lr: float,
         normalizer_objective: str,
         normalizer_reset: bool,
-        normalizer_weight_decay: float,
         simultaneous: bool,
         verify_fit: bool,
         alpha_gradient: bool,
@@ -193,7 +194,6 @@ class PrototypeNormalizer(Normalizer):
         self.lr = normalizer_lr
         self.objective = normalizer_objective
         self.reset = normalizer_reset
-        self.weight_decay = normalizer_weight_decay
         self.simultaneous = simultaneous
         self.verify_fit = verify_fit and normalizer_updates > 0
         self.alpha_gradient, self.alpha_tau_gradient = alpha_gradient, alpha_tau_gradient
@@ -279,10 +279,8 @@ class PrototypeNormalizer(Normalizer):
         alpha = batch_at_tau.batch.gather_local(estimate.alpha)
         if not self.alpha_gradient:
             return Estimate(alpha)
-        slope = estimate.tau_slope(batch_at_tau) if self.alpha_tau_gradient else None
-        return Estimate(
-            alpha, feature_gradient=lambda weights: estimate.feature_gradient(weights, batch_at_tau), tau_slope=slope
-        )
+        slope = estimate.tau_slope() if self.alpha_tau_gradient else None
+        return Estimate(alpha, feature_gradient=estimate.feature_gradient, tau_slope=slope)
 
 
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
@@ -334,9 +332,6 @@ class _Fit:
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Rows are prototypes, because both matrix products then read their first factor row by row.
         self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
-        # In a step without valid samples, the weight decay is 0, because such a step must not change the prototypes.
-        decay = normalizer.weight_decay
-        self.decay = batch.ok * decay if decay else None
 
     def update(self) -> None:
         blocks = self.normalizer.blocks
@@ -349,8 +344,6 @@ class _Fit:
             gradient, directions = self.gradient[..., block], self.directions[..., block]
             along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
             gradient.addcmul_(directions, along, value=-1).div_(norm)
-        if self.decay is not None:
-            self.gradient.addcmul_(self.prototypes, self.decay)
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:

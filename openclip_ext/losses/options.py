@@ -4,13 +4,11 @@ They define the flags, the tables in the documentation and the checks of :func:`
 part are the keyword-only arguments of its constructor.
 """
 
-import difflib
 import functools
 import math
-import os
 from collections.abc import Collection
 
-from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.cli.options import Option, OptionError, nearest
 
 # Options that only ablations set.
 _ablation = functools.partial(Option, ablation=True)
@@ -34,7 +32,7 @@ PACKAGE_OPTIONS = (
         str,
         None,
         "source of the temperature (default: the loss's own)",
-        choices=("constant", "global", "two-global", "solved", "per-sample", "predicted"),
+        choices=("constant", "global", "solved", "per-sample", "predicted"),
         nullable=True,
     ),
     Option(
@@ -127,7 +125,6 @@ PACKAGE_OPTIONS = (
         symbol="m",
         minimum=2,
     ),
-    _ablation("solve_per_sample", bool, False, "solve for a separate temperature for each anchor, in every step"),
     Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
     Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
     Option(
@@ -159,7 +156,6 @@ PACKAGE_OPTIONS = (
         False,
         "with alpha_gradient: also pass the gradient to a learned temperature (NeuCLIP's line 11, read literally)",
     ),
-    _ablation("positive_in_denominator", bool, True, "whether the positive pair is a term of the denominator"),
     Option(
         "projection_dim",
         int,
@@ -232,7 +228,6 @@ PACKAGE_OPTIONS = (
         nullable=True,
     ),
     _ablation("normalizer_reset", bool, True, "clear AdaGrad's accumulators when the prototypes restart"),
-    _ablation("normalizer_weight_decay", float, 0.0, "AdaGrad's weight decay of the prototypes", minimum=0.0),
     _ablation("simultaneous", bool, False, "predict with the network before this step's updates (Algorithm 3)"),
     Option(
         "verify_fit",
@@ -316,13 +311,9 @@ SUMMARIES = {
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
     """Raise OptionError, with a suggestion if possible, if ``name`` is not a known loss."""
-    if name in known:
-        return
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    if str(name).endswith(".py"):
-        hint = f" For your own file use {os.path.basename(name).removesuffix('.py')}:METHOD, in its folder."
-    raise OptionError("loss", f"unknown loss {name!r}: expected one of {', '.join(known)}, or my.module:METHOD.{hint}")
+    if name not in known:
+        expected = f"expected one of {', '.join(known)}, or my.module:METHOD"
+        raise OptionError("loss", f"unknown loss {name!r}: {expected}{nearest(str(name), known)}")
 
 
 def rho_of(hard_share: float) -> float:

@@ -95,7 +95,7 @@ class QueueNormalizer(Normalizer):
         return Estimate(
             alpha,
             batch_share=self.batch_weight,
-            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share, batch_at_tau),
+            feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share),
         )
 
 

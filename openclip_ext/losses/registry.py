@@ -22,10 +22,9 @@ from openclip_ext.contrastive.solved_temperature import SolvedTemperature
 from openclip_ext.contrastive.temperature import (
     ConstantTemperature,
     GlobalTemperature,
-    TwoGlobalTemperatures,
     UnregularizedTemperature,
 )
-from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
+from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart, WholeLoss
 from openclip_ext.losses.options import (
     HARD_SHARE,
     OPTIONS,
@@ -45,7 +44,6 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Two parts have this name. A loss uses the first part that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
-    TemperaturePart("two-global", TwoGlobalTemperatures, {"temperature": 0.07, "lr_tau": 2e-4}),
     # Early in training, embeddings are close together. This would move a solved temperature down to its lower bound, so the
     # bound is higher than for other schemes. In a short run, the temperature changes little, so a high initial temperature is
     # best. A long run gives better results with a lower initial temperature.
@@ -54,6 +52,8 @@ _SHARED_PARTS = (
     ),
 )
 _LONG_RUN_STEPS = 700
+# The options that choose parts.
+_PARTS = ("normalizer", "temperature_scheme")
 
 _REQUIREMENTS = {
     "embed_dim": "the embedding dimension of the model",
@@ -133,11 +133,7 @@ def _import_method(name: str) -> Method:
     except ModuleNotFoundError as error:
         raise OptionError("loss", f"loss {name!r}: {error}. Searched {', '.join(filter(None, sys.path))}") from error
     if not isinstance(method, Method):
-        names = [key for key, value in vars(sys.modules[module_name]).items() if isinstance(value, Method)]
-        raise OptionError(
-            "loss",
-            f"loss {name!r}: expected a Method object, found {method!r}. {module_name} has {', '.join(names) or 'none'}",
-        )
+        raise OptionError("loss", f"loss {name!r}: expected a Method object, found {method!r}")
     if METHODS.get(method.name) is not method:
         register_method(method)
     return method
@@ -223,7 +219,8 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
     learned temperature). ``steps`` is the number of optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
-    if scheme and not pretrained and not given.keys() & {*_keywords(composition.parts[-1]), *composition.part_names}:
+    own = set(composition.part_names).union(*map(_keywords, composition.classes.parts[-1:]))
+    if scheme and not pretrained and not given.keys() & own:
         composition = _compose(name, {**given, "temperature_scheme": scheme})
     of_length = composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {}
     return composition.defaults() | composition.training_defaults | of_length
@@ -231,55 +228,47 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
 
 @dataclass(frozen=True)
 class _Composition:
-    """The classes of a loss, the defaults of their options, and the options that chose the classes (``part_names``)."""
+    """The classes of a loss with the defaults of their options, and the options that chose the classes (``part_names``)."""
 
     title: str
-    build: type[ContrastiveLoss]
-    parts: tuple[type, ...]
-    option_defaults: dict[str, Any]
+    classes: WholeLoss
     part_names: dict[str, Any] = field(default_factory=dict)
     has_reference: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
     training_defaults: dict[str, Any] = field(default_factory=dict)
     long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
-        found = set().union(*(_keywords(cls) for cls in (self.build, *self.parts)))
+        found = set().union(*(_keywords(cls) for cls in (self.classes.build, *self.classes.parts)))
         return found if self.has_reference else found - REFERENCE_OPTIONS
 
     def defaults(self) -> dict[str, Any]:
         """Return all options of the classes with their defaults."""
         keywords = self.keywords()
-        values = {name: self.option_defaults.get(name, option.default) for name, option in OPTIONS.items()}
+        values = {name: self.classes.defaults.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
     def create(
         self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
     ) -> ContrastiveLoss:
-        arguments = {**values, **sizes, **self.fixed}
-        in_features = (
-            reference_dim if values.get("steer") else 0
-        )  # with steering, features also have the reference's block
+        keywords = self.keywords()
+        sizes = {name: sizes[name] if name in keywords else None for name in _REQUIREMENTS}
+        of_loss = {**values, **sizes, **self.fixed, "reference_dim": reference_dim}
+        # With steering, the features that the parts receive also have the reference's block.
+        steered = reference_dim if values.get("steer") else 0
+        of_parts = of_loss | {"embed_dim": (sizes["embed_dim"] or 0) + steered, "reference_dim": steered}
+        return _build(self.classes.build, of_loss, *(_build(part, of_parts) for part in self.classes.parts))
 
-        def build(cls: type, *parts: Any, **more: Any) -> Any:
-            return cls(
-                *parts, **more, **{name: arguments[name] for name in _keywords(cls) & arguments.keys() - more.keys()}
-            )
 
-        # The loss receives only the sizes that its parts need.
-        sizes = {name: arguments[name] if name in self.keywords() else None for name in _REQUIREMENTS}
-        taken = inspect.signature(self.build).parameters
-        wide = {"embed_dim": (sizes["embed_dim"] or 0) + in_features, "reference_dim": in_features}
-        parts = [build(part, **{name: wide[name] for name in _keywords(part) & wide.keys()}) for part in self.parts]
-        if reference_dim:
-            sizes["reference_dim"] = reference_dim
-        return build(self.build, *parts, **{name: size for name, size in sizes.items() if name in taken})
+def _build(cls: type, arguments: Mapping[str, Any], *parts: Any) -> Any:
+    """Create an object with its parts and those of the ``arguments`` that its class accepts."""
+    accepted = _keywords(cls) | {*list(inspect.signature(cls).parameters)[len(parts) :]}
+    return cls(*parts, **{name: arguments[name] for name in accepted & arguments.keys()})
 
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     method = find_method(name)
-    given = [part for part in ("normalizer", "temperature_scheme") if options.get(part)]
+    given = [part for part in _PARTS if options.get(part)]
     given += sorted(REFERENCE_OPTIONS & options.keys())
     views = options.get("views")
     two_views = views is not None and OPTIONS["views"].check(views) == 2
@@ -293,7 +282,7 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     if given:
         what = "a reference model" if given[0] in REFERENCE_OPTIONS else f"{given[0]}="
         raise OptionError(given[0], f"{what}: not used by the loss {title!r}, which is not composed of parts")
-    return _Composition(title, whole.build, whole.parts, whole.defaults, refused=whole.refused)
+    return _Composition(title, whole)
 
 
 def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
@@ -306,35 +295,27 @@ def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
-    names = {
-        "normalizer": OPTIONS["normalizer"].check(options.get("normalizer")) or method.normalizer,
-        "temperature_scheme": OPTIONS["temperature_scheme"].check(options.get("temperature_scheme"))
-        or method.temperature_scheme,
-    }
-    own_normalizer = names["normalizer"] == method.normalizer
-    own_temperature = names["temperature_scheme"] == method.temperature_scheme
+    names = {part: OPTIONS[part].check(options.get(part)) or getattr(method, part) for part in _PARTS}
+    has_own_normalizer = names["normalizer"] == method.normalizer
+    has_own_scheme = names["temperature_scheme"] == method.temperature_scheme
     title = method.name
-    if not (own_normalizer and own_temperature):
+    if not (has_own_normalizer and has_own_scheme):
         title += f" with normalizer {names['normalizer']}, temperature scheme {names['temperature_scheme']}"
-    objective, normalizer_part, temperature_part = _compatible_parts(method, title, *names.values())
-    option_defaults = normalizer_part.defaults | temperature_part.defaults
-    if own_normalizer:
-        option_defaults |= method.normalizer_defaults
-    if own_temperature:
-        option_defaults |= method.temperature_defaults
-    own = method.temperature_defaults if own_temperature else {}
+    objective, normalizer, scheme = _compatible_parts(method, title, *names.values())
+    of_normalizer = method.normalizer_defaults if has_own_normalizer else {}
+    of_scheme = method.temperature_defaults if has_own_scheme else {}
     return _Composition(
-        title=title,
-        build=GlobalContrastiveLoss,
-        parts=(objective, normalizer_part.build, temperature_part.build),
-        option_defaults=option_defaults,
+        title,
+        WholeLoss(
+            GlobalContrastiveLoss,
+            defaults=normalizer.defaults | scheme.defaults | of_normalizer | of_scheme,
+            parts=(objective, normalizer.build, scheme.build),
+        ),
         has_reference=bool(REFERENCE_OPTIONS & options.keys()),
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
-        training_defaults=method.training_defaults if own_normalizer else {},
-        long_run_defaults={
-            name: value for name, value in temperature_part.long_run_defaults.items() if name not in own
-        },
+        training_defaults=method.training_defaults if has_own_normalizer else {},
+        long_run_defaults=scheme.long_run_defaults | of_scheme,
     )
 
 
@@ -372,7 +353,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
-        reasons = "".join(f". {composition.refused[option]}" for option in unused if option in composition.refused)
+        reasons = "".join(f". {text}" for option, text in composition.classes.refused.items() if option in unused)
         takes = ", ".join(f"{option}=" for option in sorted(defaults))
         raise OptionError(
             unused[0],
@@ -380,22 +361,9 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
             f"{takes}{reasons}",
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
-    if options.get("temperature") is not None:
-        _check_temperature(values["temperature"], values)
-    if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
-        raise OptionError(
-            "rho_switch", "rho_switch=: no effect without rho_end=, the value after the switch. Set both or neither"
-        )
+    lowest = values.get("temperature_min", 0.0)
+    highest = values.get("temperature_max", OPTIONS["temperature_max"].default)
+    if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:
+        found = f"temperature={values['temperature']:g}"
+        raise OptionError("temperature", f"{found}: expected a temperature from {lowest:g} to {highest:g}")
     return composition, values
-
-
-def _check_temperature(temperature: float, values: dict[str, Any]) -> None:
-    """Raise OptionError if a given temperature is out of bounds, for example because it is a logit scale."""
-    smallest = values.get("temperature_min")
-    largest = values.get("temperature_max", OPTIONS["temperature_max"].default)
-    if temperature > largest:
-        hint = f". For a logit scale set temperature={1 / temperature:.4g}" if temperature > 1 else ""
-        raise OptionError("temperature", f"temperature={temperature:g}: expected at most {largest:g}{hint}")
-    if smallest is not None and temperature < smallest <= largest:
-        reason = f"temperature={temperature:g} is smaller than temperature_min={smallest:g}. Change one of them"
-        raise OptionError("temperature", reason)

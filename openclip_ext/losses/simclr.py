@@ -5,8 +5,6 @@ embeddings of the ``2·B`` views. The loss (NT-Xent) is the mean over all views 
 
     −log( exp(h_i·h_i⁺/τ) / (exp(h_i·h_i⁺/τ) + Σ_{z: other images' views} exp(h_i·z/τ)) )
 
-"The positive pair can be removed from the denominator" ([opt4ml, section 6.5.1]; ``positive_in_denominator=False``).
-
 Naive float64 version: ``tests/references/two_views.py``. Page: ``docs/methods/unimodal.md``.
 
 Example:
@@ -96,10 +94,8 @@ class TwoViewLoss(GlobalContrastiveLoss):
             for view in (batch.image, batch.text)
         )
         image, text = torch.cat([first, second]), torch.cat([second, first])
-        index, in_range = (None if rows is None else rows.repeat(2) for rows in (batch.index, batch.in_range))
-        return replace(
-            batch, image=image, text=text, index=index, in_range=in_range, finite=finite_samples(image, text)
-        )
+        index = None if batch.index is None else batch.index.repeat(2)
+        return replace(batch, image=image, text=text, index=index, finite=finite_samples(image, text))
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
@@ -110,27 +106,20 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return alpha[: len(image_features)], alpha[len(image_features) :]
 
 
-_CROSS_ENTROPY, _WITHOUT_POSITIVE = (
-    Estimand(formula, from_batch, log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau))
-    for formula, from_batch in (
-        ("log(1 + N·g), the cross-entropy", lambda batch_at_tau: batch_at_tau.infonce),
-        ("log(N·g), the sum over the negatives", lambda batch_at_tau: batch_at_tau.log_gap_sums),
-    )
+_CROSS_ENTROPY = Estimand(
+    "log(1 + N·g), the cross-entropy",
+    from_batch=lambda batch_at_tau: batch_at_tau.infonce,
+    log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
 )
 
 
 class InfoNce(Unscaled):
     """NT-Xent: ``log(1 + N·g)`` over the ``N`` negatives in the batch, without the factor τ.
 
-    Without the positive pair in the denominator, it is ``log(N·g)``. ``α`` is the loss itself, so the weights of the negatives
-    are their softmax.
+    ``α`` is the loss itself, so the weights of the negatives are their softmax.
     """
 
     estimand = _CROSS_ENTROPY
-
-    def __init__(self, *, positive_in_denominator: bool) -> None:
-        if not positive_in_denominator:
-            self.estimand = _WITHOUT_POSITIVE
 
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha

@@ -21,13 +21,12 @@ CHUNK_ROWS = 1 << 19
 
 def write_table(table: ShardedTable, file: BinaryIO) -> None:
     """Write this rank's shard to an empty file."""
-    dtype = table.rows(0, 0).numpy().dtype.newbyteorder("<")  # little-endian on every machine
-    shape = (table.size, table.columns)
-    header = {"descr": _FORMAT.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    descr = _FORMAT.dtype_to_descr(table.rows(0, 0).numpy().dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": (table.size, table.columns)}
     _FORMAT.write_array_header_1_0(file, header)
     for start in range(0, table.size, CHUNK_ROWS):
         rows = table.rows(start, min(start + CHUNK_ROWS, table.size))
-        file.write(rows.numpy().astype(dtype, copy=False).data)
+        file.write(rows.numpy().data)
 
 
 def open_table(path: Path) -> np.ndarray:
@@ -62,6 +61,5 @@ def restore_table(table: ShardedTable, parts: Sequence[np.ndarray], source: obje
         begin, end = max(first, table.first), min(first + len(part), table.end)
         for start in range(begin, end, CHUNK_ROWS):
             rows = part[start - first : min(start + CHUNK_ROWS, end) - first]
-            values = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=True))
-            table.set_rows(start - table.first, values)
+            table.set_rows(start - table.first, torch.from_numpy(rows.copy()))
         first += len(part)

@@ -296,9 +296,7 @@ def create_schedule(
         lr=config.lr,
         warmup=config.warmup,
         steps=steps,
-        cooldown_steps=cooldown,
-        cooldown_power=config.cooldown_power,
-        cooldown_end=config.cooldown_end,
+        cooldown=(cooldown, config.cooldown_power, config.cooldown_end),
     )
 
     def set_learning_rates(step: int) -> None:

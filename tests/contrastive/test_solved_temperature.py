@@ -81,27 +81,3 @@ def test_the_initial_temperature_depends_on_the_length_of_the_run(
 ) -> None:
     config = config_of("--loss", "queueclip", *more).loss
     assert for_training(config, steps).options["temperature"] == start
-
-
-def _divergence_over_the_batch(images: Tensor, texts: Tensor, tau: float) -> float:
-    """Return the mean of KL(softmax(s_i/τ) ‖ uniform) over all anchors i, without their positive pairs."""
-    similarities = images @ texts.T
-    number = len(images)
-    others = ~torch.eye(number, dtype=torch.bool)
-    rows = torch.cat([side[others].view(number, -1) for side in (similarities, similarities.T)]) / tau
-    share = rows.softmax(dim=1)
-    return (share * (share * (number - 1)).log()).sum(dim=1).mean().item()
-
-
-@pytest.mark.parametrize("name", ["fastclip", "neuclip", "queueclip"])
-def test_the_rho_of_the_papers_is_the_divergence(name: str) -> None:
-    """If α is exact and the divergence equals ρ, the regularized objective's derivative with respect to τ is 0."""
-    random = torch.Generator().manual_seed(1)
-    images, texts = (unit(torch.randn(12, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2))
-    for tau in (0.05, 0.3):
-        rho = _divergence_over_the_batch(images, texts, tau)
-        parts = {"normalizer": "minibatch", "temperature_scheme": "global"}
-        loss = create_loss(name, embed_dim=WIDTH, **parts, rho=rho, eps=0.0).double()
-        scale = torch.tensor(1 / tau, dtype=torch.float64, requires_grad=True)
-        (slope,) = torch.autograd.grad(loss(images, texts, scale), scale)
-        assert slope.item() == pytest.approx(0.0, abs=1e-9)

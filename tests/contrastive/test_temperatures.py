@@ -107,3 +107,15 @@ def test_random_numbers_of_the_training_do_not_change() -> None:
         for step in make_steps(4):
             run_step(loss, step)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("amorlip", "normalizer.online.weights.0"), ("cliplite", "projections.image.hidden.weight")]
+)
+def test_networks_depend_on_the_seed_and_on_nothing_else(name: str, key: str) -> None:
+    found = []
+    for number, seed in enumerate((3, 3, 4)):
+        torch.manual_seed(number)
+        found.append(create_loss(name, embed_dim=WIDTH, seed=seed).state_dict()[key])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

@@ -11,18 +11,32 @@ import torch.distributed as dist
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
-from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, reference_of, run_step
+from tests.losses.cases import CASES, STEERED, Case, Step, assert_close, make_steps, reference_of, run_step
 from tests.references import networks
 
 STEPS = 5
 # AmorLIP with a separate stage II in each process. By design, its result differs from the result of one process.
 LOCAL_AMORLIP = "amorlip-local"
-# Suffix of cases with NaN or inf.
-NONFINITE = "-nonfinite"
-# Suffix of cases with samples whose reference embeddings are zero.
-UNREAD = "-unread"
-# Suffix of cases that process anchors in chunks.
-CHUNKS = "-chunks"
+# Suffixes of cases with NaN or inf, with samples whose reference embeddings are zero, and with anchors in chunks.
+NONFINITE, UNREAD, CHUNKS = "-nonfinite", "-unread", "-chunks"
+_SPOILT = [
+    "fastclip",
+    "fastclip-v2",
+    "tempnet",
+    "amorlip",
+    "neuclip",
+    "queueclip",
+    "scent",
+    "queueclip-steered-distilled",
+]
+_UNREAD = ["amorlip-steered", "fastclip-distilled", "queueclip-steered-distilled"]
+_CHUNKED = ["fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled"]
+NAMES = [
+    *(*CASES, *STEERED, "openclip"),
+    *(name + NONFINITE for name in _SPOILT),
+    *(name + UNREAD for name in _UNREAD),
+    *(name + CHUNKS for name in _CHUNKED),
+]
 
 
 def _case(name: str) -> Case:
@@ -32,22 +46,6 @@ def _case(name: str) -> Case:
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
     return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS)]
-
-
-def _names() -> list[str]:
-    spoilt = (
-        "fastclip",
-        "fastclip-v2",
-        "tempnet",
-        "amorlip",
-        "neuclip",
-        "queueclip",
-        "scent",
-        "queueclip-steered-distilled",
-    )
-    chunks = [name + CHUNKS for name in ("fastclip-v2", "tempnet", "neuclip", "queueclip", "fastclip-distilled")]
-    unread = [name + UNREAD for name in ("amorlip-steered", "fastclip-distilled", "queueclip-steered-distilled")]
-    return [*CASES, *STEERED, "openclip", *(name + NONFINITE for name in spoilt), *unread, *chunks]
 
 
 def _steps(name: str) -> list[Step]:
@@ -116,25 +114,21 @@ def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _assert_equal(actual: Any, expected: Any, tolerance: float) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", _names())
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_equal_one(name: str) -> None:
     ranks = two_processes(name)
     case = _case(name)
     single = _run(case.create().double(), _steps(name))
     for step in range(STEPS):
-        _assert_equal(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
+        assert_close(sum(rank["values"][step] for rank in ranks) / WORLD_SIZE, single["values"][step], 1e-9)
         for actual, expected in zip(_averaged(ranks, step), single["gradients"][step], strict=True):
-            _assert_equal(actual, expected, 1e-9)
+            assert_close(actual, expected, 1e-9)
     whole = _whole_state([rank["state"] for rank in ranks])
     assert whole.keys() == single["state"].keys()
     for key, expected in single["state"].items():
-        _assert_equal(whole[key], expected, 1e-9)
+        assert_close(whole[key], expected, 1e-9)
     for side in (0, 1):
-        _assert_equal(
+        assert_close(
             torch.cat([rank["log_normalizers"][side] for rank in ranks]), single["log_normalizers"][side], 1e-9
         )
     for metric, expected in single["metrics"].items():
@@ -143,7 +137,7 @@ def test_two_processes_equal_one(name: str) -> None:
             assert ranks[0]["metrics"][metric] == ranks[1]["metrics"][metric] == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in _names() if name.endswith(NONFINITE)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(NONFINITE)])
 def test_each_process_reports_its_own_samples(name: str) -> None:
     steps = _steps(name)
     assert two_processes(name)[0]["nonfinite"] == [(1, [steps[1].index[1]])]
@@ -177,6 +171,6 @@ def test_amorlip_stays_in_its_process_by_default() -> None:
         images, texts, logit_scale = _averaged(ranks, number)
         value = sum(rank["values"][number].item() for rank in ranks) / WORLD_SIZE
         assert value == pytest.approx(expected.value, rel=1e-8)
-        _assert_equal(images, expected.images, 1e-8)
-        _assert_equal(texts, expected.texts, 1e-8)
+        assert_close(images, expected.images, 1e-8)
+        assert_close(texts, expected.texts, 1e-8)
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)

@@ -2,23 +2,18 @@
 
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from openclip_ext.losses import registry
-from openclip_ext.training.config import ScheduleConfig
-from openclip_ext.training.optimizer import create_optimizer, create_schedule
-from openclip_ext.training.step import StepSettings, TrainStep
+from openclip_ext.training.step import Batch
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
 
 TOLERANCE = 1e-9
 STEPS = 5
 HARDER = "-hard-negatives"
-SCHEDULE = ScheduleConfig(name="cosine", lr=tiny.OPTIMIZER.lr, warmup=2, epochs=1)
 
 
 # Losses that compare only the samples of their process. Two processes equal the mean over two blocks in one process.
@@ -37,24 +32,22 @@ CASES = {
 }
 
 
+def start(name: str, micro_batches: int = 1) -> tiny.TinyTraining:
+    """Return a float64 training run of a case."""
+    loss, options = (CASES | BLOCK_CASES)[name]
+    return tiny.TinyTraining(loss, tiny.Way(dtype=torch.float64, micro_batches=micro_batches, options=options))
+
+
 def run(name: str, micro_batches: int = 1) -> dict[str, Tensor]:
-    """Take a few float64 steps on this rank's part of fixed batches; return the parameters and the loss state."""
-    together = torch.distributed.is_initialized()
-    rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
-    model, loss = _start(name)
-    wrapped = nn.parallel.DistributedDataParallel(model) if together else model
-    optimizer = create_optimizer(wrapped, tiny.OPTIMIZER, loss.logit_scale_lr, loss.model_head())
-    schedule = create_schedule(SCHEDULE, optimizer, STEPS, loss.logit_scale_lr)
-    step = TrainStep(wrapped, loss, optimizer, StepSettings(tiny.CPU, input_dtype=torch.float64))
-    loss.start_epoch(0)
+    """Take a few steps on this rank's part of fixed batches; return the state."""
+
+    def add_hard_negatives(batch: Batch) -> None:
+        batch["hard_negative"] = batch["text"].roll(1, dims=1)
+
+    training = start(name, micro_batches)
     for number in range(STEPS):
-        schedule(number)
-        batch = tiny.tiny_batch(number, loss.views, torch.float64)
-        if name.endswith(HARDER):
-            batch["hard_negative"] = batch["text"].roll(1, dims=1)
-        own = tiny.parts_of(batch, world_size)[rank]
-        step(tiny.parts_of(own, micro_batches))
-    return _result(model, loss)
+        training.take(number, add_hard_negatives if name.endswith(HARDER) else None)
+    return floating(training.state())
 
 
 one_process = functools.cache(run)
@@ -63,12 +56,10 @@ one_process = functools.cache(run)
 @functools.cache
 def run_in_blocks(name: str, blocks: int) -> dict[str, Tensor]:
     """Train in one process. In each step, average the loss and its floating-point state over ``blocks`` parts of a batch."""
-    model, loss = _start(name)
-    optimizer = create_optimizer(model, tiny.OPTIMIZER, None, loss.model_head())
-    schedule = create_schedule(SCHEDULE, optimizer, STEPS, None)
+    training = start(name)
+    model, loss = training.model, training.loss
     for number in range(STEPS):
-        schedule(number)
-        optimizer.zero_grad()
+        training.optimizer.zero_grad()
         before = copy.deepcopy(loss.state_dict())
         after = []
         for block in tiny.parts_of(tiny.tiny_batch(number, dtype=torch.float64), blocks):
@@ -79,23 +70,13 @@ def run_in_blocks(name: str, blocks: int) -> dict[str, Tensor]:
         averaged = [key for key, value in before.items() if isinstance(value, Tensor) and value.is_floating_point()]
         mean = {key: sum(state[key] for state in after) / blocks for key in averaged}
         loss.load_state_dict({**after[0], **mean})
-        optimizer.step()
+        training.optimizer.step()
         with torch.no_grad():
             loss.finish_logit_scale_step(model.logit_scale)
-    return _result(model, loss)
+    return floating(training.state())
 
 
-def _start(name: str) -> tuple[Any, Any]:
-    model = tiny.tiny_model().double()
-    kind, options = (CASES | BLOCK_CASES)[name]
-    loss = registry.create_loss(kind, embed_dim=tiny.WIDTH, num_samples=tiny.SAMPLES, **options).double()
-    tiny.prepare(model, loss)
-    return model, loss
-
-
-def _result(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
-    """Return the floating-point tensors of the model and of the loss state."""
-    state = tiny.tensors({"loss": loss.state_dict(), "model": dict(model.named_parameters())})
+def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 

@@ -1,13 +1,21 @@
-"""Every loss on fake CUDA tensors: correct devices, no host-device sync, and at most the allowed kernel launches."""
+"""Every loss on fake CUDA tensors: correct devices, no host-device sync, and at most the allowed kernel launches.
 
-from collections.abc import Callable
+On fake ranks, collectives are stubs that count their calls and record the devices of their tensors.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
 from tests.fake_cuda.bounds import bound, options
@@ -34,7 +42,8 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Losses that run the same code on a device as another tested loss. Each still has its own bound.
 LIKE_ANOTHER = {"siglip", "fastclip", "fastclip-v0", "fastclip-v1", "fastclip-v3", "sogclr", "isogclr"}
-# OpenCLIP's losses are excluded from test_ranks.py, because they do not use this package's collectives.
+RANKS = 4
+# OpenCLIP's losses are excluded from the tests on fake ranks, because they do not use this package's collectives.
 GATHER_BY_THEMSELVES = [name for name in kinds() if CASES[name].loss == "openclip"]
 ALL = CASES | {name: Case(loss, None, options) for name, (loss, options) in _MORE.items()}
 
@@ -102,7 +111,7 @@ def run_calls(loss: ContrastiveLoss, form: Form = PLAIN, before_call: Callable[[
     return numbers
 
 
-# test_ranks.py makes the same calls with the other losses.
+# test_no_rank_waits_for_its_device makes the same calls with the other losses.
 @pytest.mark.parametrize("name", [*GATHER_BY_THEMSELVES, *_MORE])
 def test_no_call_waits_or_mixes_devices(name: str) -> None:
     run_calls(ALL[name].create())
@@ -123,3 +132,32 @@ def launches_of(name: str) -> int:
     """Return the largest number of launches in any training call except the first."""
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options(name))
     return max(run_calls(loss)[1:CALLS])
+
+
+@contextmanager
+def four_ranks() -> Iterator[list[Counter[str]]]:
+    """Make this process rank 1 of four. Yield a list. Its last counter counts collectives by name and tensor device."""
+    seen: list[Counter[str]] = []
+
+    def stub(name: str) -> Any:
+        def collective(tensor: torch.Tensor, *args: Any, group: Any = None, **options: Any) -> None:
+            seen[-1][f"{name} on {tensor.device.type}"] += 1
+            assert (tensor.device.type == "cpu") == (group == "gloo"), "expected gloo for the CPU, NCCL for CUDA"
+
+        return collective
+
+    with ExitStack() as stack:
+        for name, value in {"world_size": RANKS, "rank": 1, "is_initialized": True, "_control_group": "gloo"}.items():
+            stack.enter_context(mock.patch.object(distributed, name, lambda value=value: value))
+        for name in ("all_gather_into_tensor", "all_reduce"):
+            stack.enter_context(mock.patch.object(dist, name, stub(name)))
+        yield seen
+
+
+@pytest.mark.parametrize("name", [name for name in kinds() if name not in GATHER_BY_THEMSELVES])
+def test_no_rank_waits_for_its_device(name: str) -> None:
+    with four_ranks() as collectives:
+        run_calls(ALL[name].create(), before_call=lambda: collectives.append(Counter()))
+    last_in_training = collectives[CALLS - 1]
+    assert sum(last_in_training.values()) <= 12
+    assert not last_in_training["all_gather_into_tensor on cpu"]

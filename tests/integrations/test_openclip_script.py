@@ -130,7 +130,7 @@ def test_the_stock_parser_with_openclips_losses(argv, kind):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--loss", "neuclp"], "Did you mean 'neuclip'"),
+        (["--loss", "neuclp"], "did you mean neuclip"),
         (["--gamma", "0.3"], "--gamma: not used by the loss 'openclip'"),
         (["--loss", "neuclip", "--siglip"], "contradict each other"),
         (["--los", "neuclip"], "--los: abbreviations are not accepted; write it out: --loss"),

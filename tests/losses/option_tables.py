@@ -53,7 +53,6 @@ SHARED = (
     "temperature_max",
     "lr_tau",
     "temperature_queue",
-    "solve_per_sample",
     "gamma",
     "gamma_schedule",
     "gamma_decay_epochs",

@@ -1,20 +1,16 @@
 """Losses composed of parts: an objective accepts only normalizers that estimate the quantity that it declares."""
 
-import itertools
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
-from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.registry import create_loss, options_used_by
-from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
+from tests.losses.cases import SAMPLES, WIDTH
 
 ROOT = Path(__file__).parents[2]
 # The example loss `decoupled` of docs/add-your-own-loss.md.
@@ -47,37 +43,3 @@ def test_parts_put_together_by_hand_are_checked_too() -> None:
     normalizer = create_loss("fastclip", num_samples=SAMPLES).normalizer
     with pytest.raises(ValueError, match=r"ConstantTemperature: .*needs an estimate of log\(N·g\)"):
         GlobalContrastiveLoss(DECOUPLED.objective(), normalizer, ConstantTemperature(temperature=None), None, None)
-
-
-def test_the_partition_objective_over_the_batch_is_infonce_times_the_temperature() -> None:
-    step = make_steps(1)[0]
-    loss = create_loss("amorlip", normalizer="minibatch", temperature_scheme="constant").double()
-    _, (images, texts, _) = run_step(loss, step)
-    _, (expected_images, expected_texts, _) = run_step(create_loss("openclip").double(), step)
-    torch.testing.assert_close(images, expected_images / step.logit_scale, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(texts, expected_texts / step.logit_scale, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name, method in registry.METHODS.items() if method.normalizer])
-def test_rho_has_an_effect_wherever_it_is_an_option(name: str) -> None:
-    for normalizer, scheme in itertools.product(OPTIONS["normalizer"].choices, OPTIONS["temperature_scheme"].choices):
-        parts = {"normalizer": normalizer, "temperature_scheme": scheme}
-        try:
-            options = options_used_by(name, **parts)
-        except ValueError:
-            continue
-        outcomes = [_effect_of_rho(name, {**parts, "rho": rho}) for rho in (0.5, 1.0) if "rho" in options]
-        assert not outcomes or outcomes[0] != outcomes[1], f"rho has no effect in {name} with {parts}"
-
-
-def _effect_of_rho(name: str, options: dict[str, Any]) -> float:
-    """Return a number that must depend on ρ: the objective's regularizer or, if τ is solved, log τ."""
-    queue = {"temperature_queue": 6} if options["temperature_scheme"] == "solved" else {}
-    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options, **queue)
-    if not queue:
-        return loss.objective.regularizer(loss.temperature.rho(0))
-    loss.calls = 100
-    loss.temperature.steps.fill_(100)
-    for step in make_steps(3):
-        run_step(loss, step, torch.float32)
-    return loss.temperature.log_tau.item()

@@ -17,7 +17,6 @@ def _features(rows: int = 4, width: int = WIDTH, dtype: torch.dtype = torch.floa
     ("images", "texts", "message"),
     [
         (_features(4), _features(3), r"expected two tensors of shape \(batch, width\), found \(4, 8\) and \(3, 8\)"),
-        (_features(4)[0], _features(4)[0], r"found \(8,\) and \(8,\)"),
         (_features(4, 6), _features(4, 6), "expected features of width embed_dim=8, found 6"),
         (_features(4).long(), _features(4).long(), "image features: expected a floating-point type, found torch.int64"),
         (_features(0), _features(0), "image and text features: found an empty batch"),
@@ -44,24 +43,13 @@ def test_epochs_count_from_0() -> None:
         create_loss("neuclip", embed_dim=WIDTH, prototypes=4).start_epoch(-1)
 
 
-@pytest.mark.parametrize("name", ["openclip", "siglip"])
-def test_a_value_in_inference_mode_does_not_hinder_training(name: str) -> None:
-    loss, images = create_loss(name), _features().requires_grad_()
-    with torch.inference_mode():
-        loss(images, _features(), torch.tensor(10.0))
-    loss(images, _features(), torch.tensor(10.0)).backward()
-    assert images.grad is not None and images.grad.any()
-
-
 @pytest.mark.parametrize(
     ("index", "message"),
     [
         (None, "needs index="),
         (torch.tensor([0, 1, 2]), r"expected int64 of shape \(4,\), found \(3,\)"),
-        (torch.tensor([0.0, 1, 2, 3]), "expected int64 of shape .* torch.float32"),
         (torch.tensor([True, False, True, False]), "expected int64 of shape .* torch.bool"),
         ([0, 1, 2, 3], "expected int64 of shape .* found 'list'"),
-        (torch.tensor([0, 1, 2, 20]), r"index \[20\]: expected 0 <= index < num_samples=20"),
         (torch.tensor([0, -1, 2, 3]), r"index \[-1\]: expected 0 <= index < num_samples=20"),
     ],
 )

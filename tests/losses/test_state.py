@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -11,16 +10,12 @@ import torch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.state.sharded_table import group_log_mean, shard_bounds
-from tests.losses.cases import CASES, SAMPLES, create_any, kinds, make_steps, run_step
-
-
-def _assert_equal(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+from tests.losses.cases import CASES, SAMPLES, assert_close, create_any, kinds, make_steps, run_step
 
 
 def _same_steps(first: ContrastiveLoss, second: ContrastiveLoss, steps: list, dtype: torch.dtype) -> None:
     for step in steps:
-        _assert_equal(run_step(first, step, dtype), run_step(second, step, dtype))
+        assert_close(run_step(first, step, dtype), run_step(second, step, dtype))
 
 
 # SigLIP is excluded, because it has no state and needs a bias.
@@ -48,9 +43,9 @@ def test_resumes_bitwise_mid_epoch(name: str, how: str, dtype: torch.dtype, tmp_
         safetensors.torch.save_model(loss, str(tmp_path / "loss"))
         assert safetensors.torch.load_model(resumed, tmp_path / "loss") == (set(), [])
     assert (resumed.epoch, resumed.calls) == (loss.epoch, loss.calls)
-    _assert_equal(resumed.state_dict(), loss.state_dict())
+    assert_close(resumed.state_dict(), loss.state_dict())
     _same_steps(loss, resumed, make_steps(8)[5:], dtype)
-    _assert_equal(resumed.state_dict(), loss.state_dict())
+    assert_close(resumed.state_dict(), loss.state_dict())
 
 
 @pytest.mark.parametrize("name", kinds())
@@ -61,7 +56,7 @@ def test_copies_are_independent(name: str) -> None:
     twin = copy.deepcopy(loss)
     before = copy.deepcopy(loss.state_dict())
     run_step(twin, steps[1], torch.float32)
-    _assert_equal(loss.state_dict(), before)
+    assert_close(loss.state_dict(), before)
     run_step(loss, steps[1], torch.float32)
     _same_steps(loss, twin, steps[2:], torch.float32)
 
@@ -82,7 +77,7 @@ def test_evaluation_and_log_normalizers_change_nothing(name: str) -> None:
         assert all(torch.isfinite(side).all() for side in alpha)
         before["_extra_state"] = loss.state_dict()["_extra_state"]  # start_epoch changed the counter
         if trained == 0:
-            _assert_equal(loss.state_dict(), before)
+            assert_close(loss.state_dict(), before)
         run_step(loss, steps[trained])
 
 
@@ -93,7 +88,7 @@ def test_starting_an_epoch_twice_equals_starting_it_once(name: str) -> None:
         for epoch in (step.epoch, step.epoch):
             twice.start_epoch(epoch)
         _same_steps(twice, once, [step], torch.float32)
-    _assert_equal(twice.state_dict(), once.state_dict())
+    assert_close(twice.state_dict(), once.state_dict())
 
 
 def test_log_normalizers_of_a_moving_average_are_what_is_stored() -> None:

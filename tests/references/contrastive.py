@@ -286,55 +286,27 @@ class PerSample:
         return StepResult(value, *gradients, 0.0, alpha)
 
 
-class TwoGlobal:
-    """[opt4ml], "CLIP with a Global Learnable Temperature": Adam learns one temperature for images and one for texts."""
-
-    def __init__(
-        self, estimator: MovingAverage, rho: float, start: float, bounds: tuple[float, float], lr: float
-    ) -> None:
-        self.estimator, self.rho, self.bounds = estimator, rho, bounds
-        self.log_tau = leaves(math.log(start), math.log(start))
-        self.adam = torch.optim.Adam(self.log_tau, lr)
-
-    def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
-        """Take a step. The logit scale has no effect."""
-        tau = [[math.exp(side)] * len(images) for side in self.log_tau]
-        alpha = self.estimator.update(images, texts, tau, index, epoch)
-        gradients = encoder_gradients(images, texts, tau, alpha)
-        value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
-        for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
-            (self.log_tau[side].grad,) = leaves(sum(slopes) / len(slopes) * tau[side][0])
-        self.adam.step()
-        for side in self.log_tau:
-            side.data.clamp_(*map(math.log, self.bounds))
-        return StepResult(value, *gradients, 0.0, alpha)
-
-
 class Solved:
     """SogCLR with a temperature τ that solves ``KL(softmax(s_i/τ) ‖ uniform) = ρ`` over the ``m`` newest embeddings.
 
-    By default, all anchors share τ, and each step moves log τ by a hundredth of its distance to the solution. With
-    ``per_sample``, each anchor uses the solution for its own similarities.
+    All anchors share τ, and each step moves log τ by a hundredth of its distance to the solution.
     """
 
-    def __init__(self, estimator: MovingAverage, rho: float, m: int, per_sample: bool) -> None:
-        self.estimator, self.rho, self.m, self.per_sample = estimator, rho, m, per_sample
+    def __init__(self, estimator: MovingAverage, rho: float, m: int) -> None:
+        self.estimator, self.rho, self.m = estimator, rho, m
         self.log_tau: float | None = None
         self.newest: list[tuple[Tensor, Tensor]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """Take a step. The first call's logit scale is the initial 1/τ."""
-        batch, eps, sides = len(images), self.estimator.eps, (0, 1)
+        batch, eps = len(images), self.estimator.eps
         self.log_tau = -math.log(logit_scale) if self.log_tau is None else self.log_tau
         tau = [[math.exp(self.log_tau)] * batch] * 2
-        full = len(self.newest) == self.m
-        if full and self.per_sample:
-            tau = [[math.exp(self._bisection(images, texts, [(k, i)])) for i in range(batch)] for k in sides]
         alpha = self.estimator.update(images, texts, tau, index, epoch)
         gradients = encoder_gradients(images, texts, tau, alpha)
         value = robust_mean(images, texts, tau, alpha, eps, rho=1.0)
-        if full:
-            anchors = [(k, i) for k in sides for i in range(batch)]
+        if len(self.newest) == self.m:
+            anchors = [(k, i) for k in (0, 1) for i in range(batch)]
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
         self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]

@@ -132,7 +132,6 @@ class NeuClip:
     normalizer_lr: float = 1.0
     normalizer_objective: str = "unified"
     normalizer_reset: bool = True
-    normalizer_weight_decay: float = 0.0
     simultaneous: bool = False
     verify_fit: bool = False
     alpha_gradient: bool = True
@@ -182,9 +181,7 @@ class NeuClip:
         fresh = self.recent.repeated()
         if self.optimizer is None or self.normalizer_reset:
             self.fitted = [prototypes.clone().requires_grad_() for prototypes in fresh]
-            self.optimizer = torch.optim.Adagrad(
-                self.fitted, lr=self.normalizer_lr, weight_decay=self.normalizer_weight_decay
-            )
+            self.optimizer = torch.optim.Adagrad(self.fitted, lr=self.normalizer_lr)
             return
         with torch.no_grad():
             for prototypes, new in zip(self.fitted, fresh, strict=True):

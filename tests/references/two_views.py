@@ -21,7 +21,6 @@ class TwoViews:
         projector: the package's projector, whose parameters are copied: Linear, ReLU, Linear.
         tau: temperature.
         average: ``(γ_min, decay_epochs or None, ε)`` of SogCLR. None means SimCLR.
-        with_positive: whether SimCLR's denominator includes the positive pair.
         learned: ``(ρ, learning rate)`` of iSogCLR's temperatures. None means constant temperatures.
     """
 
@@ -30,10 +29,8 @@ class TwoViews:
         projector: Any,
         tau: float,
         average: tuple[float, int | None, float] | None = None,
-        with_positive: bool = True,
         learned: tuple[float, float] | None = None,
     ) -> None:
-        self.with_positive = with_positive
         self.learned = learned
         self.weights = [value.detach().double().clone() for value in projector.parameters()]
         self.tau = tau
@@ -64,8 +61,7 @@ class TwoViews:
         total = torch.zeros((), dtype=torch.float64)
         for anchor in range(2 * batch):
             positive = (anchor + batch) % (2 * batch)
-            left_out = {anchor} if self.with_positive else {anchor, positive}
-            others = [z for z in range(2 * batch) if z not in left_out]
+            others = [z for z in range(2 * batch) if z != anchor]
             denominator = sum(torch.exp(everything[anchor] @ everything[z] / self.tau) for z in others)
             share = torch.exp(everything[anchor] @ everything[positive] / self.tau) / denominator
             total = total - torch.log(share) / (2 * batch)
