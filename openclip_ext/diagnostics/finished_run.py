@@ -104,10 +104,7 @@ def load_run(
         num_samples=source.num_samples,
     )
     width = compat.embedding_dim(settings.name, model)
-    name = config["loss"]["name"]
-    registry.find_method(name)  # imports a loss from outside this package, which adds its options
-    # Runs of earlier versions may have options that were removed.
-    options = {option: value for option, value in config["loss"]["options"].items() if option in registry.OPTIONS}
+    name, options = config["loss"]["name"], config["loss"]["options"]
     wide = None if source.reference is None else source.reference.width
     loss = registry.create_loss(name, embed_dim=width, num_samples=source.num_samples, reference_dim=wide, **options)
     restore_loss(loaded, loss)
