@@ -43,8 +43,8 @@ def build(
 
 def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Compute, without reading a batch, the progress after ``batches`` more batches without bad samples."""
-    seen, done = loader.check_progress(progress)
-    return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
+    seen, current = loader.check_progress(progress)
+    return [*(progress or [])[: len(seen)], loader.layout | {"batches": current.batches + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

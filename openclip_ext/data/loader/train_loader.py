@@ -22,9 +22,6 @@ from openclip_ext.data.order import Layout, Segment
 from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
 
 Progress = Sequence[Mapping[str, Any]]
-# The batches of a step, the number of bad samples of each worker so far, and a function that returns the largest _Found of
-# all ranks.
-_Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
@@ -107,13 +104,12 @@ class TrainLoader:
         self._failure: WorkerError | None = None
         self._num_cut = 0  # captions
         self._loaded: Progress = ()
-        # The epoch in progress: its progress entries up to the last change of the layout, and the batches yielded since then.
+        # The epoch in progress: its segments in earlier layouts, and in the current layout the number of batches yielded and
+        # the number of bad samples that each worker has skipped before them.
         self._is_in_epoch = False
-        self._entries: list[dict[str, Any]] = []
-        self._num_yielded = 0
-        # Number of bad samples of each worker, up to the last batch that was yielded and the last that was received.
+        self._seen: tuple[Segment, ...] = ()
+        self._done = 0
         self._passed = [0] * self._layout.workers
-        self._received = list(self._passed)
 
     @property
     def num_samples(self) -> int:
@@ -135,15 +131,20 @@ class TrainLoader:
 
         The ranks also share their new bad samples. Collective: all ranks call it.
         """
+        return [
+            asdict(segment.layout)
+            | {"seed": self.seed, "data": self.source.digest, "batches": segment.batches, "bad": list(segment.bad)}
+            for segment in (*self._seen, self._current_segment())
+        ]
+
+    def _current_segment(self) -> Segment:
         self.bad.exchange()
         bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
         if self._is_shared:
             bad[:] = distributed.all_gather_object(self._passed)
         else:
             bad[self.rank] = self._passed
-        seen, done = self.check_progress(self._entries)
-        entry = self.layout | {"batches": done + self._num_yielded, "bad": bad.ravel().tolist()}
-        return [*self._entries[: len(seen)], entry]
+        return Segment(self._layout, self._done, tuple(bad.ravel().tolist()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
@@ -161,8 +162,8 @@ class TrainLoader:
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)
 
-    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Return the segments that used other layouts, and the number of batches done in the current layout.
+    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], Segment]:
+        """Return the segments that used other layouts, and the segment in the current layout, which may have no batches.
 
         Raises:
             ValueError: The progress belongs to another data set or seed.
@@ -177,8 +178,8 @@ class TrainLoader:
                     )
             segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
         if segments and segments[-1].layout == self._layout:
-            return tuple(segments[:-1]), segments[-1].batches
-        return tuple(segments), 0
+            return tuple(segments[:-1]), segments[-1]
+        return tuple(segments), Segment(self._layout, 0)
 
     @contextmanager
     def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -219,22 +220,24 @@ class TrainLoader:
             Interrupted: A signal came while any rank waited (:meth:`interrupted_by`). All ranks raise it before the same step.
         """
         progress, self._loaded = (self._loaded if progress is None else progress), ()
-        self._entries, self._num_yielded = [dict(entry) for entry in progress], 0
-        self._passed, self._failure, self._is_in_epoch = [0] * self._layout.workers, None, True
-        left_out = self.bad.begin(epoch, is_fresh=not self._entries)
+        self._seen, current = self.check_progress(progress)
+        self._done, self._failure, self._is_in_epoch = current.batches, None, True
+        bad = current.bad[self.rank * self._layout.workers :][: self._layout.workers]
+        self._passed = list(bad) or [0] * self._layout.workers
+        left_out = self.bad.begin(epoch, is_fresh=not progress)
         while True:
-            seen, start = self.check_progress(self._entries)
-            order = epoch_order(self.source, self.seed, epoch, seen, self._layout, left_out)
-            if order.batches < start:
-                raise ValueError(f"cannot resume: the checkpoint has {start} batches, the epoch only {order.batches}")
-            yield from self._until_short(epoch, seen, range(start, order.batches), left_out)
-            done = start + self._num_yielded
-            self._entries, self._num_yielded = self.progress(), 0
-            if done in (0, order.batches):
+            order = epoch_order(self.source, self.seed, epoch, self._seen, self._layout, left_out)
+            if order.batches < self._done:
+                raise ValueError(
+                    f"cannot resume: the checkpoint has {self._done} batches, the epoch only {order.batches}"
+                )
+            yield from self._until_short(epoch, range(self._done, order.batches), left_out)
+            current = self._current_segment()
+            if self._done in (0, order.batches):
                 break
             # Distribute the remaining samples of all ranks again.
-            self._entries.append(self.layout | {"batches": 0})
-        if not any(entry["batches"] for entry in self._entries):
+            self._seen, self._done, self._passed = (*self._seen, current), 0, [0] * self._layout.workers
+        if not any(segment.batches for segment in (*self._seen, current)):
             raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
         self._is_in_epoch = False
         self.bad.log_epoch()
@@ -243,61 +246,44 @@ class TrainLoader:
                 f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
             )
 
-    def _until_short(
-        self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield batches in the current layout until the workers of any rank have too few samples for a step.
-
-        Several ranks request the batches of a step before the previous step runs. Meanwhile, they exchange the results, so no
-        rank waits.
-        """
-        layout = self._layout
-        known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
-        self._received = list(known[self.rank * layout.workers :][: layout.workers]) or [0] * layout.workers
-        self._num_yielded, self._passed = 0, list(self._received)
-        self._requests.reset(epoch, seen, numbers, Beginning(left_out, tuple(self._received)))
-        batches = self._without_bad(numbers, watched_batches(self._loader, self._patience))
-        firsts = numbers[:: layout.accum_freq]
-        steps: Iterator[_Step] = (self._next_step(batches) for _ in firsts)
-        if self._is_shared:
-            end: _Step = [], [], int
-            steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
-        for step, received, worst in steps:
-            found = worst()
+    def _until_short(self, epoch: int, numbers: range, left_out: np.ndarray) -> Iterator[dict[str, Tensor]]:
+        """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
+        accum_freq, workers = self._layout.accum_freq, self._layout.workers
+        self._requests.reset(epoch, self._seen, numbers, Beginning(left_out, tuple(self._passed)))
+        batches = watched_batches(self._loader, self._patience)
+        firsts = numbers[::accum_freq]
+        for step, first in enumerate(firsts):
+            received, found = self._next_batches(batches)
+            passed = list(self._passed)
+            for number, batch in enumerate(received, start=first):
+                for sample in batch.pop("bad", ()):
+                    self.bad.add(sample)
+                    passed[number % workers] += 1
+                self._num_cut += batch.pop("num_cut", 0)
+            if self._is_shared:
+                found = _Found(distributed.any_rank(found))
             if found == _Found.TOO_FEW_SAMPLES:
                 return
             if found == _Found.INTERRUPTED:
                 raise Interrupted
             if found == _Found.FAILED_WORKERS:
                 raise self._failure or WorkerError("the data workers of another rank failed; see its error")
-            if self._is_shared and self._num_yielded % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
+            if self._is_shared and step % max(1, len(firsts) // 10) == 0:
                 self.bad.exchange()
-            self._num_yielded += len(step)
-            self._passed = received
-            yield from step
+            self._done += len(received)
+            self._passed = passed
+            yield from received
 
-    def _next_step(self, batches: Iterator[dict[str, Any]]) -> _Step:
-        step: list[dict[str, Any]] = []
+    def _next_batches(self, batches: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], _Found]:
         try:
             with self._interruptible():
-                step = list(itertools.islice(batches, self._layout.accum_freq))
-            found = _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in step) else _Found.BATCHES
+                received = list(itertools.islice(batches, self._layout.accum_freq))
         except WorkerError as error:
-            self._failure, found = error, _Found.FAILED_WORKERS
+            self._failure = error
+            return [], _Found.FAILED_WORKERS
         except Interrupted:
-            found = _Found.INTERRUPTED
-        worst = distributed.any_rank_soon(int(found)) if self._is_shared else lambda: found
-        return step, list(self._received), worst
-
-    def _without_bad(self, numbers: range, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Record the bad samples of each batch, and yield the batch without them."""
-        for number, batch in zip(numbers, batches, strict=True):
-            bad = batch.pop("bad", ())
-            self._received[number % self._layout.workers] += len(bad)
-            for sample in bad:
-                self.bad.add(sample)
-            self._num_cut += batch.pop("num_cut", 0)
-            yield batch
+            return [], _Found.INTERRUPTED
+        return received, _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in received) else _Found.BATCHES
 
 
 def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:
