@@ -94,7 +94,6 @@ class BatchDataset(Dataset):
         """Make a batch of the next usable samples. The key ``is_short`` means that too few were left."""
         images, indices, captions, negatives = [], [], [], []
         bad: list[BadSample] = []
-        num_cut = 0
         for raw in self._stream:
             try:
                 draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
@@ -107,7 +106,6 @@ class BatchDataset(Dataset):
                 if len(bad) > self._max_bad:
                     break
                 continue
-            num_cut += len(caption) > MAX_CAPTION
             pixels, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
             images.append(pixels)
             indices.append(raw.index)
@@ -123,7 +121,7 @@ class BatchDataset(Dataset):
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
-        return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
+        return batch | ({"bad": bad} if bad else {})
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:
         """Return the pixels, ``(views, ...)`` if there are several views, and the caption of the first view."""

@@ -2,9 +2,8 @@
 
 import enum
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -17,11 +16,12 @@ from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
 from openclip_ext.data.loader.batches import BatchDataset, BatchRequests, Beginning, Tokenizer, Transform, epoch_order
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.workers import WorkerError, kill_workers, leave_process_group, watched_batches
+from openclip_ext.data.loader.workers import WorkerError, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
-from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
+from openclip_ext.data.sources.source import BadDataError, ImageDecoder, Source, decode_image
 
 Progress = Sequence[Mapping[str, Any]]
+Interruptible = Callable[[], AbstractContextManager[Any]]
 
 
 class Interrupted(BaseException):
@@ -100,9 +100,7 @@ class TrainLoader:
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
         self._patience = config.patience
-        self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._failure: WorkerError | None = None
-        self._num_cut = 0  # captions
         self._loaded: Progress = ()
         # The epoch in progress: its segments in earlier layouts, and in the current layout the number of batches yielded and
         # the number of bad samples that each worker has skipped before them.
@@ -126,17 +124,6 @@ class TrainLoader:
         """The current layout in plain Python types: a progress entry without ``batches`` and ``bad``."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
-    def progress(self) -> list[dict[str, Any]]:
-        """Return the progress in the epoch after the batches that :meth:`iterate` has yielded.
-
-        The ranks also share their new bad samples. Collective: all ranks call it.
-        """
-        return [
-            asdict(segment.layout)
-            | {"seed": self.seed, "data": self.source.digest, "batches": segment.batches, "bad": list(segment.bad)}
-            for segment in (*self._seen, self._current_segment())
-        ]
-
     def _current_segment(self) -> Segment:
         self.bad.exchange()
         bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
@@ -147,8 +134,17 @@ class TrainLoader:
         return Segment(self._layout, self._done, tuple(bad.ravel().tolist()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
-        progress = self.progress() if self._is_in_epoch else list(self._loaded)
+        """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
+
+        ``progress`` is a list of ``loader.layout | {"batches": number on each rank, "bad": number of bad samples that each
+        worker has skipped}``, with an entry for each layout of the epoch.
+        """
+        progress = list(self._loaded)
+        if self._is_in_epoch:
+            progress = [
+                self.layout | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
+                for segment in (*self._seen, self._current_segment())
+            ]
         has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
         return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
 
@@ -162,14 +158,14 @@ class TrainLoader:
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)
 
-    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], Segment]:
+    def check_progress(self, progress: Progress) -> tuple[tuple[Segment, ...], Segment]:
         """Return the segments that used other layouts, and the segment in the current layout, which may have no batches.
 
         Raises:
             ValueError: The progress belongs to another data set or seed.
         """
         segments = []
-        for entry in progress or ():
+        for entry in progress:
             for name, what in (("seed", "seed"), ("data", "data set (or manifest)")):
                 if entry.get(name, self.layout[name]) != self.layout[name]:
                     raise ValueError(
@@ -181,45 +177,29 @@ class TrainLoader:
             return tuple(segments[:-1]), segments[-1]
         return tuple(segments), Segment(self._layout, 0)
 
-    @contextmanager
-    def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """In the block, wait for batches in the context ``interruptible()``, where a handler may raise :class:`Interrupted`.
+    def iterate(self, epoch: int, interruptible: Interruptible = nullcontext) -> Iterator[dict[str, Tensor]]:
+        """Yield an epoch, or the rest of the epoch whose state :meth:`load_state_dict` has received.
 
-        If the block raises, the workers are killed, because the process would wait at exit for a worker that hangs.
-        """
-        self._interruptible = interruptible
-        try:
-            yield
-        except BaseException:
-            kill_workers(self._loader)
-            raise
-        finally:
-            self._interruptible = nullcontext
-
-    def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield the rest of an epoch.
-
-        A worker may have too few usable samples for its last batch. The remaining samples of all ranks are then distributed
-        again among the workers, as long as they fill a step.
+        If the state's last layout is the current layout, the same batches follow. Otherwise the remaining samples are
+        distributed by the current layout. A worker may have too few usable samples for its last batch. The remaining samples
+        of all ranks are then distributed again among the workers, as long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The completed part of the epoch, from :meth:`progress`: a list of ``loader.layout | {"batches": number on
-                each rank, "bad": ...}``. If its last layout is the current layout, the same batches follow. Otherwise the
-                remaining samples are distributed by the current layout. None (default) means the progress that
-                :meth:`load_state_dict` received, or a new epoch.
+            interruptible: Returns a context for the waits for batches, in which a signal handler may raise
+                :class:`Interrupted`.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
             and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
 
         Raises:
-            ValueError: The progress belongs to another data set or seed, or has more batches than the epoch.
+            ValueError: The loaded state has more batches than the epoch.
             BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
             WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
-            Interrupted: A signal came while any rank waited (:meth:`interrupted_by`). All ranks raise it before the same step.
+            Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
-        progress, self._loaded = (self._loaded if progress is None else progress), ()
+        progress, self._loaded = self._loaded, ()
         self._seen, current = self.check_progress(progress)
         self._done, self._failure, self._is_in_epoch = current.batches, None, True
         bad = current.bad[self.rank * self._layout.workers :][: self._layout.workers]
@@ -231,7 +211,7 @@ class TrainLoader:
                 raise ValueError(
                     f"cannot resume: the checkpoint has {self._done} batches, the epoch only {order.batches}"
                 )
-            yield from self._until_short(epoch, range(self._done, order.batches), left_out)
+            yield from self._until_short(epoch, range(self._done, order.batches), left_out, interruptible)
             current = self._current_segment()
             if self._done in (0, order.batches):
                 break
@@ -241,25 +221,22 @@ class TrainLoader:
             raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
         self._is_in_epoch = False
         self.bad.log_epoch()
-        if self._num_cut:
-            logging.warning(
-                f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
-            )
 
-    def _until_short(self, epoch: int, numbers: range, left_out: np.ndarray) -> Iterator[dict[str, Tensor]]:
+    def _until_short(
+        self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
+    ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
         accum_freq, workers = self._layout.accum_freq, self._layout.workers
         self._requests.reset(epoch, self._seen, numbers, Beginning(left_out, tuple(self._passed)))
         batches = watched_batches(self._loader, self._patience)
         firsts = numbers[::accum_freq]
         for step, first in enumerate(firsts):
-            received, found = self._next_batches(batches)
+            received, found = self._next_batches(batches, interruptible)
             passed = list(self._passed)
             for number, batch in enumerate(received, start=first):
                 for sample in batch.pop("bad", ()):
                     self.bad.add(sample)
                     passed[number % workers] += 1
-                self._num_cut += batch.pop("num_cut", 0)
             if self._is_shared:
                 found = _Found(distributed.any_rank(found))
             if found == _Found.TOO_FEW_SAMPLES:
@@ -274,9 +251,11 @@ class TrainLoader:
             self._passed = passed
             yield from received
 
-    def _next_batches(self, batches: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], _Found]:
+    def _next_batches(
+        self, batches: Iterator[dict[str, Any]], interruptible: Interruptible
+    ) -> tuple[list[dict[str, Any]], _Found]:
         try:
-            with self._interruptible():
+            with interruptible():
                 received = list(itertools.islice(batches, self._layout.accum_freq))
         except WorkerError as error:
             self._failure = error
