@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
@@ -42,21 +42,6 @@ class BatchRequest(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         return self[:3]
-
-
-class BatchRequests(Sampler[BatchRequest]):
-    """The requests of the next pass over the DataLoader."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-
-    def reset(self, epoch: int, seen: tuple[Segment, ...], batches: range, beginning: Beginning) -> None:
-        self._pass = epoch, seen, batches, beginning
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        epoch, seen, batches, beginning = self._pass
-        for place, batch in enumerate(batches):
-            yield BatchRequest(epoch, seen, batch, beginning if place < self._workers else None)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
-from openclip_ext.data.loader.batches import BatchDataset, BatchRequests, Beginning, Tokenizer, Transform, epoch_order
+from openclip_ext.data.loader.batches import BatchDataset, BatchRequest, Beginning, Tokenizer, Transform, epoch_order
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.workers import WorkerError, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
@@ -86,7 +86,7 @@ class TrainLoader:
         # Whether each rank of the layout is a process of this run.
         self._is_shared = self._layout.world_size == distributed.world_size() > 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
-        self._requests = BatchRequests(self._layout.workers)
+        self._requests: list[BatchRequest] = []  # of the next pass over the DataLoader
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
@@ -227,7 +227,11 @@ class TrainLoader:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
         accum_freq, workers = self._layout.accum_freq, self._layout.workers
-        self._requests.reset(epoch, self._seen, numbers, Beginning(left_out, tuple(self._passed)))
+        beginning = Beginning(left_out, tuple(self._passed))
+        self._requests[:] = [
+            BatchRequest(epoch, self._seen, number, beginning if place < workers else None)
+            for place, number in enumerate(numbers)
+        ]
         batches = watched_batches(self._loader, self._patience)
         firsts = numbers[::accum_freq]
         for step, first in enumerate(firsts):
