@@ -14,7 +14,7 @@ from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest.__main__ import main
 from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.sources.spec import DataSpec
-from tests.data.loading import assert_equal, build, by_index, indices, preprocess, progress_after, rest_of, tokenize
+from tests.data.loading import build, by_index, indices, preprocess, tokenize
 from tests.data.shards import sample_members, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
@@ -71,15 +71,6 @@ def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str):
     for options in ({"workers": 2}, {"resampled": True, "num_samples": 300}, {"world_size": 2, "rank": 1}):
         for epoch in range(2):
             assert set(indices(list(build(data, manifest=fewer, **options).iterate(epoch)))) <= set(KEPT)
-
-
-def test_resuming_is_exact_with_the_same_manifest_and_refused_with_another(data: str, fewer: str):
-    loader = build(data, manifest=fewer)
-    whole = list(loader.iterate(0))
-    progress = json.loads(json.dumps(progress_after(loader, 7)))
-    assert_equal(rest_of(build(data, manifest=fewer), 0, progress), whole[7:])
-    with pytest.raises(ValueError, match=r"made with data set \(or manifest\).*end-of-epoch checkpoint"):
-        rest_of(build(data), 0, progress)
 
 
 def test_other_readers_leave_them_out_too(data: str, fewer: str):

@@ -107,14 +107,7 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
     folder.mkdir()
     files = {
         "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
-        "pointer": (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:00",
-            "a Git LFS pointer; run git lfs pull",
-        ),
-        "zip": (b"PK\x03\x04" + bytes(600), "a zip archive"),
         "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
-        "json": (b'{"url": "x"}', "it is not a tar but a JSON file"),
-        "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "a zstd-compressed file; decompress it"),
         "nothing": (b"", r"it is empty; remove it"),
         "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
         "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or not a tar"),
@@ -134,7 +127,6 @@ def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
             [(f"{name}2", b"x") for pair in pairs for name, _ in pair],
             r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
         ),
-        "captions": ([pair[1] for pair in pairs], r"the fields txt \(3\)"),
     }
     for name, (members, _) in tars.items():
         write_tar(folder / f"{name}.tar", members)
@@ -215,17 +207,6 @@ def test_a_stale_manifest_is_an_error_and_not_made_again(shards: list[str]):
     assert find_or_create_manifest(shards).num_samples == 8
 
 
-def test_what_a_damaged_shard_has_lost_is_said_at_every_start(shards: list[str], caplog):
-    data = Path(shards[1]).read_bytes()
-    Path(shards[1]).write_bytes(data.replace(b"000005.jpg", b"000105.jpg"))  # the header keeps its old checksum
-    for _ in range(2):
-        caplog.clear()
-        manifest = find_or_create_manifest(shards)
-        assert f"{shards[1]}: 1 samples without image, at positions [2], corrupt: no readable header" in caplog.text
-        assert (manifest.num_samples, manifest.num_bad) == (10, 1)
-        assert manifest.num_lost <= 1, f"estimated {manifest.num_lost} lost samples, expected at most 1"
-
-
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     """Samples 3 to 5 are overwritten, including their headers."""
     (path,) = write_shards(tmp_path, [20])
@@ -290,23 +271,6 @@ def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
     moved = Manifest.load(tmp_path / "elsewhere" / "m.json")
     assert moved.verify([shard.url for shard in moved.shards]) is False, "shards moved with their manifest"
     assert [Path(shard.url).parent.name for shard in moved.shards] == ["elsewhere"] * 3
-
-
-def test_files_that_are_no_manifest_are_refused(shards: list[str], tmp_path: Path):
-    path = tmp_path / "m.json"
-    Manifest.scan(shards).save(path)
-    good = json.loads(path.read_text())
-    for content, message in (
-        ([], "expected a JSON object"),
-        ({"shards": []}, "expected a JSON object with 'format'"),
-        (good | {"version": 99}, "it has version 99, expected 1: create it again"),
-        (good | {"num_samples": 11}, "m.json is not a manifest, or is corrupt: .*checksum"),
-        (good | {"shards": good["shards"][1:]}, "checksum"),
-        ({key: value for key, value in good.items() if key != "checksum"}, "checksum"),
-    ):
-        path.write_text(json.dumps(content))
-        with pytest.raises(ManifestError, match=message):
-            Manifest.load(path)
 
 
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
@@ -379,13 +343,14 @@ def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
 
 
 def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):
-    """In the first case, a digit of a shard's size is changed. The checksum must show that the manifest is corrupt."""
+    """In the first case, a digit of a shard's size is changed: only the checksum shows that the manifest is corrupt."""
     made = find_or_create_manifest(shards)
     path = tmp_path / "data" / "manifest.json"
     intact = path.read_bytes()
     flipped = bytearray(intact)
     flipped[intact.index(str(os.path.getsize(shards[0])).encode())] ^= 1
-    for damaged in (flipped, intact[: len(intact) // 2], b""):
+    other_version = intact.replace(b'"version": 1', b'"version": 9')
+    for damaged in (flipped, other_version, intact[: len(intact) // 2], b"", b"[]"):
         path.write_bytes(damaged)
         caplog.clear()
         with pytest.raises(ManifestError, match="or is corrupt"):

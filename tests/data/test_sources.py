@@ -10,7 +10,7 @@ from PIL import Image
 from openclip_ext.data.sources.source import BadDataError, decode_image
 from openclip_ext.data.sources.synthetic import CAPTION
 from tests.data.loading import assert_equal, build, by_index, indices, progress_after, rest_of
-from tests.data.shards import sample_members, write_csv, write_shards, write_sizes, write_tar
+from tests.data.shards import write_csv, write_shards, write_sizes
 
 COUNTS = [20, 11, 9]
 
@@ -127,13 +127,6 @@ def test_synthetic_data():
     assert batches[0]["text"].tolist() == [[len(CAPTION)] * 3] * 8
     with pytest.raises(ValueError, match="samples must be at least 1"):
         build(None, dataset_type="synthetic", num_samples=0)
-
-
-def test_compressed_local_shards(tmp_path: Path):
-    for number in range(2):
-        members = [member for n in range(number * 10, number * 10 + 10) for member in sample_members(n)]
-        write_tar(tmp_path / f"{number}.tar.gz", members, "w:gz")
-    assert sorted(indices(list(build(str(tmp_path / "*.tar.gz")).iterate(0)))) == list(range(20))
 
 
 def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):

@@ -1,7 +1,6 @@
 """Data workers that are killed, hang or run out of memory; captions that are too long for a tokenizer."""
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from open_clip import get_tokenizer
 from openclip_ext.data.loader.workers import WorkerError
 from tests.data.loading import build, indices, preprocess, tokenize
 from tests.data.shards import sample_members, write_shards
-from tests.training.programs import is_alive, wait_until
+from tests.training.programs import is_alive
 
 
 @pytest.mark.parametrize("at", ["in an epoch", "between epochs"])
@@ -56,31 +55,6 @@ def test_full_shared_memory_is_said(tmp_path: Path):
 
     with pytest.raises(WorkerError, match=r"/dev/shm is too small.*docker: --shm-size.*--workers 0"):
         list(build(write_shards(tmp_path, [20]), preprocess=full, workers=1).iterate(0))
-
-
-def test_workers_end_with_the_training_process(tmp_path: Path):
-    """Workers exit even if they are busy when the training process is killed."""
-
-    def train() -> None:
-        batches = build(data, workers=1, preprocess=slow).iterate(0)
-        next(batches)
-        receiver.close()
-        sender.send(multiprocessing.active_children()[0].pid)
-        time.sleep(1000)
-
-    def slow(image):
-        time.sleep(0.0 if next(counter) < 4 else 1000)
-        return preprocess(image)
-
-    counter = iter(range(1000))
-    data = write_shards(tmp_path, [20])
-    receiver, sender = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=train)
-    process.start()
-    worker = receiver.recv()
-    process.kill()
-    process.join()
-    wait_until(lambda: not is_alive(worker), 60)
 
 
 def test_workers_destroy_nothing_that_they_inherit(tmp_path: Path, request: pytest.FixtureRequest):
