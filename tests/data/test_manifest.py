@@ -102,44 +102,32 @@ def test_an_empty_caption_or_image_is_a_missing_one(tmp_path: Path):
     assert Manifest.scan(shards, caption_key="json:caption;txt").shards[0].problems["bad_positions"] == [1, 2]
 
 
-def unusable(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Map the name of each case to a shard without usable samples, and to the cause and fix that its error must report."""
-    folder.mkdir()
-    files = {
-        "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
-        "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
-        "nothing": (b"", r"it is empty; remove it"),
-        "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
-        "cut": (write_tar(folder / "x", sample_members(0)).read_bytes()[:700], "corrupt, or not a tar"),
-    }
-    for name, (data, _) in files.items():
-        (folder / f"{name}.tar").write_bytes(data)
-    pairs = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
-    tars = {
-        # The tar contains all images, and then all captions.
-        "unsorted": (
-            [pair[field] for field in (0, 1) for pair in pairs],
-            "next to each other; sort them: tar --sort=name",
-        ),
-        "folders": ([(f"{'ab'[f]}/{pair[f][0]}", b"x") for pair in pairs for f in (0, 1)], "different folders"),
-        "dots": ([(f"photo.{name}", b"x") for pair in pairs for name, _ in pair], "names have dots.*photo.000000.jpg"),
-        "others": (
-            [(f"{name}2", b"x") for pair in pairs for name, _ in pair],
-            r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
-        ),
-    }
-    for name, (members, _) in tars.items():
-        write_tar(folder / f"{name}.tar", members)
-    (folder / "folder.tar").mkdir()
-    extra = {
-        "folder": (b"", "it is a folder; give its shards"),
-        "gone": (b"", "cannot be read: No such file"),
-    }
-    return {name: (folder / f"{name}.tar", message) for name, (_, message) in (files | tars | extra).items()}
+PAIRS = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
+# Shards without usable samples: bytes, or members of a tar, and the cause and fix that the error must report.
+UNUSABLE = {
+    "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
+    "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
+    "nothing": (b"", "it is empty; remove it"),
+    "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
+    # All images come first, and then all captions.
+    "unsorted": ([pair[field] for field in (0, 1) for pair in PAIRS], "sort them: tar --sort=name"),
+    "folders": ([(f"{'ab'[field]}/{pair[field][0]}", b"x") for pair in PAIRS for field in (0, 1)], "different folders"),
+    "dots": ([(f"photo.{name}", b"x") for pair in PAIRS for name, _ in pair], "names have dots.*photo.000000.jpg"),
+    "others": (
+        [(f"{name}2", b"x") for pair in PAIRS for name, _ in pair],
+        r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
+    ),
+    "folder": (None, "it is a folder; give its shards"),
+    "gone": (None, "cannot be read: No such file"),
+}
 
 
 def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], tmp_path: Path):
-    for name, (path, message) in unusable(tmp_path / "unusable").items():
+    (tmp_path / "folder.tar").mkdir()
+    for name, (content, message) in UNUSABLE.items():
+        path = tmp_path / f"{name}.tar"
+        if content is not None:
+            path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
         with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{name}.tar: .*{message}"):
             Manifest.scan([*shards, str(path)])
     empty = [str(write_tar(tmp_path / name, [])) for name in ("empty.tar", "empty too.tar")]
