@@ -24,20 +24,15 @@ Tokenizer = Callable[[list[str]], Tensor]
 _READ_AHEAD = 4096  # a reader may open the shards of this many upcoming samples
 
 
-class Beginning(NamedTuple):
-    """The bad samples that are known when the workers of a rank start."""
-
-    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that the epoch excludes
-    passed: tuple[int, ...]  # number of bad samples that each worker has already skipped in the epoch
-
-
 class BatchRequest(NamedTuple):
     """A request to a worker for one batch. Workers persist across epochs, so each request contains the epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
-    beginning: Beginning | None = None  # only in the first request to each worker
+    # Only in the first request to each worker:
+    left_out: np.ndarray | None = None  # (k,) int64, ascending indices of bad samples that the epoch excludes
+    passed: int = 0  # number of bad samples that this worker has already skipped in the epoch
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -68,11 +63,12 @@ class BatchDataset(Dataset):
         return batch
 
     def _open_stream(self, request: BatchRequest) -> Iterator[RawSample]:
-        assert request.beginning is not None
-        left_out, passed = request.beginning
-        order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
+        assert request.left_out is not None
+        order = epoch_order(
+            self._source, self._config.seed, request.epoch, request.seen, self._layout, request.left_out
+        )
         worker = request.batch % self._layout.workers
-        start = request.batch // self._layout.workers * self._layout.batch_size + passed[worker]
+        start = request.batch // self._layout.workers * self._layout.batch_size + request.passed
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
-from openclip_ext.data.loader.batches import BatchDataset, BatchRequest, Beginning, Tokenizer, Transform, epoch_order
+from openclip_ext.data.loader.batches import BatchDataset, BatchRequest, Tokenizer, Transform, epoch_order
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.workers import WorkerError, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
@@ -227,11 +227,9 @@ class TrainLoader:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
         accum_freq, workers = self._layout.accum_freq, self._layout.workers
-        beginning = Beginning(left_out, tuple(self._passed))
-        self._requests[:] = [
-            BatchRequest(epoch, self._seen, number, beginning if place < workers else None)
-            for place, number in enumerate(numbers)
-        ]
+        self._requests[:] = [BatchRequest(epoch, self._seen, number) for number in numbers]
+        for place, request in enumerate(self._requests[:workers]):
+            self._requests[place] = request._replace(left_out=left_out, passed=self._passed[request.batch % workers])
         batches = watched_batches(self._loader, self._patience)
         firsts = numbers[::accum_freq]
         for step, first in enumerate(firsts):
