@@ -152,16 +152,11 @@ def test_entries_that_captions_are_not_in(tmp_path: Path):
         Manifest.scan([shard], caption_key="json:captions")
 
 
-def test_names_of_files_give_a_terminal_nothing_to_obey(tmp_path: Path, caplog, capsys):
+def test_names_of_files_give_a_terminal_nothing_to_obey(tmp_path: Path, capsys):
     hostile = str(write_tar(tmp_path / "a\x1b]0;pwned\x07.tar", [*sample_members(1, ["jpg"]), *sample_members(2)]))
-    assert main([hostile]) == 0
-    find_or_create_manifest(hostile)
-    with pytest.raises(ManifestError, match=r"a\\x1b]0;pwned\\x07\.tar"):
-        Manifest.scan([hostile], caption_key="json:none")
-    assert str(BadDataError("\x1b")) == r"\x1b"
-    assert main([hostile, hostile]) == 1
-    shown = "".join([*capsys.readouterr(), caplog.text])
-    assert shown.count(r"a\x1b]0;pwned\x07.tar") >= 3 and "\x1b" not in shown and "\x07" not in shown
+    assert (main([hostile]), main([hostile, hostile]), str(BadDataError("\x1b"))) == (0, 1, r"\x1b")
+    shown = "".join(capsys.readouterr())
+    assert shown.count(r"a\x1b]0;pwned\x07.tar") == 2 and "\x1b" not in shown and "\x07" not in shown
 
 
 def test_a_run_makes_its_manifest_and_finds_it_again(

@@ -20,7 +20,6 @@ from tests.distributed.pool import two_ranks
 def on_each_rank(folder: str) -> None:
     data, rank = Path(folder), dist.get_rank()
     only_master_scans_and_every_rank_hears_of_an_error(rank, data)
-    ranks_divide_the_epoch(data)
     ranks_add_up_their_bad_samples(data)
     ranks_draw_the_same_source(data)
 
@@ -32,15 +31,6 @@ def only_master_scans_and_every_rank_hears_of_an_error(rank: int, data: Path) ->
     with pytest.raises(ManifestError if rank else ValueError, match="no file matches"):
         find_or_create_manifest(str(data / "nothing" / "*.tar"))
     assert len(list((data / "good").glob("manifest*.json"))) == 1
-
-
-def ranks_divide_the_epoch(data: Path) -> None:
-    loader = build(str(data / "good" / "*.tar"), rank=None, world_size=None)
-    assert loader.layout["world_size"] == 2
-    batches = list(loader.iterate(0))
-    everything: list[list[int]] = [[], []]
-    dist.all_gather_object(everything, indices(batches))
-    assert sorted(everything[0] + everything[1]) == list(range(40))
 
 
 def ranks_add_up_their_bad_samples(data: Path) -> None:
