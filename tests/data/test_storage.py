@@ -391,22 +391,6 @@ def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server)
 # ------------------------------------------------------------------ copies
 
 
-def open_copy(url: str, folder: str) -> None:
-    with Storage(cache_dir=folder).open(url) as file:
-        assert len(file.read()) > 1000
-
-
-def test_processes_share_one_copy(folder: Path, server: Server, tmp_path: Path):
-    url, copies = f"{server.url}/data/00000.tar", tmp_path / "copies"
-    copies.mkdir()
-    (copies / ".left-by-a-kill.tar.x.partial").write_bytes(b"half")
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.map_async(partial(open_copy, folder=str(copies)), [url] * 4, chunksize=1).get(timeout=60)
-    assert server.fetched() == ["/data/00000.tar"]
-    (copy,) = copies.glob("*-*.tar")
-    assert copy.read_bytes() == (folder / "00000.tar").read_bytes()
-
-
 def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server: Server, tmp_path: Path):
     size = (folder / "00000.tar").stat().st_size
     for number in range(1, 4):
@@ -472,13 +456,18 @@ def test_what_has_no_version_is_not_kept(
     assert "--cache-dir keeps no copy of http" in caplog.text
 
 
-def test_a_cache_without_room_for_what_is_in_use_is_refused(folder: Path, server: Server, tmp_path: Path):
+def test_workers_share_copies_and_need_room_for_what_is_in_use(folder: Path, server: Server, tmp_path: Path):
     size = (folder / "00000.tar").stat().st_size / 2**30
     options = {"cache_dir": str(tmp_path / "copies"), "workers": 2}
     expected = r"--cache-size \S+ GiB is too small for the .* GiB of 4 shards in use \(1 ranks of the node x 2 workers"
     with pytest.raises(ValueError, match=expected):
         build(f"{server.url}/data/{SHARDS}", cache_size=2 * size, **options)
-    assert len(list(build(f"{server.url}/data/{SHARDS}", cache_size=2.3 * size, **options).iterate(0))) == 11
+    loader = build(f"{server.url}/data/{SHARDS}", cache_size=2.3 * size, **options)
+    server.requests.clear()
+    assert len(list(loader.iterate(0))) == 11
+    assert sorted(server.fetched()) == [f"/data/0000{number}.tar" for number in range(4)], (
+        "the workers share the copies"
+    )
 
 
 # ------------------------------------------------------------------ counts
