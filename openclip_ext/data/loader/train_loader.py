@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from openclip_ext.data.sources.source import BadDataError, ImageDecoder, Source,
 
 Progress = Sequence[Mapping[str, Any]]
 Interruptible = Callable[[], AbstractContextManager[Any]]
+# The batches of a step, the number of bad samples that each worker has skipped up to it, and a function that returns the
+# largest _Found of all ranks.
+_Step = tuple[list[dict[str, Any]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
@@ -226,32 +230,41 @@ class TrainLoader:
         self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
-        accum_freq, workers = self._layout.accum_freq, self._layout.workers
+        workers = self._layout.workers
         self._requests[:] = [BatchRequest(epoch, self._seen, number) for number in numbers]
         for place, request in enumerate(self._requests[:workers]):
             self._requests[place] = request._replace(left_out=left_out, passed=self._passed[request.batch % workers])
-        batches = watched_batches(self._loader, self._patience)
-        firsts = numbers[::accum_freq]
-        for step, first in enumerate(firsts):
-            received, found = self._next_batches(batches, interruptible)
-            passed = list(self._passed)
-            for number, batch in enumerate(received, start=first):
-                for sample in batch.pop("bad", ()):
-                    self.bad.add(sample)
-                    passed[number % workers] += 1
-            if self._is_shared:
-                found = _Found(distributed.any_rank(found))
+        steps = self._steps(numbers, interruptible)
+        if self._is_shared:
+            # Request each step before the previous step runs. Meanwhile, the ranks exchange the results, so no rank waits.
+            end: _Step = [], [], int
+            steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
+        exchange_every = max(1, len(numbers) // self._layout.accum_freq // 10)
+        for step, (batches, passed, worst) in enumerate(steps):
+            found = worst()
             if found == _Found.TOO_FEW_SAMPLES:
                 return
             if found == _Found.INTERRUPTED:
                 raise Interrupted
             if found == _Found.FAILED_WORKERS:
                 raise self._failure or WorkerError("the data workers of another rank failed; see its error")
-            if self._is_shared and step % max(1, len(firsts) // 10) == 0:
+            if self._is_shared and step % exchange_every == 0:
                 self.bad.exchange()
-            self._done += len(received)
+            self._done += len(batches)
             self._passed = passed
-            yield from received
+            yield from batches
+
+    def _steps(self, numbers: range, interruptible: Interruptible) -> Iterator[_Step]:
+        passed = list(self._passed)
+        batches = watched_batches(self._loader, self._patience)
+        for first in numbers[:: self._layout.accum_freq]:
+            received, found = self._next_batches(batches, interruptible)
+            for number, batch in enumerate(received, start=first):
+                for sample in batch.pop("bad", ()):
+                    self.bad.add(sample)
+                    passed[number % self._layout.workers] += 1
+            worst = distributed.any_rank_soon(found) if self._is_shared else partial(int, found)
+            yield received, list(passed), worst
 
     def _next_batches(
         self, batches: Iterator[dict[str, Any]], interruptible: Interruptible
