@@ -62,9 +62,6 @@ def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data
     assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches)
     whole = by_index(list(build(data, batch_size=2).iterate(1)))
     assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items() if index in whole)
-
-
-def test_the_number_of_batches_is_that_of_the_others(data: str, fewer: str):
     loader = build(data, manifest=fewer)
     assert (loader.num_samples, loader.layout["epoch_samples"], loader.batches_per_epoch) == (N, 82, 20)
     assert build(data, manifest=fewer, num_samples=40).layout["epoch_samples"] == 40

@@ -11,15 +11,9 @@ import pytest
 from openclip_ext.data.shapes.__main__ import main
 from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import (
-    COLORS,
-    HELD_OUT_PAIRS,
-    PAIRS,
     RELATIONS,
-    SHAPES,
     Item,
     Scene,
-    generator_of,
-    sample_caption,
     sample_scene,
 )
 from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig, make_sample, write_shards
@@ -34,17 +28,6 @@ def contents(folder):
     return members
 
 
-def test_sample_depends_on_seed_split_and_index_only():
-    first = [make_sample(3, "train", index) for index in range(20)]
-    assert [make_sample(3, "train", index) for index in reversed(range(20))] == first[::-1]
-    assert len({sample.png for sample in first}) == 20
-    assert make_sample(4, "train", 0).png != first[0].png
-    assert make_sample(3, "test", 0).png != first[0].png
-    scene = sample_scene(3, "train", 7)
-    assert Scene.from_attributes(json.loads(first[7].json)) == scene
-    assert first[7].txt.decode() == sample_caption(scene, generator_of("caption", 3, "train", 7))
-
-
 def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
     write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1)
     write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2)
@@ -54,18 +37,6 @@ def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
     assert json.loads((tmp_path / "b" / SIZES_FILE).read_text()) == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 10}
 
 
-def test_held_out_pairs_are_never_seen_in_training_and_are_in_the_test_split():
-    for split, pairs in (("train", set(PAIRS) - HELD_OUT_PAIRS), ("test", set(PAIRS))):
-        scenes = [sample_scene(0, split, index) for index in range(1500)]
-        assert {item.pair for scene in scenes for item in scene.items} == pairs
-        for index, scene in enumerate(scenes):
-            words = sample_caption(scene, generator_of("caption", 0, split, index)).split()
-            for position, word in enumerate(words):
-                if word in COLORS:  # the shape is one or two words later: "a red plain circle"
-                    shape = next(w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape"))
-                    assert shape == "shape" or (shape, word) in pairs
-
-
 def test_the_samples_are_those_of_the_published_results():
     """If this hash changes, GENERATOR_VERSION must change, and all results on the demo set are of other data."""
     content = hashlib.blake2b(digest_size=8)
@@ -73,6 +44,7 @@ def test_the_samples_are_those_of_the_published_results():
         for index in range(200):
             sample = make_sample(0, split, index)
             content.update(sample.txt + sample.json)
+    assert Scene.from_attributes(json.loads(sample.json)) == sample_scene(0, "test", 199)
     assert content.hexdigest() == "852dad67549f3657"
 
 

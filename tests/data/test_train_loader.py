@@ -1,9 +1,7 @@
 """The training loader: every sample comes once, pixels do not depend on the layout, and resumes are exact."""
 
 import json
-import pickle
 import random
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +114,6 @@ def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: py
     assert set(opened) == {loader.source.shard_number(index) for index in rest}
     if done == 20:
         assert len(set(opened)) < 4, "expected fewer than 4 open shards: the test needs completed shards"
-
-
-def test_a_worker_may_be_started_without_fork(data: str):
-    """Python 3.14 does not fork by default. The data of a worker must therefore survive pickling, also mid-epoch."""
-    loader = build(data)
-    iterator = loader.iterate(0)
-    expected = [next(iterator), next(iterator)]
-    copy = pickle.loads(pickle.dumps(loader._loader.dataset))
-    assert_equal([copy[request] for request in islice(loader._loader.sampler, 2)], expected)
 
 
 def test_shortened_epochs_see_other_samples_each_time(data: str):
