@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 
 from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
@@ -30,13 +30,21 @@ class BatchRequest(NamedTuple):
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
-    # Only in the first request to each worker:
-    left_out: np.ndarray | None = None  # (k,) int64, ascending indices of bad samples that the epoch excludes
-    passed: int = 0  # number of bad samples that this worker has already skipped in the epoch
+    passed: int  # number of bad samples that this worker has skipped in the epoch before this pass
+    left_out: np.ndarray | None  # (k,) int64, bad samples that the epoch excludes; only in a worker's first request
 
     @property
     def key(self) -> tuple[Any, ...]:
         return self[:3]
+
+
+class BatchRequests(Sampler[BatchRequest]):
+    """A sampler with the requests of the next pass over the DataLoader, which are set before the pass."""
+
+    next_pass: Iterator[BatchRequest] = iter(())
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self.next_pass
 
 
 @dataclass(eq=False)

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
-from openclip_ext.data.loader.batches import BatchDataset, BatchRequest, Tokenizer, Transform, epoch_order
+from openclip_ext.data.loader.batches import (
+    BatchDataset,
+    BatchRequest,
+    BatchRequests,
+    Tokenizer,
+    Transform,
+    epoch_order,
+)
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.workers import WorkerError, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
@@ -90,7 +97,7 @@ class TrainLoader:
         # Whether each rank of the layout is a process of this run.
         self._is_shared = self._layout.world_size == distributed.world_size() > 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
-        self._requests: list[BatchRequest] = []  # of the next pass over the DataLoader
+        self._requests = BatchRequests()
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
@@ -230,17 +237,18 @@ class TrainLoader:
         self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
-        workers = self._layout.workers
-        self._requests[:] = [BatchRequest(epoch, self._seen, number) for number in numbers]
-        for place, request in enumerate(self._requests[:workers]):
-            self._requests[place] = request._replace(left_out=left_out, passed=self._passed[request.batch % workers])
+        seen, passed, workers = self._seen, self._passed, self._layout.workers
+        self._requests.next_pass = (
+            BatchRequest(epoch, seen, number, passed[number % workers], left_out if place < workers else None)
+            for place, number in enumerate(numbers)
+        )
         steps = self._steps(numbers, interruptible)
         if self._is_shared:
             # Request each step before the previous step runs. Meanwhile, the ranks exchange the results, so no rank waits.
             end: _Step = [], [], int
             steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
         exchange_every = max(1, len(numbers) // self._layout.accum_freq // 10)
-        for step, (batches, passed, worst) in enumerate(steps):
+        for step, (batches, skipped, worst) in enumerate(steps):
             found = worst()
             if found == _Found.TOO_FEW_SAMPLES:
                 return
@@ -251,7 +259,7 @@ class TrainLoader:
             if self._is_shared and step % exchange_every == 0:
                 self.bad.exchange()
             self._done += len(batches)
-            self._passed = passed
+            self._passed = skipped
             yield from batches
 
     def _steps(self, numbers: range, interruptible: Interruptible) -> Iterator[_Step]:
