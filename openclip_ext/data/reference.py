@@ -52,20 +52,17 @@ class EmbeddingStore:
                 (an ``index_digest``) or ``keys`` (``image_key`` and ``caption_key``).
         """
         path, name, arrays = Path(folder), ABOUT, []
-        if not (path / ABOUT).exists():
-            raise UsageError(f"--reference {path} does not exist or is not finished: start openclip-ext embed again")
         try:
             about = dict(json.loads((path / ABOUT).read_text(encoding="utf-8")))
+            shape = int(about["samples"]), int(about["width"])
+            float(about["logit_scale"])
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"--reference {path / name}: missing or truncated ({error!r}); write it again") from None
-        needed = ("logit_scale", "samples", "width")
-        if missing := [key for key in needed if not isinstance(about.get(key), int | float)]:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
-                f"--reference {path / ABOUT}: expected numbers for {', '.join(needed)}, found none for "
-                f"{', '.join(missing)}. Remove the folder and start openclip-ext embed again"
-            )
+                f"--reference {path / name}: missing or truncated, or the folder is not finished ({error!r}). Start "
+                "openclip-ext embed again"
+            ) from None
         for what, wanted in {"samples": num_samples, "data": data, **keys}.items():
             found = about.get(what)
             if wanted is not None and found is not None and wanted != found:
@@ -73,12 +70,8 @@ class EmbeddingStore:
                     f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
                     f"expected {what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
                 )
-        shape = (about["samples"], about["width"])
-        for name, values in zip((IMAGES, TEXTS), arrays, strict=True):
-            if values.shape != shape or values.dtype != np.float16:
-                raise UsageError(
-                    f"--reference {path / name}: expected {shape} float16, found {values.shape} {values.dtype}; write it again"
-                )
+        if any(values.shape != shape or values.dtype != np.float16 for values in arrays):
+            raise UsageError(f"--reference {path}: expected arrays of {shape} float16. Write them again")
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:

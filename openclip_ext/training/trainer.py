@@ -99,7 +99,6 @@ class Trainer:
         with (
             SignalRequests() as signals,
             profiled(self.length.profile, folder) as self._profile_step,
-            self.loader.interrupted_by(signals.interruptible),
         ):
             if evaluate_first:
                 self._evaluate()
@@ -121,7 +120,7 @@ class Trainer:
         self.loss.start_epoch(epoch)
         if distributed.is_master():
             logging.info(f"Start epoch {epoch}")
-        batches = self.loader.iterate(epoch)
+        batches = self.loader.iterate(epoch, signals.interruptible)
         # Garbage is collected on all ranks in the same steps, because one rank's collection makes all ranks wait.
         gc.disable()
         self.stopwatch.restart()

@@ -41,10 +41,16 @@ def build(
     return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
 
 
-def progress_after(loader: TrainLoader, batches: int, progress: Progress | None = None) -> list[dict[str, Any]]:
+def rest_of(loader: TrainLoader, epoch: int, progress: Progress) -> list[dict[str, Tensor]]:
+    """Return the batches that follow in an epoch after the progress in a checkpoint."""
+    loader.load_state_dict({"progress": progress})
+    return list(loader.iterate(epoch))
+
+
+def progress_after(loader: TrainLoader, batches: int, progress: Progress = ()) -> list[dict[str, Any]]:
     """Compute, without reading a batch, the progress after ``batches`` more batches without bad samples."""
-    seen, done = loader.check_progress(progress)
-    return [*(progress or [])[: len(seen)], loader.layout | {"batches": done + batches}]
+    seen, current = loader.check_progress(progress)
+    return [*progress[: len(seen)], loader.layout | {"batches": current.batches + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

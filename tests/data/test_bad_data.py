@@ -63,13 +63,13 @@ def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: di
     whole, saves = [], []
     for batch in first.iterate(epoch):
         whole.append(batch)
-        saves.append(json.dumps(first.progress()))
+        saves.append(json.dumps(first.state_dict()["progress"]))
         states = first.bad.state_dict()
     assert first.bad.counts() == (4, 0) and (epoch or len(json.loads(saves[-1])) > 1 or not options)
     for done in range(1, len(whole) + 1, 4 if options else 1):
         loader = build_tolerant(data, **options)
-        loader.bad.load_state_dict(known if epoch else states)
-        assert_equal(list(loader.iterate(epoch, json.loads(saves[done - 1]))), whole[done:])
+        loader.load_state_dict({"progress": json.loads(saves[done - 1]), "bad": known if epoch else states})
+        assert_equal(list(loader.iterate(epoch)), whole[done:])
         assert loader.bad.counts() == (4, 0)
 
 
@@ -77,11 +77,11 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
     loader = build_tolerant(data, workers=2, batch_size=2)
     batches = loader.iterate(0)
     seen = [next(batches) for _ in range(17)]
-    progress, bad = loader.progress(), loader.bad.state_dict()
+    state = loader.state_dict()
     for rank in range(2):
         other = build_tolerant(data, world_size=2, rank=rank, batch_size=3)
-        other.bad.load_state_dict(bad)
-        seen += list(other.iterate(0, progress))
+        other.load_state_dict(state)
+        seen += list(other.iterate(0))
     found = indices(seen)
     assert len(set(found)) == len(found) >= 56 - 6 and set(found).isdisjoint(BAD)
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.hashing import hash_text
 from openclip_ext.data.sources.source import BadSampleError, RawSample, SampleKeys, decode_image
-from tests.data.loading import build, indices, progress_after
+from tests.data.loading import build, indices, progress_after, rest_of
 from tests.data.shards import image_bytes, sample_members, write_shards
 
 SAMPLES, OTHERS = 24, 5
@@ -47,7 +47,7 @@ def samples_of(shards: list[str], epoch: int = 0, skip: int = 0, **options: Any)
     loader = build(shards, preprocess=pixels, tokenizer=tokens, **{"seed": 3} | options)
     return {
         index: (bytes(text).decode().rstrip("\0"), image)
-        for batch in loader.iterate(epoch, progress_after(loader, skip))
+        for batch in rest_of(loader, epoch, progress_after(loader, skip))
         for index, text, image in zip(*(batch[name].tolist() for name in ("index", "text", "image")), strict=True)
     }
 

@@ -55,6 +55,12 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert 20 in found and 29 not in found
     assert "sample 3: no image: expected jpg or png or jpeg or webp, found txt" in caplog.text
     assert "sample 5: the image does not decode" in caplog.text
+    paths = write_shards(tmp_path / "flipped", [4])
+    Path(paths[0]).write_bytes(
+        Path(paths[0]).read_bytes().replace(b"000002.jpg", b"000102.jpg")
+    )  # with the old checksum
+    assert numbers(build(paths[0])) == [0, 1, 3]
+    assert "2 bad samples or places in" in caplog.text
     csv = write_csv(tmp_path)
     (tmp_path / "4.jpg").unlink()
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]

@@ -105,15 +105,6 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
             assert np.array_equal(unread[np.arange(len(unread))], np.sort(left))
 
 
-def test_shuffle_mixes_over_the_window():
-    """On average, neighbors end up a third of the window apart, which is the mean distance of two uniform numbers."""
-    order = np.concatenate(list(shuffled_positions(100_000, 5000, 3)))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    distance = np.abs(np.diff(place[10_000:90_000])).mean()
-    assert 0.9 * 5000 / 3 < distance < 1.1 * 5000 / 3
-
-
 def test_resampled_shards_are_drawn_by_weight():
     counts = np.array([10, 20, 10])
     sequence = resampled_shards(counts, 60_000, seed=0, epoch=0, weights=[1, 0, 3])

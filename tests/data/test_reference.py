@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         with pytest.raises(UsageError, match=match):
             build_source(DataSpec(shards, reference=folder), str)
 
-    refused(tmp_path / "nowhere", "does not exist or is not finished: .*openclip-ext embed")
+    refused(tmp_path / "nowhere", "not finished .*Start openclip-ext embed again")
     refused(write_store(tmp_path / "other", shards, data="of others"), "other data than --train-data.*of others")
     refused(
         write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1),
@@ -74,16 +74,12 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
     refused(cut, "texts.npy: missing or truncated")
     for key in ("logit_scale", "samples"):
-        folder = write_store(tmp_path / key, shards, **{key: None})
-        refused(folder, f"{key}/embeddings.json: expected numbers .*, found none for {key}. Remove the folder")
+        refused(write_store(tmp_path / key, shards, **{key: None}), "embeddings.json: missing or truncated")
     (broken := write_store(tmp_path / "broken", shards)).joinpath(ABOUT).write_text("[1]")
     refused(broken, "embeddings.json: missing or truncated")
     wide = write_store(tmp_path / "wide", shards, width=WIDTH)
     np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
-    refused(wide, r"images.npy: expected \(84, 5\) float16, found \(84, 6\)")
-    begun = write_store(tmp_path / "begun", shards)
-    (begun / ABOUT).unlink()
-    refused(begun, "not finished: start openclip-ext embed again")
+    refused(wide, r"expected arrays of \(84, 5\) float16")
     drawn = TrainLoaderConfig(batch_size=8, draw_captions=True)
     with pytest.raises(ValueError, match="--draw-captions: expected no --reference"):
         build_train_loader(

@@ -1,26 +1,19 @@
 """The demo data set: dependence on (seed, split, index) alone, held-out pairs, and shards after an interruption."""
 
+import hashlib
 import json
 import os
 import tarfile
 
 import numpy as np
-import open_clip
 import pytest
 
 from openclip_ext.data.shapes.__main__ import main
 from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import (
-    COLORS,
-    HELD_OUT_PAIRS,
-    PAIRS,
     RELATIONS,
-    SHAPES,
     Item,
     Scene,
-    describe,
-    generator_of,
-    sample_caption,
     sample_scene,
 )
 from openclip_ext.data.shapes.write import RECIPE_FILE, SIZES_FILE, ShapesConfig, make_sample, write_shards
@@ -35,17 +28,6 @@ def contents(folder):
     return members
 
 
-def test_sample_depends_on_seed_split_and_index_only():
-    first = [make_sample(3, "train", index) for index in range(20)]
-    assert [make_sample(3, "train", index) for index in reversed(range(20))] == first[::-1]
-    assert len({sample.png for sample in first}) == 20
-    assert make_sample(4, "train", 0).png != first[0].png
-    assert make_sample(3, "test", 0).png != first[0].png
-    scene = sample_scene(3, "train", 7)
-    assert Scene.from_attributes(json.loads(first[7].json)) == scene
-    assert first[7].txt.decode() == sample_caption(scene, generator_of("caption", 3, "train", 7))
-
-
 def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
     write_shards(tmp_path / "a", ShapesConfig(50, samples_per_shard=7), workers=1)
     write_shards(tmp_path / "b", ShapesConfig(50, samples_per_shard=20), workers=2)
@@ -55,44 +37,15 @@ def test_shards_are_the_same_samples_whatever_their_size_and_workers(tmp_path):
     assert json.loads((tmp_path / "b" / SIZES_FILE).read_text()) == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 10}
 
 
-def test_held_out_pairs_are_never_seen_in_training_and_are_in_the_test_split():
-    for split, pairs in (("train", set(PAIRS) - HELD_OUT_PAIRS), ("test", set(PAIRS))):
-        scenes = [sample_scene(0, split, index) for index in range(1500)]
-        assert {item.pair for scene in scenes for item in scene.items} == pairs
-        for index, scene in enumerate(scenes):
-            words = sample_caption(scene, generator_of("caption", 0, split, index)).split()
-            for position, word in enumerate(words):
-                if word in COLORS:  # the shape is one or two words later: "a red plain circle"
-                    shape = next(w for w in words[position + 1 : position + 3] if w in (*SHAPES, "shape"))
-                    assert shape == "shape" or (shape, word) in pairs
-
-
-def test_captions_fit_the_context_of_the_demo_models():
-    tokenizer = open_clip.SimpleTokenizer()
-    longest = Scene(
-        (Item("triangle", "orange", "medium", "striped"), Item("diamond", "purple", "large", "checked")),
-        "grass",
-        "left",
-    )
-    scenes = [longest] * 20 + [sample_scene(0, "train", index) for index in range(500)]
-    captions = [sample_caption(scene, np.random.default_rng(seed), complete=True) for seed, scene in enumerate(scenes)]
-    lengths = [2 + len(tokenizer.encode(caption)) for caption in captions]  # 2: start and end token
-    assert max(lengths) == 18
-
-
-def test_captions_tell_the_truth_and_leave_words_out():
-    scene = Scene(
-        (Item("star", "orange", "small", "plain"), Item("moon", "blue", "large", "dotted")), "sand", relation="above"
-    )
-    complete = {sample_caption(scene, np.random.default_rng(seed), complete=True) for seed in range(100)}
-    first, second = "a small orange plain star", "a large blue dotted moon"
-    above = {f"{first} {word} {second} on sand" for word in ("above", "over")}
-    assert complete == above | {f"{second} {word} {first} on sand" for word in ("below", "under")}
-    assert describe(scene, "left") == f"{first} left of {second} on sand"
-    short = [sample_caption(scene, np.random.default_rng(seed)) for seed in range(2000)]
-    for word, share in (("orange", 0.5), ("dotted", 0.5), ("sand", 0.5), ("star", 0.9), ("and", 0.25)):
-        assert sum(word in caption.split() for caption in short) / 2000 == pytest.approx(share, abs=0.04)
-    assert any(caption.startswith("an orange") for caption in short)
+def test_the_samples_are_those_of_the_published_results():
+    """If this hash changes, GENERATOR_VERSION must change, and all results on the demo set are of other data."""
+    content = hashlib.blake2b(digest_size=8)
+    for split in ("train", "test"):
+        for index in range(200):
+            sample = make_sample(0, split, index)
+            content.update(sample.txt + sample.json)
+    assert Scene.from_attributes(json.loads(sample.json)) == sample_scene(0, "test", 199)
+    assert content.hexdigest() == "852dad67549f3657"
 
 
 def test_relations_are_where_they_are_said_to_be():
@@ -106,21 +59,17 @@ def test_relations_are_where_they_are_said_to_be():
             assert offset[0] > 12 and abs(offset[1]) < 6
 
 
-def test_a_complete_set_is_left_alone_and_a_broken_one_is_completed(tmp_path):
+def test_a_complete_set_is_left_alone_and_a_broken_one_is_written_again(tmp_path):
     config = ShapesConfig(30, samples_per_shard=10)
     assert write_shards(tmp_path, config, workers=1)
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert not write_shards(tmp_path, config, workers=1)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     whole = contents(tmp_path)
-
-    # If the program is killed, one shard and sizes.json may be missing.
+    assert not write_shards(tmp_path, config, workers=1)
+    # If the program is killed, sizes.json and shards are missing.
     (tmp_path / "00001.tar").unlink()
     (tmp_path / SIZES_FILE).unlink()
     assert write_shards(tmp_path, config, workers=1)
     assert contents(tmp_path) == whole
     assert sorted(os.listdir(tmp_path)) == ["00000.tar", "00001.tar", "00002.tar", RECIPE_FILE, SIZES_FILE]
-    assert (tmp_path / "00000.tar").stat().st_mtime_ns == before["00000.tar"]
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):

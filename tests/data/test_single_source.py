@@ -162,8 +162,8 @@ def test_a_step_without_a_batch_does_not_count(data: str, done: int):
 
     waits, loader, resumed = count(), single(data), single(data)
     whole = list(loader.iterate(0))
-    with pytest.raises(Interrupted), loader.interrupted_by(interruptible):
-        list(loader.iterate(0))
+    with pytest.raises(Interrupted):
+        list(loader.iterate(0, interruptible))
     resumed.load_state_dict(loader.state_dict())
     assert_equal(list(resumed.iterate(0)), whole[done:])
     assert bool(loader.state_dict()["progress"]) == bool(done)

@@ -32,7 +32,7 @@ from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from openclip_ext.diagnostics.finished_run import load_run
-from tests.data.loading import assert_equal, build, indices, preprocess, progress_after, tokenize
+from tests.data.loading import assert_equal, build, indices, preprocess, progress_after, rest_of, tokenize
 from tests.data.shards import write_shards, write_sizes
 from tests.training import runs
 from tests.training.programs import wait_until
@@ -191,13 +191,11 @@ def test_a_command_that_fails_is_an_error(tmp_path: Path):
         assert endless.read(4) == b"y\ny\n"
 
 
-def test_what_a_server_has_not_is_not_waited_for(server: Server, caplog: pytest.LogCaptureFixture):
+def test_what_will_not_come_is_not_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     with pytest.raises(OSError, match=r"none\.bin"):
         Storage().read(f"{server.url}/none.bin")
-    assert "retry in" not in caplog.text
-
-
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url, message in (("gs://bucket/0.tar", "install gcsfs"), ("nothing://0.tar", "Protocol not known: nothing")):
         with pytest.raises(ValueError, match=f"(?i)cannot read shards: {url}: .*{message}"):
@@ -244,7 +242,7 @@ def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, work
     )
     server.breaks = 1
     assert_equal(list(loader.iterate(1)), whole)
-    assert_equal(list(loader.iterate(1, progress_after(loader, 6))), whole[6:])
+    assert_equal(rest_of(loader, 1, progress_after(loader, 6)), whole[6:])
     assert loader.bad.by_shard() == {} and server.breaks == (way == "command")
 
 
@@ -290,8 +288,6 @@ def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server,
     server.stalls = 10
     with pytest.raises(OSError, match=r"00000.tar: \w*Timeout\w*:.*attempts in"):
         Storage(patience=1.0).read(f"{server.url}/data/00000.tar")
-    with pytest.raises(OSError, match=r"wrote nothing for 0\.3 s"):
-        Storage(patience=0).read("pipe:sleep 5")
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
@@ -395,22 +391,6 @@ def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server)
 # ------------------------------------------------------------------ copies
 
 
-def open_copy(url: str, folder: str) -> None:
-    with Storage(cache_dir=folder).open(url) as file:
-        assert len(file.read()) > 1000
-
-
-def test_processes_share_one_copy(folder: Path, server: Server, tmp_path: Path):
-    url, copies = f"{server.url}/data/00000.tar", tmp_path / "copies"
-    copies.mkdir()
-    (copies / ".left-by-a-kill.tar.x.partial").write_bytes(b"half")
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.map_async(partial(open_copy, folder=str(copies)), [url] * 4, chunksize=1).get(timeout=60)
-    assert server.fetched() == ["/data/00000.tar"]
-    (copy,) = copies.glob("*-*.tar")
-    assert copy.read_bytes() == (folder / "00000.tar").read_bytes()
-
-
 def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server: Server, tmp_path: Path):
     size = (folder / "00000.tar").stat().st_size
     for number in range(1, 4):
@@ -476,13 +456,17 @@ def test_what_has_no_version_is_not_kept(
     assert "--cache-dir keeps no copy of http" in caplog.text
 
 
-def test_a_cache_without_room_for_what_is_in_use_is_refused(folder: Path, server: Server, tmp_path: Path):
+def test_workers_share_copies_and_need_room_for_what_is_in_use(folder: Path, server: Server, tmp_path: Path):
     size = (folder / "00000.tar").stat().st_size / 2**30
     options = {"cache_dir": str(tmp_path / "copies"), "workers": 2}
     expected = r"--cache-size \S+ GiB is too small for the .* GiB of 4 shards in use \(1 ranks of the node x 2 workers"
     with pytest.raises(ValueError, match=expected):
         build(f"{server.url}/data/{SHARDS}", cache_size=2 * size, **options)
     assert len(list(build(f"{server.url}/data/{SHARDS}", cache_size=2.3 * size, **options).iterate(0))) == 11
+    loader = build(f"{server.url}/data/{SHARDS}", workers=2, cache_dir=str(tmp_path / "shared"))
+    server.requests.clear()
+    assert len(list(loader.iterate(0))) == 11
+    assert sorted(server.fetched()) == [f"/data/0000{number}.tar" for number in range(4)]
 
 
 # ------------------------------------------------------------------ counts

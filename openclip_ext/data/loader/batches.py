@@ -24,20 +24,14 @@ Tokenizer = Callable[[list[str]], Tensor]
 _READ_AHEAD = 4096  # a reader may open the shards of this many upcoming samples
 
 
-class Beginning(NamedTuple):
-    """The bad samples that are known when the workers of a rank start."""
-
-    left_out: np.ndarray  # (k,) int64, ascending indices of bad samples that the epoch excludes
-    passed: tuple[int, ...]  # number of bad samples that each worker has already skipped in the epoch
-
-
 class BatchRequest(NamedTuple):
     """A request to a worker for one batch. Workers persist across epochs, so each request contains the epoch."""
 
     epoch: int
     seen: tuple[Segment, ...]
     batch: int
-    beginning: Beginning | None = None  # only in the first request to each worker
+    passed: int  # number of bad samples that this worker has skipped in the epoch before this pass
+    left_out: np.ndarray | None  # (k,) int64, bad samples that the epoch excludes; only in a worker's first request
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -45,18 +39,12 @@ class BatchRequest(NamedTuple):
 
 
 class BatchRequests(Sampler[BatchRequest]):
-    """The requests of the next pass over the DataLoader."""
+    """A sampler with the requests of the next pass over the DataLoader, which are set before the pass."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-
-    def reset(self, epoch: int, seen: tuple[Segment, ...], batches: range, beginning: Beginning) -> None:
-        self._pass = epoch, seen, batches, beginning
+    next_pass: Iterator[BatchRequest] = iter(())
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        epoch, seen, batches, beginning = self._pass
-        for place, batch in enumerate(batches):
-            yield BatchRequest(epoch, seen, batch, beginning if place < self._workers else None)
+        return self.next_pass
 
 
 @dataclass(eq=False)
@@ -83,18 +71,18 @@ class BatchDataset(Dataset):
         return batch
 
     def _open_stream(self, request: BatchRequest) -> Iterator[RawSample]:
-        assert request.beginning is not None
-        left_out, passed = request.beginning
-        order = epoch_order(self._source, self._config.seed, request.epoch, request.seen, self._layout, left_out)
+        assert request.left_out is not None
+        order = epoch_order(
+            self._source, self._config.seed, request.epoch, request.seen, self._layout, request.left_out
+        )
         worker = request.batch % self._layout.workers
-        start = request.batch // self._layout.workers * self._layout.batch_size + passed[worker]
+        start = request.batch // self._layout.workers * self._layout.batch_size + request.passed
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
         """Make a batch of the next usable samples. The key ``is_short`` means that too few were left."""
         images, indices, captions, negatives = [], [], [], []
         bad: list[BadSample] = []
-        num_cut = 0
         for raw in self._stream:
             try:
                 draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
@@ -107,7 +95,6 @@ class BatchDataset(Dataset):
                 if len(bad) > self._max_bad:
                     break
                 continue
-            num_cut += len(caption) > MAX_CAPTION
             pixels, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
             images.append(pixels)
             indices.append(raw.index)
@@ -123,7 +110,7 @@ class BatchDataset(Dataset):
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
-        return batch | ({"bad": bad} if bad else {}) | ({"num_cut": num_cut} if num_cut else {})
+        return batch | ({"bad": bad} if bad else {})
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:
         """Return the pixels, ``(views, ...)`` if there are several views, and the caption of the first view."""

@@ -1,15 +1,14 @@
 """Batches whose samples all come from the same source, which is one ``::`` component of ``--train-data``."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.loader.train_loader import Interruptible, TrainLoader
 from openclip_ext.data.sources.source import Source
 
 
@@ -78,21 +77,13 @@ class SingleSourceLoader:
             loader.load_state_dict({"progress": own, "bad": bad.get(digest, {})})
         self._loaded = dict(state_dict.get("left", {}))
 
-    @contextlib.contextmanager
-    def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """See :meth:`TrainLoader.interrupted_by`."""
-        with contextlib.ExitStack() as stack:
-            for loader in self._loaders:
-                stack.enter_context(loader.interrupted_by(interruptible))
-            yield
-
-    def iterate(self, epoch: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the rest of an epoch. For the batches and the errors, see :meth:`TrainLoader.iterate`."""
+    def iterate(self, epoch: int, interruptible: Interruptible = nullcontext) -> Iterator[dict[str, Tensor]]:
+        """Yield an epoch, or its rest after :meth:`load_state_dict`. See :meth:`TrainLoader.iterate`."""
         whole = {loader.layout["data"]: loader.layout["epoch_samples"] for loader in self._loaders}
         self._left, self._loaded = [self._loaded.get(digest, whole[digest]) for digest in self._digests], {}
         for loader, digest, left in zip(self._loaders, self._digests, self._left, strict=True):
             loader.bad.begin(epoch, is_fresh=left == whole[digest])  # a loader's own epoch begins with its first step
-        epochs = [loader.iterate(epoch) for loader in self._loaders]
+        epochs = [loader.iterate(epoch, interruptible) for loader in self._loaders]
         while (number := self._draw(epoch)) is not None:
             batch, left = next(epochs[number], None), self._left[number]
             self._left[number] = None if batch is None or left is None else left - self._step_samples

@@ -2,10 +2,10 @@
 
 import enum
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,24 @@ from torch.utils.data import DataLoader
 
 from openclip_ext import distributed
 from openclip_ext.data.loader.bad_samples import BadSamples
-from openclip_ext.data.loader.batches import BatchDataset, BatchRequests, Beginning, Tokenizer, Transform, epoch_order
+from openclip_ext.data.loader.batches import (
+    BatchDataset,
+    BatchRequest,
+    BatchRequests,
+    Tokenizer,
+    Transform,
+    epoch_order,
+)
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.workers import WorkerError, kill_workers, leave_process_group, watched_batches
+from openclip_ext.data.loader.workers import WorkerError, leave_process_group, watched_batches
 from openclip_ext.data.order import Layout, Segment
-from openclip_ext.data.sources.source import MAX_CAPTION, BadDataError, ImageDecoder, Source, decode_image
+from openclip_ext.data.sources.source import BadDataError, ImageDecoder, Source, decode_image
 
 Progress = Sequence[Mapping[str, Any]]
-# The batches of a step, the number of bad samples of each worker so far, and a function that returns the largest _Found of
-# all ranks.
-_Step = tuple[list[dict[str, Tensor]], list[int], Callable[[], int]]
+Interruptible = Callable[[], AbstractContextManager[Any]]
+# The batches of a step, the number of bad samples that each worker has skipped up to it, and a function that returns the
+# largest _Found of all ranks.
+_Step = tuple[list[dict[str, Any]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
@@ -89,7 +97,7 @@ class TrainLoader:
         # Whether each rank of the layout is a process of this run.
         self._is_shared = self._layout.world_size == distributed.world_size() > 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
-        self._requests = BatchRequests(self._layout.workers)
+        self._requests = BatchRequests()
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
         self._loader: DataLoader[Any] = DataLoader(
             BatchDataset(source, config, decoder, preprocess, tokenizer, self._layout, self.rank, max_bad),
@@ -103,17 +111,14 @@ class TrainLoader:
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
         self._patience = config.patience
-        self._interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._failure: WorkerError | None = None
-        self._num_cut = 0  # captions
         self._loaded: Progress = ()
-        # The epoch in progress: its progress entries up to the last change of the layout, and the batches yielded since then.
+        # The epoch in progress: its segments in earlier layouts, and in the current layout the number of batches yielded and
+        # the number of bad samples that each worker has skipped before them.
         self._is_in_epoch = False
-        self._entries: list[dict[str, Any]] = []
-        self._num_yielded = 0
-        # Number of bad samples of each worker, up to the last batch that was yielded and the last that was received.
+        self._seen: tuple[Segment, ...] = ()
+        self._done = 0
         self._passed = [0] * self._layout.workers
-        self._received = list(self._passed)
 
     @property
     def num_samples(self) -> int:
@@ -130,24 +135,27 @@ class TrainLoader:
         """The current layout in plain Python types: a progress entry without ``batches`` and ``bad``."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
-    def progress(self) -> list[dict[str, Any]]:
-        """Return the progress in the epoch after the batches that :meth:`iterate` has yielded.
-
-        The ranks also share their new bad samples. Collective: all ranks call it.
-        """
+    def _current_segment(self) -> Segment:
         self.bad.exchange()
         bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
         if self._is_shared:
             bad[:] = distributed.all_gather_object(self._passed)
         else:
             bad[self.rank] = self._passed
-        seen, done = self.check_progress(self._entries)
-        entry = self.layout | {"batches": done + self._num_yielded, "bad": bad.ravel().tolist()}
-        return [*self._entries[: len(seen)], entry]
+        return Segment(self._layout, self._done, tuple(bad.ravel().tolist()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it."""
-        progress = self.progress() if self._is_in_epoch else list(self._loaded)
+        """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
+
+        ``progress`` is a list of ``loader.layout | {"batches": number on each rank, "bad": number of bad samples that each
+        worker has skipped}``, with an entry for each layout of the epoch.
+        """
+        progress = list(self._loaded)
+        if self._is_in_epoch:
+            progress = [
+                self.layout | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
+                for segment in (*self._seen, self._current_segment())
+            ]
         has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
         return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
 
@@ -161,14 +169,14 @@ class TrainLoader:
         self._loaded = state_dict.get("progress", ())
         self.check_progress(self._loaded)
 
-    def check_progress(self, progress: Progress | None) -> tuple[tuple[Segment, ...], int]:
-        """Return the segments that used other layouts, and the number of batches done in the current layout.
+    def check_progress(self, progress: Progress) -> tuple[tuple[Segment, ...], Segment]:
+        """Return the segments that used other layouts, and the segment in the current layout, which may have no batches.
 
         Raises:
             ValueError: The progress belongs to another data set or seed.
         """
         segments = []
-        for entry in progress or ():
+        for entry in progress:
             for name, what in (("seed", "seed"), ("data", "data set (or manifest)")):
                 if entry.get(name, self.layout[name]) != self.layout[name]:
                     raise ValueError(
@@ -177,92 +185,70 @@ class TrainLoader:
                     )
             segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
         if segments and segments[-1].layout == self._layout:
-            return tuple(segments[:-1]), segments[-1].batches
-        return tuple(segments), 0
+            return tuple(segments[:-1]), segments[-1]
+        return tuple(segments), Segment(self._layout, 0)
 
-    @contextmanager
-    def interrupted_by(self, interruptible: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """In the block, wait for batches in the context ``interruptible()``, where a handler may raise :class:`Interrupted`.
+    def iterate(self, epoch: int, interruptible: Interruptible = nullcontext) -> Iterator[dict[str, Tensor]]:
+        """Yield an epoch, or the rest of the epoch whose state :meth:`load_state_dict` has received.
 
-        If the block raises, the workers are killed, because the process would wait at exit for a worker that hangs.
-        """
-        self._interruptible = interruptible
-        try:
-            yield
-        except BaseException:
-            kill_workers(self._loader)
-            raise
-        finally:
-            self._interruptible = nullcontext
-
-    def iterate(self, epoch: int, progress: Progress | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield the rest of an epoch.
-
-        A worker may have too few usable samples for its last batch. The remaining samples of all ranks are then distributed
-        again among the workers, as long as they fill a step.
+        If the state's last layout is the current layout, the same batches follow. Otherwise the remaining samples are
+        distributed by the current layout. A worker may have too few usable samples for its last batch. The remaining samples
+        of all ranks are then distributed again among the workers, as long as they fill a step.
 
         Args:
             epoch: Number of the epoch, from 0.
-            progress: The completed part of the epoch, from :meth:`progress`: a list of ``loader.layout | {"batches": number on
-                each rank, "bad": ...}``. If its last layout is the current layout, the same batches follow. Otherwise the
-                remaining samples are distributed by the current layout. None (default) means the progress that
-                :meth:`load_state_dict` received, or a new epoch.
+            interruptible: Returns a context for the waits for batches, in which a signal handler may raise
+                :class:`Interrupted`.
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
             and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
 
         Raises:
-            ValueError: The progress belongs to another data set or seed, or has more batches than the epoch.
+            ValueError: The loaded state has more batches than the epoch.
             BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
             WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
-            Interrupted: A signal came while any rank waited (:meth:`interrupted_by`). All ranks raise it before the same step.
+            Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
-        progress, self._loaded = (self._loaded if progress is None else progress), ()
-        self._entries, self._num_yielded = [dict(entry) for entry in progress], 0
-        self._passed, self._failure, self._is_in_epoch = [0] * self._layout.workers, None, True
-        left_out = self.bad.begin(epoch, is_fresh=not self._entries)
+        progress, self._loaded = self._loaded, ()
+        self._seen, current = self.check_progress(progress)
+        self._done, self._failure, self._is_in_epoch = current.batches, None, True
+        bad = current.bad[self.rank * self._layout.workers :][: self._layout.workers]
+        self._passed = list(bad) or [0] * self._layout.workers
+        left_out = self.bad.begin(epoch, is_fresh=not progress)
         while True:
-            seen, start = self.check_progress(self._entries)
-            order = epoch_order(self.source, self.seed, epoch, seen, self._layout, left_out)
-            if order.batches < start:
-                raise ValueError(f"cannot resume: the checkpoint has {start} batches, the epoch only {order.batches}")
-            yield from self._until_short(epoch, seen, range(start, order.batches), left_out)
-            done = start + self._num_yielded
-            self._entries, self._num_yielded = self.progress(), 0
-            if done in (0, order.batches):
+            order = epoch_order(self.source, self.seed, epoch, self._seen, self._layout, left_out)
+            if order.batches < self._done:
+                raise ValueError(
+                    f"cannot resume: the checkpoint has {self._done} batches, the epoch only {order.batches}"
+                )
+            yield from self._until_short(epoch, range(self._done, order.batches), left_out, interruptible)
+            current = self._current_segment()
+            if self._done in (0, order.batches):
                 break
             # Distribute the remaining samples of all ranks again.
-            self._entries.append(self.layout | {"batches": 0})
-        if not any(entry["batches"] for entry in self._entries):
+            self._seen, self._done, self._passed = (*self._seen, current), 0, [0] * self._layout.workers
+        if not any(segment.batches for segment in (*self._seen, current)):
             raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
         self._is_in_epoch = False
         self.bad.log_epoch()
-        if self._num_cut:
-            logging.warning(
-                f"Rank {self.rank} has cut {self._num_cut:,} captions to their first {MAX_CAPTION:,} characters so far."
-            )
 
     def _until_short(
-        self, epoch: int, seen: tuple[Segment, ...], numbers: range, left_out: np.ndarray
+        self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield batches in the current layout until the workers of any rank have too few samples for a step.
-
-        Several ranks request the batches of a step before the previous step runs. Meanwhile, they exchange the results, so no
-        rank waits.
-        """
-        layout = self._layout
-        known = self._entries[-1].get("bad", ()) if len(self._entries) > len(seen) else ()
-        self._received = list(known[self.rank * layout.workers :][: layout.workers]) or [0] * layout.workers
-        self._num_yielded, self._passed = 0, list(self._received)
-        self._requests.reset(epoch, seen, numbers, Beginning(left_out, tuple(self._received)))
-        batches = self._without_bad(numbers, watched_batches(self._loader, self._patience))
-        firsts = numbers[:: layout.accum_freq]
-        steps: Iterator[_Step] = (self._next_step(batches) for _ in firsts)
+        """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
+        seen, passed, workers = self._seen, self._passed, self._layout.workers
+        self._requests.next_pass = (
+            BatchRequest(epoch, seen, number, passed[number % workers], left_out if place < workers else None)
+            for place, number in enumerate(numbers)
+        )
+        steps = self._steps(numbers, interruptible)
         if self._is_shared:
+            # Request each step before the previous step runs. Meanwhile, the ranks exchange the results, so no rank waits.
             end: _Step = [], [], int
             steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
-        for step, received, worst in steps:
+        exchange_every = max(1, len(numbers) // self._layout.accum_freq // 10)
+        for step, (batches, skipped, worst) in enumerate(steps):
             found = worst()
             if found == _Found.TOO_FEW_SAMPLES:
                 return
@@ -270,34 +256,36 @@ class TrainLoader:
                 raise Interrupted
             if found == _Found.FAILED_WORKERS:
                 raise self._failure or WorkerError("the data workers of another rank failed; see its error")
-            if self._is_shared and self._num_yielded % max(1, len(firsts) // 10 * layout.accum_freq) == 0:
+            if self._is_shared and step % exchange_every == 0:
                 self.bad.exchange()
-            self._num_yielded += len(step)
-            self._passed = received
-            yield from step
+            self._done += len(batches)
+            self._passed = skipped
+            yield from batches
 
-    def _next_step(self, batches: Iterator[dict[str, Any]]) -> _Step:
-        step: list[dict[str, Any]] = []
+    def _steps(self, numbers: range, interruptible: Interruptible) -> Iterator[_Step]:
+        passed = list(self._passed)
+        batches = watched_batches(self._loader, self._patience)
+        for first in numbers[:: self._layout.accum_freq]:
+            received, found = self._next_batches(batches, interruptible)
+            for number, batch in enumerate(received, start=first):
+                for sample in batch.pop("bad", ()):
+                    self.bad.add(sample)
+                    passed[number % self._layout.workers] += 1
+            worst = distributed.any_rank_soon(found) if self._is_shared else partial(int, found)
+            yield received, list(passed), worst
+
+    def _next_batches(
+        self, batches: Iterator[dict[str, Any]], interruptible: Interruptible
+    ) -> tuple[list[dict[str, Any]], _Found]:
         try:
-            with self._interruptible():
-                step = list(itertools.islice(batches, self._layout.accum_freq))
-            found = _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in step) else _Found.BATCHES
+            with interruptible():
+                received = list(itertools.islice(batches, self._layout.accum_freq))
         except WorkerError as error:
-            self._failure, found = error, _Found.FAILED_WORKERS
+            self._failure = error
+            return [], _Found.FAILED_WORKERS
         except Interrupted:
-            found = _Found.INTERRUPTED
-        worst = distributed.any_rank_soon(int(found)) if self._is_shared else lambda: found
-        return step, list(self._received), worst
-
-    def _without_bad(self, numbers: range, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Record the bad samples of each batch, and yield the batch without them."""
-        for number, batch in zip(numbers, batches, strict=True):
-            bad = batch.pop("bad", ())
-            self._received[number % self._layout.workers] += len(bad)
-            for sample in bad:
-                self.bad.add(sample)
-            self._num_cut += batch.pop("num_cut", 0)
-            yield batch
+            return [], _Found.INTERRUPTED
+        return received, _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in received) else _Found.BATCHES
 
 
 def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:

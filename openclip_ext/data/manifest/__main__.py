@@ -67,10 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for line in manifest.report():
         say(line)
-    n, bad, lost = manifest.num_samples, manifest.num_bad, ""
-    if manifest.num_lost:
-        ends_too_soon = any("error" in shard.problems for shard in manifest.shards)
-        lost = f", {'at least' if ends_too_soon else 'about'} {manifest.num_lost:,} more lost in corrupt shards"
+    n, bad = manifest.num_samples, manifest.num_bad
+    lost = f", about {manifest.num_lost:,} more lost in corrupt shards" if manifest.num_lost else ""
     if len(manifest.left_out):
         say(f"{n - len(manifest.left_out):,} samples are trained on, the others are not in {args.uids}")
     say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")

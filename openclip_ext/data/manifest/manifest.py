@@ -16,7 +16,7 @@ import numpy as np
 
 from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.manifest import scan
-from openclip_ext.data.manifest.scan import Problems, Shard
+from openclip_ext.data.manifest.scan import Shard
 from openclip_ext.data.remote import ReplacedError
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shardlist import expand_shards, shard_name
@@ -26,6 +26,15 @@ from openclip_ext.files.writing import write_atomically
 
 FORMAT, VERSION = "openclip_ext.manifest", 1
 _SHOWN = 5
+_PROBLEM_TEXTS = {
+    "without_image": "{:,} samples without image",
+    "without_caption": "{:,} samples without caption",
+    "duplicate_keys": "{:,} duplicate keys",
+    "bad_positions": "at positions {}",
+    "gaps": "corrupt: no readable header in the bytes {}",
+    "lost": "about {:,} samples lost",
+    "error": "corrupt or truncated, by an unknown amount: {}",
+}
 
 
 class ManifestError(ValueError):
@@ -267,7 +276,9 @@ class Manifest:
         """Yield one line for each shard with problems, of all shards or of those with the given numbers."""
         for shard in self.shards if numbers is None else (self.shards[number] for number in numbers):
             if shard.problems:
-                yield f"{shard.url}: " + ", ".join(_describe(shard.problems))
+                found: dict[str, Any] = {**shard.problems}
+                texts = (text.format(found[name]) for name, text in _PROBLEM_TEXTS.items() if name in found)
+                yield f"{shard.url}: " + ", ".join(texts)
             elif not shard.num_samples:
                 yield f"{shard.url}: empty"
 
@@ -278,26 +289,6 @@ def _is_touched(shard: Shard) -> bool:
     if status.st_size != shard.size:
         raise ReplacedError(f"it has {status.st_size:,} bytes, but had {shard.size or 0:,} when the manifest was made")
     return status.st_mtime_ns != shard.mtime_ns
-
-
-def _describe(problems: Problems) -> Iterator[str]:
-    counts: dict[str, Any] = {**problems}
-    for name, text in (
-        ("without_image", "samples without image"),
-        ("without_caption", "samples without caption"),
-        ("duplicate_keys", "duplicate keys"),
-    ):
-        if name in counts:
-            yield f"{counts[name]:,} {text}"
-    if "bad_positions" in problems:
-        yield f"at positions {problems['bad_positions']}"
-    if "gaps" in problems:
-        yield "corrupt: no readable header in the bytes " + ", ".join(f"{a:,} to {b:,}" for a, b in problems["gaps"])
-    if "lost" in problems:
-        # The scan stopped at the error, so the number of later samples is unknown.
-        yield f"{'at least' if 'error' in problems else 'about'} {problems['lost']:,} samples lost"
-    if "error" in problems:
-        yield f"corrupt or truncated, by an unknown amount: {problems['error']}"
 
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:

@@ -114,7 +114,7 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
             problems["error"] = str(error) or type(error).__name__
 
     json_fields = frozenset(key.field for key in caption_keys if key.entry is not None)
-    samples = until_break(tar.group_samples(until_break(archive.members()), json_fields, archive.read_at))
+    samples = until_break(archive.samples(json_fields, until_break(archive.members())))
     for count, sample in enumerate(samples, start=1):
         for member in sample.members:
             num_bytes += member.end - member.start

@@ -12,7 +12,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m openclip_ext.data.shapes",
         description="Draw images of colored shapes with captions and write them as WebDataset shards. "
-        "Continues an interrupted run. Does not change a complete set.",
+        "Does not change a complete set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )

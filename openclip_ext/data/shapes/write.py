@@ -74,21 +74,19 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
 
 
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
-    """Write all missing shards to a folder, then ``sizes.json``; return whether anything was written.
+    """Write all shards to a folder, then ``sizes.json``; return False if the folder already has both.
 
-    A second call continues an interrupted run. Only one call at a time may write to a folder. ``workers=None`` (default)
-    means one process per core. Raise ValueError if the folder contains shards of another configuration or another program.
+    Only one call at a time may write to a folder. ``workers=None`` (default) means one process per core. Raise ValueError if
+    the folder contains shards of another configuration or another program.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, config)
     shards = config.shards()
-    missing = [(folder / name, span) for name, span in shards.items() if not (folder / name).exists()]
-    if not missing and (folder / SIZES_FILE).exists():
+    if (folder / SIZES_FILE).exists():
         return False
-    done = config.num_samples - sum(len(span) for _, span in missing)
-    with tqdm(total=config.num_samples, initial=done, unit="img", desc=str(folder), disable=None) as bar:
-        for count in _write_all(missing, config, workers or available_cores()):
+    with tqdm(total=config.num_samples, unit="img", desc=str(folder), disable=None) as bar:
+        for count in _write_all([(folder / name, span) for name, span in shards.items()], config, workers):
             bar.update(count)
     _write_json(folder / SIZES_FILE, {name: len(span) for name, span in shards.items()})
     return True
@@ -108,14 +106,15 @@ def _claim(folder: Path, config: ShapesConfig) -> None:
         _write_json(recipe, wanted)
 
 
-def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int) -> Iterator[int]:
+def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: int | None) -> Iterator[int]:
     """Write the shards, and yield the number of samples of each finished shard."""
     write = partial(_write_shard, config)
-    if workers == 1 or len(shards) < 2:
+    workers = min(workers or available_cores(), len(shards))
+    if workers == 1:
         yield from map(write, shards)
         return
     # Not "fork", which is unsafe with threads: the progress bar has one, and the caller may have more.
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(shards))) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
         yield from pool.imap_unordered(write, shards)
 
 

@@ -16,19 +16,19 @@ _SHOWN = 8
 _AGAIN = "download it again"
 _CONVERT = "make a tar of it, with the files of a sample next to each other"
 _DECOMPRESS = "decompress it, or use .tar.gz, .tar.bz2 or .tar.xz"
-# Files that are not tars: first bytes, type and fix.
-_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
-    (b"version https://git-lfs", "a Git LFS pointer", "run git lfs pull"),
-    (b"<", "a page of HTML or XML", f"{_AGAIN}, signed in if the server requires it"),
-    (b"PK\x03\x04", "a zip archive", _CONVERT),
-    (b"PAR1", "a parquet file", "make shards of it with img2dataset --input_format parquet"),
-    (b"{", "a JSON file", "give the shards that it describes"),
-    (b"[", "a JSON file", "give the shards that it describes"),
-    (b"\x5d\x00\x00", "an LZMA-compressed file (.lzma)", _DECOMPRESS),
-    (b"\x28\xb5\x2f\xfd", "a zstd-compressed file", _DECOMPRESS),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _CONVERT),
-    (b"Rar!", "a rar archive", _CONVERT),
-)
+# First bytes of files that are not tars, with their type and the fix.
+_SIGNATURES = {
+    b"version https://git-lfs": "a Git LFS pointer; run git lfs pull",
+    b"<": f"a page of HTML or XML; {_AGAIN}, signed in if the server requires it",
+    b"PK\x03\x04": f"a zip archive; {_CONVERT}",
+    b"PAR1": "a parquet file; make shards of it with img2dataset --input_format parquet",
+    b"{": "a JSON file; give the shards that it describes",
+    b"[": "a JSON file; give the shards that it describes",
+    b"\x5d\x00\x00": f"an LZMA-compressed file (.lzma); {_DECOMPRESS}",
+    b"\x28\xb5\x2f\xfd": f"a zstd-compressed file; {_DECOMPRESS}",
+    b"7z\xbc\xaf\x27\x1c": f"a 7z archive; {_CONVERT}",
+    b"Rar!": f"a rar archive; {_CONVERT}",
+}
 
 
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
@@ -46,16 +46,15 @@ def explain(url: str, image_key: str, caption_key: str, storage: Storage, error:
         with storage.open(url, headers_only=True) as file:
             start = file.peek(tar.BLOCK)[: tar.BLOCK]
             archive = tar.TarArchive(file)
-            try:
-                for member in islice(archive.members(), _MAX_MEMBERS):
-                    if member.is_file:
-                        names.append(tar.split_name(member.name) or (member.name, ""))
-                        if names[-1][1] in wanted.values():
-                            entries.update(_text_entries(names[-1][1], archive.read_at(member.data, member.size)))
-            except tar.STREAM_ERRORS as broken:
-                problem = str(broken) or type(broken).__name__
+            for member in islice(archive.members(), _MAX_MEMBERS):
+                if member.is_file:
+                    names.append(tar.split_name(member.name) or (member.name, ""))
+                    if names[-1][1] in wanted.values():
+                        entries.update(_text_entries(names[-1][1], archive.read_at(member.data, member.size)))
     except OSError as unreadable:
         return f"it cannot be read: {unreadable.strerror or unreadable}"
+    except tar.STREAM_ERRORS as broken:
+        problem = str(broken) or type(broken).__name__
     if not names:
         return _explain_no_tar(start, problem)
     if {field for _, field in names}.intersection(wanted.values()) and not entries.keys() & wanted.keys():
@@ -77,9 +76,9 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def _explain_no_tar(start: bytes, problem: str) -> str:
-    for signature, what, fix in _SIGNATURES:
+    for signature, what in _SIGNATURES.items():
         if start.lstrip().startswith(signature):
-            return f"it is not a tar but {what}; {fix}"
+            return f"it is not a tar but {what}"
     if not any(start):
         return f"it is empty; remove it, or {_AGAIN}"
     return f"it is corrupt, or not a tar: {problem}, the file begins with {start[:16]!r}; {_AGAIN}"

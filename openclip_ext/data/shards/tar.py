@@ -142,48 +142,6 @@ def _pax_records(data: bytes) -> dict[str, str]:
     return records
 
 
-def iter_members(read_at: ReadAt, end: int, gaps: list[Gap]) -> Iterator[Member]:
-    """Yield the members, like :meth:`TarArchive.members`. ``end`` is the size of the file, or ``sys.maxsize`` if unknown."""
-    # good_end: end of the last good member; archive: start of the current archive, if several are joined
-    position = good_end = archive = 0
-    zeros: int | None = None  # start of the blocks of zeros directly before `position`
-    damage: TarError | None = None  # the first error since the last good member
-    while True:
-        if end == sys.maxsize and position - good_end > _MAX_SEARCH:
-            gaps.append(Gap(good_end, position))
-            raise damage or TarError(f"no tar header in the {_MAX_SEARCH:,} bytes after byte {good_end:,}")
-        try:
-            member = _read_member(read_at, position, end, after_gap=position > good_end)
-        except _CorruptHeaderError as error:
-            damage = damage or error
-            position, zeros = error.resume, None
-            continue
-        except _EndOfFileError as error:
-            damage, file_end = damage or error, error.end
-            break
-        if member is None:
-            zeros = position if zeros is None else zeros
-            position += BLOCK
-            continue
-        padding = 0 if zeros is None else position - zeros
-        is_filled = _END_OF_ARCHIVE < padding <= _MAX_PADDING and (position - archive) % _RECORD == 0
-        # With the right number of zeros, a joined archive starts here. Any other number means lost data.
-        if zeros == good_end and damage is None and (padding == _END_OF_ARCHIVE or is_filled):
-            archive = position
-        elif position > good_end:
-            gaps.append(Gap(good_end, position))
-        yield member
-        position = good_end = member.end
-        zeros = damage = None
-    if zeros is None:
-        gaps.append(Gap(good_end, file_end))
-        raise damage
-    if zeros > good_end:
-        gaps.append(Gap(good_end, zeros))
-    if file_end - zeros > _MAX_PADDING:
-        gaps.append(Gap(zeros, file_end))
-
-
 def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Member | None:
     """Return the member whose first header is at ``start``; None for a block of zeros. Raise TarError if it is unreadable.
 
@@ -248,36 +206,6 @@ def split_name(name: str) -> tuple[str, str] | None:
     return folder + slash + base, field.lower()
 
 
-def group_samples(members: Iterable[Member], wanted: frozenset[str] | None, read_at: ReadAt) -> Iterator[TarSample]:
-    """Group members into samples. A repeated field starts a new sample, even if the key is the same.
-
-    Read the content of the wanted fields (None means all), up to 256 MiB each. Raise TarError if the file ends in a field.
-    """
-    sample: TarSample | None = None
-    found: set[str] = set()  # the sample's fields; a set, because wrong names can give a sample a million fields
-    for member in members:
-        parts = split_name(member.name) if member.is_file else None
-        if parts is None:
-            continue
-        key, field = parts
-        if sample is None or key != sample.key or field in found:
-            if sample is not None:
-                yield sample
-            sample, found = TarSample(key, [], [], {}), set()
-        sample.members.append(member)
-        sample.found.append(field)
-        found.add(field)
-        if wanted is None or field in wanted:
-            if member.size > _MAX_FIELD:
-                sample.found[-1] = f"{field} of {member.size:,} bytes (at most {_MAX_FIELD:,})"
-                continue
-            data = sample.fields[field] = read_at(member.data, member.size)
-            if len(data) < member.size:
-                raise TarError(f"the file ends in {member.name}")
-    if sample is not None:
-        yield sample
-
-
 class TarArchive:
     """A tar that is read once, from front to back. A compressed tar (gzip, bzip2, xz) is decompressed.
 
@@ -312,11 +240,74 @@ class TarArchive:
         (``cat a.tar b.tar``) are read as one archive. If the file is broken or lacks the end-of-archive mark, one of
         :data:`STREAM_ERRORS` is raised, and the last gap extends to the end of the file.
         """
-        return iter_members(self.read_at, self._end, self.gaps)
+        # good_end: end of the last good member; archive: start of the current archive, if several are joined
+        position = good_end = archive = 0
+        zeros: int | None = None  # start of the blocks of zeros directly before `position`
+        damage: TarError | None = None  # the first error since the last good member
+        while True:
+            if self._end == sys.maxsize and position - good_end > _MAX_SEARCH:
+                self.gaps.append(Gap(good_end, position))
+                raise damage or TarError(f"no tar header in the {_MAX_SEARCH:,} bytes after byte {good_end:,}")
+            try:
+                member = _read_member(self.read_at, position, self._end, after_gap=position > good_end)
+            except _CorruptHeaderError as error:
+                damage = damage or error
+                position, zeros = error.resume, None
+                continue
+            except _EndOfFileError as error:
+                damage, file_end = damage or error, error.end
+                break
+            if member is None:
+                zeros = position if zeros is None else zeros
+                position += BLOCK
+                continue
+            padding = 0 if zeros is None else position - zeros
+            is_filled = _END_OF_ARCHIVE < padding <= _MAX_PADDING and (position - archive) % _RECORD == 0
+            # With the right number of zeros, a joined archive starts here. Any other number means lost data.
+            if zeros == good_end and damage is None and (padding == _END_OF_ARCHIVE or is_filled):
+                archive = position
+            elif position > good_end:
+                self.gaps.append(Gap(good_end, position))
+            yield member
+            position = good_end = member.end
+            zeros = damage = None
+        if zeros is None:
+            self.gaps.append(Gap(good_end, file_end))
+            raise damage
+        if zeros > good_end:
+            self.gaps.append(Gap(good_end, zeros))
+        if file_end - zeros > _MAX_PADDING:
+            self.gaps.append(Gap(zeros, file_end))
 
-    def samples(self, wanted: frozenset[str] | None) -> Iterator[TarSample]:
-        """Yield the samples with the content of the wanted fields (None means all). For errors, see :meth:`members`."""
-        return group_samples(self.members(), wanted, self.read_at)
+    def samples(self, wanted: frozenset[str] | None, members: Iterable[Member] | None = None) -> Iterator[TarSample]:
+        """Yield the samples with the content of the wanted fields (None means all), up to 256 MiB each.
+
+        A repeated field starts a new sample, even if the key is the same. ``members`` are :meth:`members`, perhaps with a
+        handling of errors; for errors, see there. TarError is also raised if the file ends in a field.
+        """
+        sample: TarSample | None = None
+        found: set[str] = set()  # the sample's fields; a set, because wrong names can give a sample a million fields
+        for member in self.members() if members is None else members:
+            parts = split_name(member.name) if member.is_file else None
+            if parts is None:
+                continue
+            key, field = parts
+            if sample is None or key != sample.key or field in found:
+                if sample is not None:
+                    yield sample
+                sample, found = TarSample(key, [], [], {}), set()
+            sample.members.append(member)
+            sample.found.append(field)
+            found.add(field)
+            if wanted is None or field in wanted:
+                if member.size > _MAX_FIELD:
+                    sample.found[-1] = f"{field} of {member.size:,} bytes (at most {_MAX_FIELD:,})"
+                    continue
+                data = sample.fields[field] = self.read_at(member.data, member.size)
+                if len(data) < member.size:
+                    raise TarError(f"the file ends in {member.name}")
+        if sample is not None:
+            yield sample
 
 
 def _seek_and_read(file: BinaryIO, offset: int, length: int) -> bytes:

@@ -39,12 +39,10 @@ class CsvSource(Source):
         # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"CSV file {path} not found") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}): convert it, for example with iconv") from error
-        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-            raise ValueError(f"{path} cannot be read as CSV ({error}): check its quotes and --csv-separator") from error
+        except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            raise ValueError(
+                f"{path} is not UTF-8 text or not CSV ({error}): check its encoding, quotes and --csv-separator"
+            ) from error
         for column in (image_column, caption_column):
             if column not in table.columns:
                 raise ValueError(
