@@ -31,9 +31,11 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
     The DataLoader detects the exit at the next batch.
     """
+    handler = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
     if loader.num_workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        is_torchs = getattr(handler, "__module__", "").startswith("torch.")  # from another DataLoader
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else handler)
     return batches
 
 
