@@ -36,13 +36,11 @@ environment_is_ready() {
   [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(wanted_state)" ]]
 }
 
-make_environment() {
-  local base="${PYTHON:-python3}"
-  command -v "$base" >/dev/null || fail "$base not found: install Python 3.10 or newer, or set PYTHON to its path"
-  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$("$base" --version) is too old: Python 3.10 or newer is needed; set PYTHON to its path"
+ensure_environment() {
+  environment_is_ready && return
   if ! "$python" -m pip --version >/dev/null 2>&1; then
     say "Making the virtual environment in .venv"
+    local base="${PYTHON:-python3}"
     "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
@@ -53,16 +51,6 @@ make_environment() {
   "$python" -m pip install --no-compile --constraint "$lock" -e ".${wanted:+[$wanted]}" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
   printf '%s\n' "$state" >.venv/.installed
-}
-
-# The lock prevents two scripts from installing at the same time. The end of the subshell releases it.
-ensure_environment() {
-  environment_is_ready && return
-  mkdir -p .venv
-  (
-    if command -v flock >/dev/null; then flock 9; fi
-    environment_is_ready || make_environment
-  ) 9>.venv/.lock
 }
 
 ensure_environment

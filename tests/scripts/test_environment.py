@@ -100,17 +100,11 @@ def test_the_lock_pins_what_this_package_needs():
 
 
 def test_a_failed_installation_stops_the_script_and_is_tried_again(clone):
+    assert "no-such-python cannot make virtual environments" in use(clone, PYTHON="no-such-python").stderr
     failed = use(clone, PIP_STATUS="1")
     assert failed.returncode != 0 and "installation failed" in failed.stderr and "ready" not in failed.stdout
     assert "ready" in use(clone).stdout
     assert len(installs(clone)) == 2
-
-
-def test_an_interpreter_that_is_missing_or_too_old_is_named(clone):
-    assert "no-such-python not found: install Python 3.10" in use(clone, PYTHON="no-such-python").stderr
-    (clone / "python-stub").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1 || exit 1\n')
-    result = use(clone)
-    assert result.returncode != 0 and "Python 3.8.1 is too old" in result.stderr
 
 
 def test_shell_scripts_parse():
