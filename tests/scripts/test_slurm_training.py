@@ -101,7 +101,7 @@ def test_a_recipe_is_trained_with_its_batch_on_the_jobs_gpus_if_they_can_share_i
 
 def test_the_users_flags_win(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
-    flags = "--train-data SHARDS --name mine-%a --recipe cc3m --batch-size 7 --aug-cfg".split()
+    flags = ["--train-data", "SHARDS", "--name", "mine-%a", "--recipe", "cc3m", "--batch-size", "7", "--aug-cfg"]
     assert run_job(*flags, "scale=(0.4, 1.0)").returncode == 0
     args = trainer_arguments(cluster)
     assert (args.name, args.batch_size, args.aug_cfg) == ("mine-5", 7, {"scale": (0.4, 1.0)})
