@@ -73,11 +73,6 @@ def program(wheel, tmp_path_factory):
     return program
 
 
-def test_a_clone_has_the_commands_of_the_evaluation(clone):
-    for command in ("datacomp", "download", "report", "shapes", "cliplite.probes"):
-        assert "usage: " in sh(sys.executable, "-W", "error", "-m", f"eval.{command}", "--help", cwd=clone)
-
-
 def test_a_clone_installed_in_place_adds_no_name_to_the_packages(clone, tmp_path):
     python = environment_with(clone, tmp_path, "--editable") / "python"
     shown = sh(python, "-c", "import importlib.util as u; print(u.find_spec('eval'))", cwd=tmp_path)

@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             runs.append(ways)
     titles = {"whole": "", "without loading the model": MODEL}
     tables = {
-        title: harness.speeds([{name: way.speed(part) for name, way in ways.items()} for ways in runs], "upstream")
+        title: harness.compare([{name: way.speed(part) for name, way in ways.items()} for ways in runs], "upstream")
         for title, part in titles.items()
     }
     tables["seconds"] = {

@@ -134,9 +134,7 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.gains", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("rows", type=Path, nargs="+", help="files of finished runs")
     parser.add_argument("--figure", type=output_path, help="png file for the figure")
     args = parser.parse_args(argv)

@@ -88,9 +88,7 @@ def _numbers(setting: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.tables", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="file of the grid")
     parser.add_argument("--data", type=Path, required=True, help="data folder of the grid")
     parser.add_argument("--results", type=Path, required=True, help="file of finished runs")
