@@ -58,7 +58,9 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
     assert {module for _, _, module, *_ in commands} == EVALUATIONS.keys()
 
 
-@pytest.mark.parametrize(("page", "launch", "argv"), LAUNCHES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("page", "launch", "argv"), LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_training_commands_parse(page, launch, argv):
     """``...`` in a command stands for further flags."""
     if launch[0] == "torchrun":
