@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext.integrations.lightning import ContrastiveModule
 from tests.integrations import towers
-from tests.integrations.towers import BATCH, LR_TAU, Pairs, pairs, stateful_loss
+from tests.integrations.towers import BATCH, LR_TAU, pairs, stateful_loss
 from tests.training.tiny import tiny_model
 
 
@@ -30,7 +30,7 @@ def train(folder, epochs=2, resume=None, rank=0, processes=1, **options):
     module = Module(tiny_model(), stateful_loss)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
-    trainer.fit(module, loader, DataLoader(Pairs(), BATCH), ckpt_path=resume)
+    trainer.fit(module, loader, DataLoader(pairs(index=False), BATCH), ckpt_path=resume)
     return trainer, module, towers.final_state(module.model, module.model_loss.loss)
 
 

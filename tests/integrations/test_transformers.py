@@ -16,7 +16,7 @@ from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
 from openclip_ext.losses.registry import create_loss
 from tests.integrations import towers
-from tests.integrations.towers import BATCH, STEPS, Pairs, pairs, stateful_loss
+from tests.integrations.towers import BATCH, STEPS, pairs, stateful_loss
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 
@@ -42,7 +42,7 @@ def trainer(folder: Path, data=None, **options) -> ContrastiveTrainer:
         clip(),
         TrainingArguments(str(folder), learning_rate=1e-2, **arguments),
         train_dataset=pairs() if data is None else data,
-        eval_dataset=Pairs(),
+        eval_dataset=pairs(index=False),
         data_collator=collate,
         contrastive_loss=stateful_loss(),
     )

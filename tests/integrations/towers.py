@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE
@@ -28,25 +28,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW, PAIRS = ("--samples", "200", "--epochs", "1"), "unseen pairs: image to text 0."
 
 
-class Pairs(Dataset):
-    """Random images and captions. Captions end with the end-of-text token, which has the largest number."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.images = torch.randn(SAMPLES, 3, IMAGE, IMAGE, generator=generator)
-        self.texts = torch.randint(1, VOCABULARY - 1, (SAMPLES, CONTEXT), generator=generator)
-        self.texts[:, -1] = VOCABULARY - 1
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        return {"image": self.images[position], "text": self.texts[position]}
-
-
-def pairs() -> Any:
-    """Return the training set, whose samples contain their index."""
-    return with_index(Pairs())
+def pairs(index: bool = True) -> Any:
+    """Return random images and captions. With ``index``, as for training, each sample contains its index."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SAMPLES, 3, IMAGE, IMAGE, generator=generator)
+    texts = torch.randint(1, VOCABULARY - 1, (SAMPLES, CONTEXT), generator=generator)
+    texts[:, -1] = VOCABULARY - 1  # the end-of-text token, which has the largest number
+    data = StackDataset(image=images, text=texts)
+    return with_index(data) if index else data
 
 
 def stateful_loss(epochs: int = 2) -> ContrastiveLoss:
