@@ -38,10 +38,11 @@ environment_is_ready() {
 
 ensure_environment() {
   environment_is_ready && return
-  if ! "$python" -m pip --version >/dev/null 2>&1; then
+  # An environment whose Python is too old, as pip says below, is made again after the user has set PYTHON.
+  if ! { "$python" -m pip --version && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; } &>/dev/null; then
     say "Making the virtual environment in .venv"
     local base="${PYTHON:-python3}"
-    "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
+    "$base" -m venv --clear .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
   local state wanted

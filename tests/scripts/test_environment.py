@@ -30,7 +30,7 @@ def clone(tmp_path):
     stub.write_text(
         f"""#!/bin/sh
 case "$*" in
-  "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   "-m pip install"*) echo "$*" >>"{tmp_path}/installs"; exit "${{PIP_STATUS:-0}}" ;;
   "-m pip --version") ;;
   *) exec "{sys.executable}" "$@" ;;
