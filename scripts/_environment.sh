@@ -22,53 +22,36 @@ fail() {
   exit 1
 }
 
-# Includes the path of the clone: a moved or copied environment would import the package from the old path.
-environment_fingerprint() {
-  {
-    printf '%s\n' "$root"
-    "$python" --version
-    cat requirements.txt pyproject.toml "$lock"
-  } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+# The state that .venv must have. It includes the path of the clone, because a moved environment would import the old package.
+# The second line has the requested and the installed extras, sorted and separated by commas.
+wanted_state() {
+  local asked_and_known
+  asked_and_known="${extras:-},${EXTRAS:-},$(sed -n 2p .venv/.installed 2>/dev/null || true)"
+  printf '%s\n' "$root" "$(tr ',' '\n' <<<"$asked_and_known" | sort -u | sed '/^$/d' | paste -sd, -)"
+  "$python" --version
+  cat requirements.txt pyproject.toml "$lock"
 }
 
-# Requested and installed extras, sorted and separated by commas.
-all_extras() {
-  { tr ',' '\n' <<<"${extras:-},${EXTRAS:-}"; cat .venv/.extras 2>/dev/null || true; } | sort -u | sed '/^$/d' | paste -sd, -
-}
-
-# .installed contains the fingerprint; .extras contains one extra per line.
 environment_is_ready() {
-  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(environment_fingerprint)" ]] &&
-    [[ "$(all_extras)" == "$(paste -sd, .venv/.extras 2>/dev/null)" ]]
+  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(wanted_state)" ]]
 }
 
-make_environment() {
-  local base="${PYTHON:-python3}"
-  command -v "$base" >/dev/null || fail "$base not found: install Python 3.10 or newer, or set PYTHON to its path"
-  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$("$base" --version) is too old: Python 3.10 or newer is needed; set PYTHON to its path"
-  if ! "$python" -m pip --version >/dev/null 2>&1; then
+ensure_environment() {
+  environment_is_ready && return
+  # An environment whose Python is too old, as pip says below, is made again after the user has set PYTHON.
+  if ! { "$python" -m pip --version && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; } &>/dev/null; then
     say "Making the virtual environment in .venv"
-    "$base" -m venv .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
+    local base="${PYTHON:-python3}"
+    "$base" -m venv --clear .venv || fail "$base cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)"
   fi
   say "Installing openclip_ext and its dependencies (the first time about 5 GB, most of it PyTorch)"
-  local wanted
-  wanted="$(all_extras)"
+  local state wanted
+  state="$(wanted_state)"
+  wanted="$(sed -n 2p <<<"$state")"
   # Compiling all 15,000 files takes longer than the first imports, which compile only the imported files.
   "$python" -m pip install --no-compile --constraint "$lock" -e ".${wanted:+[$wanted]}" ||
     fail "installation failed; see pip's message above. Run the script again to continue"
-  tr ',' '\n' <<<"$wanted" >.venv/.extras
-  environment_fingerprint >.venv/.installed
-}
-
-# The lock prevents two scripts from installing at the same time. The end of the subshell releases it.
-ensure_environment() {
-  environment_is_ready && return
-  mkdir -p .venv
-  (
-    if command -v flock >/dev/null; then flock 9; fi
-    environment_is_ready || make_environment
-  ) 9>.venv/.lock
+  printf '%s\n' "$state" >.venv/.installed
 }
 
 ensure_environment

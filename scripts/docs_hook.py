@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link.group()
         linked = Path(os.path.normpath(source.parent / target))
         if linked in pages:
-            return f"{image}[{text}]({_relative(pages[linked], page.file.src_uri)}{anchor})"
+            return f"{image}[{text}]({os.path.relpath(pages[linked], Path(page.file.src_uri).parent)}{anchor})"
         if not linked.exists() or not linked.is_relative_to(ROOT):
             return link.group()  # a broken link, which MkDocs reports
         if not config.repo_url:
@@ -50,7 +50,3 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{anchor})"
 
     return _LINK.sub(rewrite, markdown)
-
-
-def _relative(target: str, page: str) -> str:
-    return Path(os.path.relpath(target, Path(page).parent)).as_posix()

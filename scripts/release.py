@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "openclip_ext")
+FILES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE")
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*\]\()(?!\w+:|#)([^)\s]+)\)")
 
 
@@ -36,11 +36,9 @@ def build(output: Path, repository: str, version: str, *options: str) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in SOURCES:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / name, copy / name)
+        shutil.copytree(ROOT / "openclip_ext", copy / "openclip_ext", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in FILES:
+            shutil.copy(ROOT / name, copy)
         readme = copy / "README.md"
         readme.write_text(make_links_absolute(readme.read_text("utf-8"), repository, version), "utf-8")
         project = copy / "pyproject.toml"

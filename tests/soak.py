@@ -5,11 +5,10 @@ and number of a case are in its name: ``--soak-seed 3 -k 3-17`` repeats case 17 
 """
 
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class SoakCase:
+class SoakCase(NamedTuple):
     """A random case, determined by its seed and number."""
 
     seed: int

@@ -1,7 +1,6 @@
 """The built package: every command works outside the cloned repository."""
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +13,6 @@ from openclip_ext import __version__
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "openclip_ext", "eval")
 ADDRESS = "https://example.org/owner/name"
 
 
@@ -24,18 +22,6 @@ def sh(*command: str | Path, cwd: Path, **environment: str) -> str:
     result = subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout + result.stderr
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """Return a copy of the source files, because a build writes files next to them."""
-    source = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
-    return source
 
 
 @pytest.fixture(scope="module")
@@ -51,37 +37,20 @@ def wheel(tmp_path_factory):
     return path
 
 
-def environment_with(package: Path, folder: Path, *options: str) -> Path:
-    """Install a package into a new environment that can import this environment's packages; return its ``bin`` folder."""
+@pytest.fixture(scope="module")
+def program(wheel, tmp_path_factory):
+    """Return ``openclip-ext`` of a new environment with the wheel, which can also import this environment's packages."""
+    folder = tmp_path_factory.mktemp("environment")
     sh(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     # Python ignores .pth files in folders that a .pth file adds, so an editable install of the clone is not importable.
     own = sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
     (packages / "others.pth").write_text("\n".join(own))
-    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install")
-    sh(*pip, "--no-deps", "--no-index", "--no-build-isolation", *options, package, cwd=folder)
-    return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def program(wheel, tmp_path_factory):
-    """Return the path of ``openclip-ext`` in a new environment with the wheel."""
-    environment = tmp_path_factory.mktemp("environment")
-    program = environment_with(wheel, environment) / "openclip-ext"
+    python = folder / "bin" / "python"
+    sh(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
     code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.suite').origin)"
-    assert sh(program.with_name("python"), "-c", code, cwd=environment).startswith(str(environment / "lib"))
-    return program
-
-
-def test_a_clone_has_the_commands_of_the_evaluation(clone):
-    for command in ("datacomp", "download", "report", "shapes", "cliplite.probes"):
-        assert "usage: " in sh(sys.executable, "-W", "error", "-m", f"eval.{command}", "--help", cwd=clone)
-
-
-def test_a_clone_installed_in_place_adds_no_name_to_the_packages(clone, tmp_path):
-    python = environment_with(clone, tmp_path, "--editable") / "python"
-    shown = sh(python, "-c", "import importlib.util as u; print(u.find_spec('eval'))", cwd=tmp_path)
-    assert shown == "None\n", "eval must not become importable everywhere"
+    assert sh(python, "-c", code, cwd=folder).startswith(str(folder / "lib"))
+    return folder / "bin" / "openclip-ext"
 
 
 def test_it_adds_one_name_to_the_installed_packages_and_its_readme_has_whole_addresses(wheel):

@@ -52,17 +52,12 @@ def _extended_parse_args(original: Callable) -> Callable:
         try:
             flags.refuse_contradictions(argv)
             flags.refuse_shortened(rest, compat.openclip_parser(Parser).flags)
-        except ValueError as error:
-            parser.error(str(error))
-        args = original(rest)
-        args.loss, args.loss_options = ours.loss, take_loss_options(vars(ours))
-        try:
+            args = original(rest)
+            args.loss, args.loss_options = ours.loss, take_loss_options(vars(ours))
             flags.reconcile_siglip(args)
             registry.check_options(args.loss, **args.loss_options)
-        except OptionError as error:
-            parser.error(with_flags(str(error), OPTIONS))
         except ValueError as error:
-            parser.error(str(error))
+            parser.error(with_flags(str(error), OPTIONS) if isinstance(error, OptionError) else str(error))
         return args
 
     return parse_args

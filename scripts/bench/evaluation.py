@@ -36,6 +36,7 @@ from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from scripts.bench import harness
+from tests.evaluation.datasets import write_dataset
 
 # Names of the parts that are timed.
 MODEL, PROMPTS, IMAGES = "model", "texts", "images"
@@ -120,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             runs.append(ways)
     titles = {"whole": "", "without loading the model": MODEL}
     tables = {
-        title: harness.speeds([{name: way.speed(part) for name, way in ways.items()} for ways in runs], "upstream")
+        title: harness.compare([{name: way.speed(part) for name, way in ways.items()} for ways in runs], "upstream")
         for title, part in titles.items()
     }
     tables["seconds"] = {
@@ -141,20 +142,13 @@ def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
     if task.key == "objectnet":
         classnames = [f"{task.name} class {number}" for number in range(task.classes)]
     classnames = classnames[: max(1, round(task.classes / args.scale))]
-    folder = data_dir / task.folder
-    (folder / "test").mkdir(parents=True)
-    (folder / "test" / "nshards.txt").write_text(f"{args.workers}\n")
-    (folder / "classnames.txt").write_text("\n".join(classnames))
-    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
     generator = np.random.default_rng(0)
-    count = max(8, round(task.size / args.scale))
-    for shard in range(args.workers):
-        samples = {}
-        for index in range(shard, count, args.workers):
-            image = harness.photograph(generator, *generator.integers(300, 500, 2))
-            samples[f"s{index:07d}"] = {"jpg": image, "cls": index % len(classnames)}
-        harness.write_shard(folder / "test" / f"{shard}.tar", samples)
-    return folder
+    samples = []
+    for index in range(max(8, round(task.size / args.scale))):
+        image = harness.photograph(generator, *generator.integers(300, 500, 2))
+        samples.append((f"s{index:07d}", {"jpg": image, "cls": str(index % len(classnames)).encode()}))
+    lines = {"classnames": classnames, "zeroshot_classification_templates": templates}
+    return write_dataset(data_dir / task.folder, samples, args.workers, **lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -61,9 +61,9 @@ def main(
         args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
-def add_losses(parser: argparse.ArgumentParser, prototypes: int) -> None:
+def add_losses(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
-    parser.add_argument("--prototypes", type=int, default=prototypes, help="number of prototypes, if a loss has any")
+    parser.add_argument("--prototypes", type=int, default=4096, help="number of prototypes, if a loss has any")
 
 
 def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples: int, device: Any) -> torch.nn.Module:
@@ -79,19 +79,30 @@ def unit_features(batch_size: int, embed_dim: int, device: str) -> torch.Tensor:
 
 
 def take_turns(candidates: Mapping[str, Action], baseline: str, args: argparse.Namespace) -> Table:
-    """Run all candidates in alternation, after a warm-up round.
+    """Run all candidates in alternation, after a warm-up round; compare their times in ``ms``."""
+    rounds = [
+        {name: 1000 * seconds(action, args.device) for name, action in candidates.items()}
+        for _ in range(args.rounds + 1)
+    ]
+    return compare(rounds[1:], baseline, "ms")
+
+
+def compare(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "samples_per_second") -> Table:
+    """Compare the measured values of candidates over rounds.
 
     Returns:
-        For each candidate, the median ``ms`` and the ratios to the baseline.
+        For each candidate, the median value, and the median, smallest and largest ratio to the baseline of the same round.
     """
-    rounds = [
-        {name: seconds(action, args.device) for name, action in candidates.items()} for _ in range(args.rounds + 1)
-    ]
-    ratios = ratios_to(rounds[1:], baseline)
-    return {
-        name: {"ms": 1000 * statistics.median(times[name] for times in rounds[1:]), **ratios[name]}
-        for name in candidates
-    }
+    table = {}
+    for name in rounds[0]:
+        ratios = [found[name] / found[baseline] for found in rounds]
+        table[name] = {
+            unit: statistics.median(found[name] for found in rounds),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+    return table
 
 
 def seconds(action: Action, device: str) -> float:
@@ -104,29 +115,6 @@ def seconds(action: Action, device: str) -> float:
     action()
     sync()
     return clock() - start
-
-
-def ratios_to(rounds: Sequence[Mapping[Any, float]], baseline: Any) -> dict[Any, Row]:
-    """Return, for each candidate, the median, smallest and largest ratio to the baseline of the same round."""
-    ratios = {name: [found[name] / found[baseline] for found in rounds] for name in rounds[0]}
-    return {
-        name: {"ratio": statistics.median(found), "ratio_min": min(found), "ratio_max": max(found)}
-        for name, found in ratios.items()
-    }
-
-
-def rate(work: Callable[[], float]) -> float:
-    """Call ``work``, which returns a number such as a count of samples; return this number per second."""
-    start = time.perf_counter()
-    return work() / (time.perf_counter() - start)
-
-
-def speeds(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "samples_per_second") -> Table:
-    """Return, for each candidate, the median rate over the rounds, and the ratios to the baseline."""
-    return {
-        name: {unit: statistics.median(found[name] for found in rounds), **ratios}
-        for name, ratios in ratios_to(rounds, baseline).items()
-    }
 
 
 def peak_mib(action: Action, device: str) -> float:

@@ -207,13 +207,13 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
             rounds = [{side: run_side(side, old, **job) for side in args.sides} for _ in range(args.repeats)]
             if BASELINE in args.sides:
                 loaders = [side for side in args.sides if side in LOADERS]
-                tables[name] = harness.speeds(
+                tables[name] = harness.compare(
                     [{side: one[side]["per_second"] for side in loaders} for one in rounds], BASELINE
                 )
             cpu_time = tables[f"{name}, CPU time of the workers"] = {}
             for side in args.sides:
                 pairs = [{side: one[side]["per_cpu_second"], BARE: one[side][BARE]} for one in rounds]
-                cpu_time |= harness.speeds(pairs, BARE, "samples_per_cpu_second")
+                cpu_time |= harness.compare(pairs, BARE, "samples_per_cpu_second")
     return tables
 
 

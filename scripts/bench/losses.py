@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--embed-dim", type=int, default=512)
     parser.add_argument("--compile", action="store_true", help="also measure each loss with torch.compile")
-    harness.add_losses(parser, prototypes=4096)
+    harness.add_losses(parser)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20, help="number of steps per block")
     parser.add_argument("--precision", default="fp32")
-    harness.add_losses(parser, prototypes=4096)
+    harness.add_losses(parser)
 
 
 if __name__ == "__main__":

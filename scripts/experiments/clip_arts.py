@@ -11,7 +11,6 @@ A caption consists of the clip art's folders and its title (``animals birds: pol
 """
 
 import html
-import sys
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -20,8 +19,10 @@ from pathlib import Path
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
+from openclip_ext.cli import command_line
+from openclip_ext.cli.options import flag, from_flags
 from scripts.experiments.icons import canonical_name, split_words
-from scripts.experiments.pairs import Pair, complete_folder, flag, png_on_white, program, seeded_order, write_dataset
+from scripts.experiments.pairs import Pair, complete_folder, png_on_white, program, seeded_order, write_dataset
 
 SOURCE = Path("/usr/share/openclipart/png")
 EXCLUDED_FOLDER = "shapes/stars"
@@ -35,10 +36,10 @@ class ClipArtsConfig:
     Pairs that are not in the validation or test split are for training.
     """
 
-    num_val: int = flag("validation pairs", 700)
-    num_test: int = flag("test pairs", 700)
-    image_size: int = flag("width and height of the images in pixels", 64)
-    seed: int = flag("seed of the split and the order", 0)
+    num_val: int = flag(700, "validation pairs")
+    num_test: int = flag(700, "test pairs")
+    image_size: int = flag(64, "width and height of the images in pixels")
+    seed: int = flag(0, "seed of the split and the order")
 
 
 def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
@@ -94,16 +95,13 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
     print(", ".join(f"{split}: {len(part):,} pairs" for split, part in splits.items()))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = program(__doc__, "clip_arts", ClipArtsConfig)
+def main(argv: list[str]) -> None:
+    parser = program(__doc__, ClipArtsConfig)
     parser.add_argument("--source", type=Path, default=SOURCE, help="folder png of the package")
-    args = vars(parser.parse_args(argv))
+    args = parser.parse_args(argv)
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
-    try:
-        make(args.pop("source"), args.pop("output"), ClipArtsConfig(**args))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    make(args.source, args.output, from_flags(ClipArtsConfig, vars(args)))
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -21,6 +21,7 @@ from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import PALETTE
 from openclip_ext.pages.rendering import markdown_table
+from scripts.experiments.tables import recall, with_interval
 
 _ICONS, _ICONS_100K, _CLIP_ARTS = "cb7b4f085c80", "66898dd414fb", "4be2078349f2"
 _LEARNED = {"loss": "openclip", "temperature": 0.03}
@@ -79,14 +80,12 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Gain:
-    """R@1 in percent with both settings, their difference, and its 95 % interval over paired seeds."""
+    """R@1 in percent with both settings, and the difference of each pair of runs."""
 
     label: str
     tuned: float
     untuned: float
-    difference: float
-    low: float
-    high: float
+    differences: Sequence[float]
 
 
 def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
@@ -94,35 +93,32 @@ def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
     tuned, untuned = (
-        {row["seed"]: _recall(row) for row in of_length if row["setting"] == setting}
+        {row["seed"]: recall(row["test"]) for row in of_length if row["setting"] == setting}
         for setting in (pairing.tuned, pairing.untuned)
     )
-    differences = [untuned[seed] - tuned[seed] for seed in pairing.seeds]
     means = (statistics.fmean(of[seed] for seed in pairing.seeds) for of in (tuned, untuned))
-    return Gain(pairing.label, *means, statistics.fmean(differences), *seeds_interval(differences))
-
-
-def _recall(row: Mapping[str, Any]) -> float:
-    return 50 * (row["test"]["image-to-text"] + row["test"]["text-to-image"])
+    return Gain(pairing.label, *means, [untuned[seed] - tuned[seed] for seed in pairing.seeds])
 
 
 def table(gains: Iterable[Gain]) -> str:
-    """Return README's table. A row whose interval excludes 0 is bold."""
+    """Return README's table. A row whose 95 % interval excludes 0 is bold."""
     cells = [["batch, epochs", "OpenCLIP's loss, tuned", "`queueclip`, untuned"]]
     for one in gains:
-        text = f"{one.untuned:.1f}, {one.difference:+.1f} ({one.low:.1f} to {one.high:.1f})".replace("-", "−")
-        cells.append([one.label, f"{one.tuned:.1f}", f"**{text}**" if one.low > 0 else text])
+        text = f"{one.untuned:.1f}, {with_interval(one.differences)}"
+        is_ahead = seeds_interval(one.differences)[0] > 0
+        cells.append([one.label, f"{one.tuned:.1f}", f"**{text}**" if is_ahead else text])
     return markdown_table(cells)
 
 
 def draw(gains: Sequence[Gain], path: Path) -> None:
-    """Draw each difference as a point with its interval."""
+    """Draw the mean of each difference as a point with its 95 % interval over paired seeds."""
     figure = Figure(figsize=(7, 0.32 * len(gains) + 0.9), dpi=160, layout="constrained")
     axes = figure.subplots()
     for line, one in enumerate(reversed(gains)):
-        color = PALETTE[0] if one.low > 0 else PALETTE[-1]
-        axes.plot([one.low, one.high], [line, line], color=color, linewidth=3, solid_capstyle="round", alpha=0.45)
-        axes.plot([one.difference], [line], "o", color=color)
+        low, high = seeds_interval(one.differences)
+        color = PALETTE[0] if low > 0 else PALETTE[-1]
+        axes.plot([low, high], [line, line], color=color, linewidth=3, solid_capstyle="round", alpha=0.45)
+        axes.plot([statistics.fmean(one.differences)], [line], "o", color=color)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(gains)), [one.label for one in reversed(gains)])
     axes.set_ylabel("batch, epochs")
@@ -134,9 +130,7 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.gains", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("rows", type=Path, nargs="+", help="files of finished runs")
     parser.add_argument("--figure", type=output_path, help="png file for the figure")
     args = parser.parse_args(argv)

@@ -330,9 +330,7 @@ def run_all(
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.grid", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
     parser.add_argument("--data", type=Path, required=True, help="folder from scripts.experiments.icons or .clip_arts")
     parser.add_argument("--results", type=output_path, required=True, help="file to append finished runs to")

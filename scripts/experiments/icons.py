@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -33,16 +32,9 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from scripts.experiments.pairs import (
-    SPLITS,
-    Pair,
-    complete_folder,
-    flag,
-    png_on_white,
-    program,
-    seeded_order,
-    write_dataset,
-)
+from openclip_ext.cli import command_line
+from openclip_ext.cli.options import flag, from_flags
+from scripts.experiments.pairs import SPLITS, Pair, complete_folder, png_on_white, program, seeded_order, write_dataset
 
 PACKAGE = "@iconify/json"
 EXCLUDED_CATEGORY = "Emoji"
@@ -96,14 +88,14 @@ class Icon:
 class IconsConfig:
     """Settings that determine the bytes of the shards, for one version of the collection."""
 
-    num_train: int = flag("number of training pairs (at most 298,000, with --min-authors 1)")
-    num_val: int = flag("number of validation pairs, from held-out sets", 2000)
-    num_test: int = flag("number of test pairs, from other held-out sets", 2000)
-    image_size: int = flag("width and height of the images in pixels", 64)
-    min_authors: int = flag("use only names that at least this many training authors have drawn", 10)
-    seed: int = flag("seed for choosing the held-out sets and the icons", 0)
-    val_sets: tuple[str, ...] = flag("prefixes of the validation sets; none means that the seed chooses them", ())
-    test_sets: tuple[str, ...] = flag("prefixes of the test sets; none means that the seed chooses them", ())
+    num_train: int = flag(11_000, "number of training pairs (at most 298,000, with --min-authors 1)")
+    num_val: int = flag(2000, "number of validation pairs, from held-out sets")
+    num_test: int = flag(2000, "number of test pairs, from other held-out sets")
+    image_size: int = flag(64, "width and height of the images in pixels")
+    min_authors: int = flag(10, "use only names that at least this many training authors have drawn")
+    seed: int = flag(0, "seed for choosing the held-out sets and the icons")
+    val_sets: tuple[str, ...] = flag((), "prefixes of the validation sets; none means that the seed chooses them")
+    test_sets: tuple[str, ...] = flag((), "prefixes of the test sets; none means that the seed chooses them")
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -134,13 +126,11 @@ def fetch(cache: Path) -> Path:
     if (package / "collections.json").exists():
         return package
     if shutil.which("npm") is None:
-        sys.exit(
-            f"npm not found: install npm to download {PACKAGE} (Debian: apt install npm), or unpack {PACKAGE} as {package}"
-        )
+        raise ValueError(f"npm not found (Debian: apt install npm): it downloads {PACKAGE}. Or unpack it as {package}")
     cache.mkdir(parents=True, exist_ok=True)
     packed = subprocess.run(["npm", "pack", PACKAGE, "--json"], cwd=cache, stdout=subprocess.PIPE, text=True)
     if packed.returncode:
-        sys.exit(f"npm pack {PACKAGE} failed with exit code {packed.returncode}; see its message above")
+        raise ValueError(f"npm pack {PACKAGE} failed with exit code {packed.returncode}; see its message above")
     archive = cache / json.loads(packed.stdout)[0]["filename"].lstrip("@").replace("/", "-")
     with tarfile.open(archive) as tar:
         tar.extractall(cache, filter="data")
@@ -299,18 +289,13 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
         (folder / "sets.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = program(__doc__, "icons", IconsConfig)
+def main(argv: list[str]) -> None:
+    parser = program(__doc__, IconsConfig)
     parser.add_argument("--cache", type=Path, required=True, help="folder for the collection, outside the repository")
     parser.add_argument("--workers", type=int, default=2, help="rendering processes")
-    args = vars(parser.parse_args(argv))
-    cache, output, workers = args.pop("cache"), args.pop("output"), args.pop("workers")
-    config = IconsConfig(**args | {key: tuple(args[key]) for key in ("val_sets", "test_sets")})
-    try:
-        make(fetch(cache), output, config, workers)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    args = parser.parse_args(argv)
+    make(fetch(args.cache), args.output, from_flags(IconsConfig, vars(args)), args.workers)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -14,12 +14,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import webdataset
 from PIL import Image
+
+from openclip_ext.cli.options import own_options
+from openclip_ext.training.parser import add_flag
 
 SPLITS = ("train", "val", "test")
 SAMPLES_PER_SHARD = 1000
@@ -38,24 +41,12 @@ class Pair:
     described: dict[str, Any]
 
 
-def flag(help: str, default: Any = MISSING) -> Any:
-    """Declare a field for which :func:`program` creates a flag. Without a default, the flag is required."""
-    return field(default=default, metadata={"help": help})
-
-
-def program(doc: str, name: str, config: type) -> argparse.ArgumentParser:
+def program(doc: str, config: type) -> argparse.ArgumentParser:
     """Return a parser with the flags of a configuration. The parser's description is the first line of ``doc``."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m scripts.experiments.{name}",
-        description=doc.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, help="new folder, outside the repository")
-    for one in fields(config):
-        value: dict[str, Any] = {"required": True} if one.default is MISSING else {"default": one.default}
-        value |= {"nargs": "*", "metavar": "PREFIX"} if isinstance(one.default, tuple) else {"type": int}
-        parser.add_argument("--" + one.name.replace("_", "-"), help=one.metadata["help"], **value)
+    for option in own_options([config]):
+        add_flag(parser, option, default=option.default)
     return parser
 
 

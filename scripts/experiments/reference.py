@@ -25,9 +25,7 @@ from scripts.experiments.grid import GridRun, config_of, contests, load_data, sc
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.reference", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
     parser.add_argument("--data", type=Path, required=True, help="data to train on")
     parser.add_argument("--of", type=Path, required=True, help="data to embed")

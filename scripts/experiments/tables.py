@@ -19,11 +19,14 @@ from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.pages.rendering import markdown_table
 from scripts.experiments.grid import contests, data_digest
 
+
+def recall(scores: Mapping[str, float]) -> float:
+    """Return R@1 in percent, the mean of both directions."""
+    return 50 * (scores["image-to-text"] + scores["text-to-image"])
+
+
 # Columns of the test set's table, in percent.
-_SHOWN = {
-    "R@1": lambda scores: 50 * (scores["image-to-text"] + scores["text-to-image"]),
-    "name": lambda scores: 100 * scores["name"],
-}
+_SHOWN = {"R@1": recall, "name": lambda scores: 100 * scores["name"]}
 
 
 def format_tables(grid: Mapping[str, Any], data: str, results: Results, baseline: str | None = None) -> str:
@@ -54,15 +57,15 @@ def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
                 shown(row["test"]) - shown(of_base[seed]["test"]) for seed, row in rows.items() if seed in of_base
             ]
             if paired and family != baseline:
-                cells[-1] += f", {_with_interval(paired)}"
-        cells.append(" ".join(f"{_SHOWN['R@1'](row['test']):.1f}" for row in every))
+                cells[-1] += f", {with_interval(paired)}"
+        cells.append(" ".join(f"{recall(row['test']):.1f}" for row in every))
         cells.append(f"{statistics.fmean(row['temperature'] for row in every):.3f}")
         cells.append(f"{statistics.fmean(row['cpu_seconds'] for row in every):.0f}")
         table.append(cells)
     return markdown_table(table)
 
 
-def _with_interval(differences: Sequence[float]) -> str:
+def with_interval(differences: Sequence[float]) -> str:
     """Format the mean of paired differences. If there are two or more, add the 95 % interval (Student's t)."""
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
@@ -88,9 +91,7 @@ def _numbers(setting: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.experiments.tables", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="file of the grid")
     parser.add_argument("--data", type=Path, required=True, help="data folder of the grid")
     parser.add_argument("--results", type=Path, required=True, help="file of finished runs")

@@ -15,9 +15,9 @@
 #   sbatch scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp
 #   CHECKPOINTS=last sbatch --gpus-per-node=1 scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp --tasks imagenet
 #
-# CHECKPOINTS is `all` (the default), `last`, or names such as `epoch_10 epoch_20`. eval.datacomp receives the arguments after
-# the two folders. Tasks with a result are skipped, so you can requeue or resubmit the job at any time. If a task fails, the
-# job continues with the others and fails at the end.
+# CHECKPOINTS is `all` (the default) or `last`. eval.datacomp receives the arguments after the two folders. Tasks with a result
+# are skipped, so you can requeue or resubmit the job at any time. If a task fails, the job continues with the others and fails
+# at the end.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then
@@ -33,10 +33,6 @@ master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 
 # OpenCLIP and our trainer write the flags of a run, one per line.
 model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
-if [ -z "$model" ]; then
-    echo "$run_folder/params.txt names no model: is $run_folder a run folder?" >&2
-    exit 2
-fi
 
 # The configuration from the trainer: without it the weights could load into a different model.
 run_flags=()
@@ -45,23 +41,19 @@ if [ -f "$model_config" ]; then
     run_flags+=(--model-config "$model_config")
 fi
 
-case ${CHECKPOINTS:-all} in
-    all | last)
-        mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
-        ;;
-    *)
-        read -r -a names <<<"$CHECKPOINTS"
-        checkpoints=("${names[@]/#/$run_folder/checkpoints/}")
-        checkpoints=("${checkpoints[@]/%/.pt}")
-        ;;
-esac
+mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
 if [ "${#checkpoints[@]}" -eq 0 ]; then
     echo "$run_folder/checkpoints holds no epoch_K.pt" >&2
     exit 2
 fi
-if [ "${CHECKPOINTS:-all}" = last ]; then
-    checkpoints=("${checkpoints[-1]}")
-fi
+case ${CHECKPOINTS:-all} in
+    all) ;;
+    last) checkpoints=("${checkpoints[-1]}") ;;
+    *)
+        echo "CHECKPOINTS=$CHECKPOINTS: expected all or last" >&2
+        exit 2
+        ;;
+esac
 
 status=0
 for checkpoint in "${checkpoints[@]}"; do

@@ -46,13 +46,6 @@ def training_commands(page):
 
 
 LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
-# Commands with a custom loss are excluded, because the loss must be imported. tests/losses/test_guide.py runs them.
-COMMANDS = [(page, argv) for page, _, argv in LAUNCHES if not any(word.endswith(":METHOD") for word in argv)]
-TORCHRUN_LAUNCHES = [
-    (page, launch[1:] + [word for word in argv[:1] if word == "--"])
-    for page, launch, argv in LAUNCHES
-    if launch[0] == "torchrun"
-]
 
 
 def test_commands_of_the_evaluation_parse_and_each_is_shown():
@@ -65,19 +58,19 @@ def test_commands_of_the_evaluation_parse_and_each_is_shown():
     assert {module for _, _, module, *_ in commands} == EVALUATIONS.keys()
 
 
-@pytest.mark.parametrize(("page", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
-def test_training_commands_parse(page, argv):
-    """``...`` in a command stands for further flags."""
-    words = argv[1:] if argv[:1] == ["--"] else argv
-    parse(["--train-data", "x.tar", *words])
-
-
 @pytest.mark.parametrize(
-    ("page", "launch"), TORCHRUN_LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
+    ("page", "launch", "argv"), LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_torchrun_leaves_the_trainers_flags_alone(page, launch):
-    """Without ``--``, torchrun reads ``--logs`` as an abbreviation of ``--logs-specs``."""
-    assert get_args_parser().parse_args([*launch, "--logs", "runs"]).training_script_args[-2:] == ["--logs", "runs"]
+def test_training_commands_parse(page, launch, argv):
+    """``...`` in a command stands for further flags."""
+    if launch[0] == "torchrun":
+        # Without ``--``, torchrun reads ``--logs`` as an abbreviation of ``--logs-specs``.
+        arguments = [*launch[1:], *(word for word in argv[:1] if word == "--"), "--logs", "runs"]
+        assert get_args_parser().parse_args(arguments).training_script_args[-2:] == ["--logs", "runs"]
+    words = argv[1:] if argv[:1] == ["--"] else argv
+    # A custom loss must be imported. tests/losses/test_guide.py runs these commands.
+    if not any(word.endswith(":METHOD") for word in words):
+        parse(["--train-data", "x.tar", *words])
 
 
 def test_every_loss_has_a_row_in_the_page_on_choosing():

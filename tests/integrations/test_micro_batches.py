@@ -48,15 +48,6 @@ def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
     assert layers[1].num_batches_tracked == len(first)
 
 
-def test_validation_takes_the_whole_batch():
-    model, batch = in_micro_batches(tiny_model(), SIZE), tiny_batch(0)
-    calls: list[int] = []
-    model.visual.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    with torch.no_grad():
-        model(batch["image"], batch["text"])
-    assert calls == [len(batch["image"])]
-
-
 def test_a_size_of_0_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         in_micro_batches(tiny_model(), 0)

@@ -3,7 +3,6 @@
 Two of the libraries normalize the embeddings again, so their gradients have no radial part.
 """
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -66,19 +65,6 @@ def test_the_first_step_with_a_memory_is_openclips_with_constant_candidates() ->
     torch.testing.assert_close(
         gradients("NTXENT_XBM", memory=8), (expected.detach(), *torch.autograd.grad(expected, (image, text)))
     )
-
-
-def test_each_memory_has_the_other_side_of_earlier_steps() -> None:
-    pytest.importorskip("pytorch_metric_learning")
-    other_losses = importlib.import_module("other_losses")
-    loss = other_losses.NTXentWithMemory(embed_dim=_DIM, num_samples=_DATASET, other_temperature=0.07, memory=8).eval()
-    image, text = embeddings()
-    for start, (images, texts) in ((0, (image, text)), (8, (image.flip(0), text.flip(0)))):
-        loss(images, texts, torch.tensor(20.0), index=torch.arange(start, start + _SAMPLES))
-    # The second step's 6 samples overwrite a ring of 8 from place 6.
-    for memory, features in zip(loss.memories, (text, image), strict=True):
-        ring = torch.cat([features.flip(0)[2:], features[4:], features.flip(0)[:2]])
-        torch.testing.assert_close(memory.embedding_memory, ring.detach())
 
 
 @pytest.mark.parametrize("name", ["LIBAUC_SOGCLR", "LIBAUC_ISOGCLR"])

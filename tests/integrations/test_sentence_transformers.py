@@ -60,10 +60,9 @@ def uninterrupted(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.parametrize("step", [3, 6], ids=["first epoch", "second epoch"])
-def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted):
     folder = Path(uninterrupted.args.output_dir)
-    resumed = train(folder, resume=str(folder / f"checkpoint-{step}"))
+    resumed = train(folder, resume=str(folder / "checkpoint-3"))
     assert_equal_runs(*(_state(run) for run in (resumed, uninterrupted)))
 
 
@@ -80,12 +79,9 @@ def test_the_temperature_trains_and_validation_changes_nothing(uninterrupted):
     assert all(torch.equal(_state(uninterrupted)[name], value) for name, value in before.items())
 
 
-def test_accumulation_is_refused(tmp_path):
+def test_accumulation_and_hard_negatives_are_refused(tmp_path):
     with pytest.raises(ValueError, match="do not accumulate"):
         train(tmp_path, gradient_accumulation_steps=2)
-
-
-def test_hard_negatives_are_refused():
     loss = GlobalContrastiveLoss(encoder(), stateful_loss())
     features = loss.model.preprocess(["one two"])
     with pytest.raises(ValueError, match="expected two columns of texts, found 3"):

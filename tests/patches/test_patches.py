@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from openclip_ext import model_configs
-from tests.data.shards import write_tar
+from tests.data.shards import image_bytes, write_sizes, write_tar
 
 PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("*.patch"))
 PATCHED_VERSION = "3.3.0"
@@ -85,8 +84,8 @@ def patched(tmp_path_factory):
 def dataset(tmp_path_factory):
     """Return a folder with shards, their sizes.json, and a CSV file of the same data. Each caption is the sample's index."""
     folder = tmp_path_factory.mktemp("shards")
-    Image.new("RGB", (16, 16), "green").save(folder / "green.png")
-    png = (folder / "green.png").read_bytes()
+    png = image_bytes(0, 16, "PNG")
+    (folder / "image.png").write_bytes(png)
     for shard in range(SHARDS):
         members = []
         for position in range(PER_SHARD):
@@ -94,8 +93,8 @@ def dataset(tmp_path_factory):
             key = f"{shard * (PER_SHARD - 1) + position:03d}"
             members += [(f"{key}.png", png), (f"{key}.txt", str(shard * PER_SHARD + position).encode())]
         write_tar(folder / f"{shard:05d}.tar", members)
-    (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": PER_SHARD for shard in range(SHARDS)}))
-    rows = [f"{folder / 'green.png'}\t{index}" for index in range(SHARDS * PER_SHARD)]
+    write_sizes(folder, [PER_SHARD] * SHARDS)
+    rows = [f"{folder / 'image.png'}\t{index}" for index in range(SHARDS * PER_SHARD)]
     (folder / "pairs.csv").write_text("\n".join(["filepath\ttitle", *rows]))
     return folder
 
@@ -127,17 +126,17 @@ def report(patched, dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     shards = ["--train-data", str(dataset / f"{{00000..{SHARDS - 1:05d}}}.tar"), "--dataset-type", "webdataset"]
     table = ["--train-data", str(dataset / "pairs.csv"), "--dataset-type", "csv"]
-    common = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--batch-size", str(PER_SHARD)]
-    common += ["--workers", "0", "--epochs", "2", "--logs", str(folder), "--lr", "1e-3", "--warmup", "2"]
+    common = f"--model demo-vit --precision fp32 --device cpu --batch-size {PER_SHARD} --workers 0 --epochs 2 --lr 1e-3"
     ours = ["--loss", "noted", "--loss-plugin", "losses_plugin"]
     commands = {
-        "openclip": [*shards, *common],
-        "shards": [*shards, *common, *ours],
-        "csv": [*table, *common, *ours],
-        "accumulated": [*shards, *common, *ours, "--accum-freq", "2"],
-        "unknown": [*shards, *common, "--loss", "notd"],
+        "openclip": shards,
+        "shards": [*shards, *ours],
+        "csv": [*table, *ours],
+        "accumulated": [*shards, *ours, "--accum-freq", "2"],
+        "unknown": [*shards, "--loss", "notd"],
     }
-    commands = {name: [*argv, "--name", name] for name, argv in commands.items()}
+    run = ["--warmup", "2", "--logs", str(folder), "--name"]
+    commands = {name: [*argv, *common.split(), *run, name] for name, argv in commands.items()}
     (folder / "losses_plugin.py").write_text(PLUGIN)
     (folder / "driver.py").write_text(DRIVER)
     (folder / "commands.json").write_text(json.dumps(commands))

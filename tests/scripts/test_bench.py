@@ -13,23 +13,24 @@ from tests.evaluation import datasets
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 CASES = {
-    "losses": "--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip",
-    "launches": "--losses openclip",
-    "npn": "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
-    "step": "--batch-size 4 --steps 1 --losses neuclip --prototypes 8",
-    "remote": "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
-    "evaluation": f"--model {datasets.TINY_MODEL} --scale 3000 --workers 1",
-}
-ROWS = {
-    "losses": {"8": {"ClipLoss", "fastclip", "neuclip"}},
-    "launches": {"": {"openclip"}},
-    "npn": {"": {"matrix products", "closed form", "autograd"}},
-    "step": {"": {"openclip", "neuclip"}},
-    "remote": {
-        "reading": {"pipe:curl", "streamed", "into --cache-dir", "from --cache-dir"},
-        "counting": {"*_stats.json"},
-    },
-    "evaluation": {title: {"upstream", "ours"} for title in ("whole", "without loading the model", "seconds")},
+    "losses": ("--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip", {"8": {"ClipLoss", "fastclip", "neuclip"}}),
+    "launches": ("--losses openclip", {"": {"openclip"}}),
+    "npn": (
+        "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
+        {"": {"matrix products", "closed form", "autograd"}},
+    ),
+    "step": ("--batch-size 4 --steps 1 --losses neuclip --prototypes 8", {"": {"openclip", "neuclip"}}),
+    "remote": (
+        "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
+        {
+            "reading": {"pipe:curl", "streamed", "into --cache-dir", "from --cache-dir"},
+            "counting": {"*_stats.json"},
+        },
+    ),
+    "evaluation": (
+        f"--model {datasets.TINY_MODEL} --scale 3000 --workers 1",
+        {title: {"upstream", "ours"} for title in ("whole", "without loading the model", "seconds")},
+    ),
 }
 
 
@@ -39,7 +40,8 @@ def test_benchmark_prints_and_writes_its_rows(
 ) -> None:
     if name == "evaluation":
         datasets.tiny_checkpoint(tmp_path)  # also registers the tiny model
-    options = [*CASES[name].split(), "--rounds", "1", "--device", "cpu", "--output", str(tmp_path / "results.json")]
+    flags, rows = CASES[name]
+    options = [*flags.split(), "--rounds", "1", "--device", "cpu", "--output", str(tmp_path / "results.json")]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     level = logging.root.level
     runpy.run_module(f"scripts.bench.{name}", run_name="__main__", alter_sys=True)
@@ -47,7 +49,7 @@ def test_benchmark_prints_and_writes_its_rows(
     report, printed = json.loads((tmp_path / "results.json").read_text()), capsys.readouterr().out
     assert {"settings", "hardware", "versions", "load", "baseline"} <= report.keys()
     tables = report["results"]
-    assert {title: set(table) for title, table in tables.items()} == ROWS[name]
+    assert {title: set(table) for title, table in tables.items()} == rows
     for title, table in tables.items():
         assert title in printed
         for row, numbers in table.items():
@@ -56,12 +58,9 @@ def test_benchmark_prints_and_writes_its_rows(
 
 
 def test_growth_is_drawn_relative_to_the_first_size_with_a_cost(tmp_path: Path) -> None:
-    row = {"launches": 3, "MiB_sent": 0.0}
     table = {
-        "1": row,
-        "8": {**row, "MiB_sent": 2.0},
-        "64": {**row, "MiB_sent": 16.0},
-        "1,024": {**row, "MiB_sent": 256.0},
+        size: {"launches": 3, "MiB_sent": sent}
+        for size, sent in (("1", 0.0), ("8", 2.0), ("64", 16.0), ("1,024", 256.0))
     }
     growth.draw({"ranks": {**table, "slope": {"launches": 0.0, "MiB_sent": 1.0}}}, tmp_path / "growth.svg")
     drawn = (tmp_path / "growth.svg").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Each program of scripts/ and examples/ that a page names starts from a clone's root, without PYTHONPATH."""
+"""Each program of scripts/, examples/ and eval/ that a page names starts from a clone's root, without PYTHONPATH."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in ROOT.rglob("*.md") if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)]
-PROGRAM = re.compile(r"python (-m scripts\.[\w.]*\w|(?:scripts|examples)/[\w/]+\.py)")
+PROGRAM = re.compile(r"python (-m (?:scripts|eval)\.[\w.]*\w|(?:scripts|examples)/[\w/]+\.py)")
 PROGRAMS = sorted({program for page in PAGES for program in PROGRAM.findall(page.read_text(encoding="utf-8"))})
 
 

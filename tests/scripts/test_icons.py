@@ -45,10 +45,13 @@ def package(tmp_path: Path) -> Path:
         "spin": {"body": '<path d="M0 0h8v8z"><animate attributeName="d"/></path>'},
         "bell-thin": {"body": "<path/>"},  # a blank icon
     }
-    rare = {"rare": {"body": '<path d="M0 0h8v7z"/>'}}
+    unfit = {
+        "rare": {"body": '<path d="M0 0h8v7z"/>'},  # a name of only one author
+        "home-alt": {"body": '<path fill="currentColor" d="M0 1h6v1H0z"/>'},  # beta's drawing, which is for training
+    }
     emoji = {"noto": {"category": "Emoji"}, "fluent-emoji": {"category": None}}
     return write_collection(
-        tmp_path / "package", {"alpha": {"icons": odd}, "beta": {}, "gamma": {}, "delta": {"icons": rare}, **emoji}
+        tmp_path / "package", {"alpha": {"icons": odd}, "beta": {}, "gamma": {}, "delta": {"icons": unfit}, **emoji}
     )
 
 
@@ -64,15 +67,8 @@ def read(folder: Path) -> list[dict[str, bytes]]:
 
 
 def test_the_canonical_name_says_what_is_shown():
-    for name, expected in {
-        "baseline-home-24px": "home",
-        "arrow-left-2-bold-duotone": "arrow left",
-        "circle-filled-check": "circle filled check",
-        "Bell_Light": "bell",
-        "outline": "outline",
-        "24-7": "24 7",
-    }.items():
-        assert canonical_name(name) == expected
+    names = ("baseline-arrow_Left-2-bold-duotone", "circle-filled-check", "outline", "24-7")
+    assert [canonical_name(name) for name in names] == ["arrow left", "circle filled check", "outline", "24 7"]
 
 
 def test_emoji_hidden_and_animated_icons_are_left_out_and_drawings_are_square(package: Path):
@@ -120,13 +116,11 @@ def test_shards_hold_pairs_of_their_own_sets(package: Path, tmp_path: Path):
             assert described["set"] in allowed[split]
             assert described["name"] == names[int(sample["cls"])] == canonical_name(described["icon"])
             assert sample["txt"].decode() == described["icon"].replace("-", " ")
-            assert described["license"] == "MIT"
-    assert "rare" not in names  # only one author drew this icon
     table = json.loads((output / "sets.json").read_text())
-    assert {(row["split"], prefix) for prefix, row in table.items()} == {
-        (split, prefix) for split, prefixes in allowed.items() for prefix in prefixes
+    assert {prefix: (row["split"], row["pairs"]) for prefix, row in table.items() if row["split"] != "train"} == {
+        "gamma": ("val", 4),
+        "delta": ("test", 5),
     }
-    assert table["delta"]["pairs"] == 5 and table["delta"]["license"]["spdx"] == "MIT"
     assert json.loads((output / "recipe.json").read_text())["collection"] == "@iconify/json 1.2.3"
 
 
@@ -139,15 +133,6 @@ def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(
     fewer = make(package, tmp_path / "fewer", replace(SMALL, num_train=4))
     assert read(fewer / "train") == read(first / "train")[:4]
     assert read(fewer / "test") == read(first / "test")
-    with pytest.raises(ValueError, match="50 pairs are needed, the sets have 11"):
-        make(package, tmp_path / "more", replace(SMALL, num_train=50))
+    with pytest.raises(ValueError, match="6 pairs are needed, the sets have 5"):
+        make(package, tmp_path / "more", replace(SMALL, num_test=6))
     assert not (tmp_path / "more").exists()
-
-
-def test_a_drawing_that_a_training_set_has_is_no_unseen_style(package: Path):
-    sets, found = read_collection(package)
-    copied = next(icon for icon in found if icon.prefix == "beta" and icon.name == "home")
-    stolen = replace(copied, prefix="delta", name="home-alt")
-    pools = icons.choose([*found, stolen], sets, assign_splits(sets, found, SMALL), SMALL)
-    assert stolen not in pools["test"]
-    assert copied in pools["train"]

@@ -43,7 +43,7 @@ SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-ProctrackType=proctrack/{tracking}
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -52,12 +52,6 @@ GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def _tracking() -> str:
-    """Return how SLURM tracks processes: with cgroups v1 if this user may create them. Version 2 would need systemd."""
-    freezer = Path("/sys/fs/cgroup/freezer")
-    return "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc"
 
 
 class Cluster:
@@ -136,7 +130,7 @@ def wait_until(condition: Callable, otherwise: Callable[[], str], seconds: float
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # Only one cluster at a time: the names of the nodes' cgroups are fixed, so two clusters would kill each other's jobs.
+    # Only one cluster at a time: the names of the nodes are fixed, so two clusters would kill each other's jobs.
     with FileLock(Path(tempfile.gettempdir()) / "openclip_ext-slurm.lock"):
         yield from _cluster(tmp_path_factory)
 
@@ -185,9 +179,8 @@ def _configure(folder: Path) -> None:
         f"NodeName={name} NodeHostname={platform.node()} Port={port} CPUs=64 RealMemory=1000 Gres=gpu:{GPUS} State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
     ]
-    settings = {"host": platform.node(), "controller_port": controller_port, "folder": folder, "tracking": _tracking()}
+    settings = {"host": platform.node(), "controller_port": controller_port, "folder": folder}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(nodes="\n".join(nodes), **settings))
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
     # SLURM accepts any character device as a GPU.
     devices = [str(path) for path in sorted(Path("/dev").iterdir()) if path.is_char_device() and not path.is_symlink()]
     (folder / "gres.conf").write_text(f"Name=gpu File={','.join(devices[:GPUS])}\n")

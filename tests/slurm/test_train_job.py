@@ -60,15 +60,15 @@ def jobs(cluster, runs):
     """
     array = runs.submit(cluster, "run-%a", "--array=1", *TWO_GPUS, HOLD_AT="3")
     limited = runs.submit(cluster, "limited", *TWO_GPUS, "--time=60", HOLD_AT="3")
-    pair = runs.submit(cluster, "pair-%a", "--array=1-2", *ONE_GPU, PACE="0.5")
+    pair = runs.submit(cluster, "pair-%a", "--array=0-1", *ONE_GPU, HOLD_AT="3", PACE="0.5")
     failing = runs.submit(cluster, "failing", *ONE_GPU, more=("--train-data", "nowhere/00000.tar"))
     nodes = runs.submit(cluster, "nodes", *TWO_NODES, PACE="0.5")
     cluster.wait_for_step(nodes, runs.logs / "nodes", 5)
     cluster.kill_node(NODES[1])
     cluster.wait_for_step(array, runs.logs / "run-1", 2)
     cluster.run("scontrol", "requeue", f"{array}_1")
-    cluster.wait_for_step(f"{pair}_2", runs.logs / "pair-2", 2)
-    cluster.run("scancel", "--signal=USR1", "--batch", f"{pair}_2")  # as SLURM does before the time limit
+    cluster.wait_for_step(f"{pair}_1", runs.logs / "pair-1", 2)
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{pair}_1")  # as SLURM does before the time limit
     cluster.wait_for_step(limited, runs.logs / "limited", 2)
     # The script requests a signal 120 s before the time limit, and SLURM sends the signal 120 to 150 s before.
     minutes = int(cluster.job(limited)["RunTime"].split(":")[1])
@@ -76,7 +76,7 @@ def jobs(cluster, runs):
     cluster.wait(limited, "PENDING", "COMPLETING")
     cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
     numbers = {"array": f"{array}_1", "limited": limited, "failing": failing, "nodes": nodes}
-    numbers |= {"first": f"{pair}_1", "last": f"{pair}_2"}
+    numbers |= {"first": f"{pair}_0", "last": f"{pair}_1"}
     ended = {name: cluster.wait(number, "COMPLETED", "FAILED", "TIMEOUT") for name, number in numbers.items()}
     return {name: job | {"output": cluster.output(numbers[name])} for name, job in ended.items()}
 
