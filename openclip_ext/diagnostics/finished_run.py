@@ -171,7 +171,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
-    path = scan(folder).newest if name == "latest" else folder / name
+    path = scan(folder)[0] if name == "latest" else folder / name
     if path is None or not path.is_file():
         found = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
         raise UsageError(f"no checkpoint {name} in {folder}; found: {found}")

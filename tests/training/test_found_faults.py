@@ -15,7 +15,6 @@ from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened
@@ -102,15 +101,6 @@ def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], 
     assert first == second == f"rank 1 must have the flags of rank 0 (in parentheses): {said}"
 
 
-def read_checkpoint(folder: Path, **change: object) -> None:
-    (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
-    torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
-    identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
-    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "parts": {}, "world_size": 1, "tables": []}
-    torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
-    ckpt.read(folder / "epoch_1.pt")
-
-
 def train_on_csv(folder: Path, content: bytes) -> None:
     (folder / "pairs.csv").write_bytes(content)
     run(command(str(folder / "pairs.csv"), folder, "run", "openclip"))
@@ -124,10 +114,6 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int$"),
-        (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
-        (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),
-        (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),
         (
             lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f),
             "is not a run's configuration: maximum",

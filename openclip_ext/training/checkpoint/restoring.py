@@ -13,7 +13,6 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
-from openclip_ext.files.schema import read_as
 from openclip_ext.state.table_files import open_table
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import format as ckpt
@@ -76,10 +75,8 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
     implementation = {name: own[name] for name in ("fused", "foreach", "capturable") if name in own}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
     try:
-        state = read_as(dict[str, Any], saved, "it")
-        groups = read_as(list[dict[str, Any]], state.get("param_groups"), "param_groups")
-        state["param_groups"] = [group | implementation for group in groups]
-        parallel.load_optimizer_state_dict(model, optimizer, state)
+        groups = [group | implementation for group in saved["param_groups"]]
+        parallel.load_optimizer_state_dict(model, optimizer, saved | {"param_groups": groups})
         for group, settings in zip(optimizer.param_groups, asked, strict=True):
             if missing := settings.keys() - group.keys():
                 raise ValueError(f"it has no {', '.join(sorted(missing))}, so it belongs to another optimizer")
@@ -174,12 +171,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     parts = {name: [open_table(ckpt.table_file(file, name)) for file in ranks] for name in shared["tables"]}
     loss.restore_state(shared["loss"], parts, checkpoint.path)
     if shared["world_size"] == distributed.world_size():
-        file = ranks[distributed.rank()]
-        generators = ckpt.load(file).get("random", {})
-        try:
-            ckpt.set_random_state(generators)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UsageError(f"{file} has no valid state of the random generators ({error!r})") from error
+        ckpt.set_random_state(ckpt.load(ranks[distributed.rank()])["random"])
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import distributed
-from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.state.table_files import write_table
@@ -215,23 +214,10 @@ def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove files that killed saves left in a run's ``checkpoints/``. Do not call this during a save."""
-    for state in folder.glob("epoch_*.state"):
-        model_file = state.with_suffix(".pt")
-        if not state.is_dir():
-            continue
-        try:
-            used = f"step_{ckpt.load(model_file, mmap=True).get('step')}" if model_file.is_file() else None
-        except UsageError:
-            continue
-        for part in state.iterdir():
-            if part.name != used:
-                shutil.rmtree(part, ignore_errors=True)
-        if used is None:
-            shutil.rmtree(state, ignore_errors=True)
-    for adapter in (*folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")):
-        model_file = adapter.with_suffix(".pt")
-        if not model_file.is_file():
-            shutil.rmtree(adapter, ignore_errors=True)
+    folders = [*folder.glob("epoch_*.state"), *folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")]
+    orphans = [path for path in folders if not path.with_suffix(".pt").is_file()]
+    for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
+        shutil.rmtree(path, ignore_errors=True)
     # Remove temporary model files last: a state folder without any model file looks as if this file had been lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
