@@ -18,7 +18,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
-from openclip_ext.training.optimizer import check_optimizer, full_name
+from openclip_ext.training.optimizer import full_name
 
 
 def check(config: TrainingConfig) -> None:
@@ -33,7 +33,6 @@ def check(config: TrainingConfig) -> None:
     if data is not None and config.model.torchscript:
         raise UsageError("--torchscript cannot train: remove it, or use --torchcompile for speed")
     _check_pixels(config.model)
-    check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
     if data is not None:
         data.check_type()
