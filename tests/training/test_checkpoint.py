@@ -172,23 +172,6 @@ def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_whose_model_file_was_renamed_is_kept(tmp_path, caplog):
-    good = save(tmp_path, Position(1, 10))
-    save(tmp_path, Position(2, 20)).rename(tmp_path / "best.pt")
-    before = contents(tmp_path)
-    newest, unreadable = finding.scan(tmp_path)
-    assert newest == good
-    assert "epoch_2.state has no epoch_2.pt next to it" in caplog.text
-    for path in unreadable:
-        saving.set_aside(path)
-    saving.remove_leftovers(tmp_path)
-    renamed = {name.replace(".state/", ".state.unreadable/") if "_2" in name else name for name in before}
-    assert contents(tmp_path).keys() == renamed
-    good.unlink()
-    with pytest.raises(UsageError, match=r"none of the checkpoints in .* can be read"):
-        finding.scan(tmp_path)
-
-
 @pytest.mark.parametrize("killed_in", ["rmtree", "unlink"])
 def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, monkeypatch, caplog, killed_in):
     def kill(*args, **kwargs):

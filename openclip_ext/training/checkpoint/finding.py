@@ -9,7 +9,7 @@ from typing import NamedTuple
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.format import CHECKSUMS, LATEST, NAME, Checkpoint, load_model_file, read, verify
+from openclip_ext.training.checkpoint.format import LATEST, NAME, Checkpoint, load_model_file, read, verify
 from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
 
@@ -79,12 +79,6 @@ def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
             candidates.append((content["epoch"], content.get("step", 0), path))
         except UsageError as error:
             unreadable[path] = str(error)
-    for state in sorted(folder.glob("epoch_*.state")):
-        model_file = state.with_suffix(".pt")
-        is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
-        # A killed save leaves a temporary model file. If there is none, the model file has been deleted or renamed.
-        if is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists():
-            unreadable[model_file] = f"{state} has no {model_file.name} next to it (deleted or renamed?)"
     newest = None
     for *_, path in sorted(candidates, reverse=True):
         try:

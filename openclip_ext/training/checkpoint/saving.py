@@ -218,7 +218,6 @@ def remove_leftovers(folder: Path) -> None:
     orphans = [path for path in folders if not path.with_suffix(".pt").is_file()]
     for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
         shutil.rmtree(path, ignore_errors=True)
-    # Remove temporary model files last: a state folder without any model file looks as if this file had been lost.
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()
