@@ -1,14 +1,13 @@
 """Check a configuration before anything is built or written."""
 
 import importlib.util
-import logging
 import os
 from pathlib import Path
 
 import open_clip
 import torch
 
-from openclip_ext import compat, distributed
+from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -48,11 +47,8 @@ def check(config: TrainingConfig) -> None:
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
-    if config.model.lora.rank is not None:
-        if importlib.util.find_spec("peft") is None:
-            raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
-        if not config.model.weights and distributed.is_master():
-            logging.warning("--lora-rank without --pretrained: the adapters are trained on frozen random weights.")
+    if config.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
+        raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
@@ -82,9 +78,7 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation such as --val-data with a frequency above 0")
-    if config.parallel.fsdp and world_size == 1:
-        logging.warning("--fsdp has no effect with a single process.")
-    elif config.parallel.fsdp:
+    if config.parallel.fsdp and world_size > 1:
         parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 

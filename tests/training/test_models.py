@@ -134,12 +134,6 @@ def test_what_a_tower_cannot_do_is_refused(tmp_path, flags, message):
         build_model(config.model, torch.device("cpu"), 0)
 
 
-def test_a_flag_without_effect_on_the_tower_is_told(caplog):
-    add_model_configs()
-    build_model(config_of("--model", "demo-resnet", "--force-patch-dropout", "0.5").model, torch.device("cpu"), 0)
-    assert "No effect on --model demo-resnet: --force-patch-dropout 0.5" in caplog.text
-
-
 def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
     """OpenCLIP 3.3 leaves the output projection of CoCa's decoder uninitialized; openclip_ext must initialize it."""
     empty = torch.empty
