@@ -148,17 +148,18 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         recipe = recipes.get(args.recipe, loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    options = parsing.take_loss_options({**vars(args)})
     views = recipe.loss_options.get("views", 1)
-    if getattr(args, "views", views) != views:
+    if options.get("views", views) != views:
         kind = "images alone" if views == 2 else "images with texts"
-        raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {args.views}: remove one of them")
-    if given := {part: vars(args)[part] for part in PARTS if part in args}:
+        raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {options['views']}: remove one of them")
+    if given := {part: options[part] for part in PARTS if part in options}:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
         from openclip_ext.losses import registry  # a late import, because it imports torch
 
         used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
-        options = {name: value for name, value in recipe.loss_options.items() if name in used}
-        recipe = replace(recipe, loss_options=options)
+        kept = {name: value for name, value in recipe.loss_options.items() if name in used}
+        recipe = replace(recipe, loss_options=kept)
     return recipe.argv()
 
 
