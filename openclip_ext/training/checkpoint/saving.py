@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
+from openclip_ext.losses.heads import HEADS_KEY
 from openclip_ext.state.table_files import write_table
 from openclip_ext.training import lora
 from openclip_ext.training.checkpoint import format as ckpt
@@ -28,6 +29,8 @@ from openclip_ext.training.checkpoint.format import ADAPTER, Position, RunIdenti
 # Seconds to wait for files of other nodes, which a network file system may show with a delay.
 _NODE_SECONDS = 30.0
 T = TypeVar("T")
+# Keys of a checkpoint that belong to the model, not to the training state.
+_MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # Errors that Python and torch raise when the disk is full.
 _WRITE_ERRORS = (OSError, RuntimeError)
 
@@ -155,12 +158,15 @@ def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
     return [result for _, results in outcomes for result in results]
 
 
-def save_model_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a model file without ``.state``, atomically. If this fails, log a warning."""
+def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
+    """Write a model file without ``.state``, atomically, and its adapter, if any. If this fails, log a warning. Collective."""
+    entries = {name: content[name] for name in _MODEL_ENTRIES if name in content}
     try:
-        write_atomically(path, lambda file: torch.save(content, file))
-    except _WRITE_ERRORS as error:
-        logging.warning(f"{path.name} could not be saved ({error}); training continues.")
+        save_adapter(path, content, model)
+        _together(lambda: write_atomically(path, lambda file: torch.save(entries, file)), master_only=True)
+    except OSError as error:
+        if distributed.is_master():
+            logging.warning(f"{path.name} could not be saved ({error}); training continues.")
 
 
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:

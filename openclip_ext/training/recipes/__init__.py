@@ -19,7 +19,6 @@ Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
 # Alternative names of losses.
 _ALIASES = {"fastclip-v3": "fastclip"}
-_KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "source", "results", "notes", "losses")
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,6 @@ def _load() -> Iterator[Recipe]:
     for dataset, shared in data.items():
         for loss, own in shared["losses"].items():
             fields = {**shared, **own}
-            if unknown := fields.keys() - _KEYS:
-                raise ValueError(f"recipes.json: {dataset}, {loss}: expected some of {_KEYS}, found {unknown}")
             flags = {**shared["flags"], **own.get("flags", {})}
             yield Recipe(
                 dataset=dataset,
