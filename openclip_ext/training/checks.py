@@ -1,13 +1,14 @@
 """Check a configuration before anything is built or written."""
 
+import argparse
 import importlib.util
 import os
 from pathlib import Path
 
 import open_clip
-import torch
 
 from openclip_ext import compat
+from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -116,15 +117,10 @@ def _check_pixels(config: ModelConfig) -> None:
 
 def check_device(name: str | None) -> None:
     """Raise UsageError if PyTorch does not support the device, or if this machine does not have it. None is accepted."""
-    if name is None:
-        return
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device {name} is not a PyTorch device: expected cpu, cuda or cuda:N") from None
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
+        command_line.device(name or "cpu")
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--device {error}") from error
 
 
 def _check_evaluation(config: EvaluationConfig) -> None:
