@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.main import cli
 from tests.distributed.pool import FORKS, free_port
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
+from tests.training.runs import command, differences, final_state
 
 ROOT = Path(__file__).parents[2]
 # Time after which a program is considered stuck.
@@ -46,11 +46,6 @@ def program(argv: list[str]) -> None:
     """Run the training program; raise SystemExit if the exit status is not 0."""
     sys.argv = ["openclip_ext.training.main", *argv]
     cli()
-
-
-def stopped_program(argv: list[str], after: int = 8) -> None:
-    """Run the training program, and send it SIGTERM in step ``after``."""
-    assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
 
 
 class Program:
@@ -195,7 +190,7 @@ def _serve(target: Callable[[list[str]], None], argv: list[str], environment: di
 
 
 class Runs:
-    """Uninterrupted and stopped reference runs; each run is made when a test first requests it.
+    """Uninterrupted reference runs; each run is made when a test first requests it.
 
     Args:
         shards: the shard pattern for ``--train-data``.
@@ -216,34 +211,18 @@ class Runs:
 
     def uninterrupted(self, loss: str, ranks: int, *more: str) -> Path:
         """Return the folder of an uninterrupted run."""
-        return self._made("whole", program, loss, ranks, more)
-
-    def stopped(self, loss: str, ranks: int, *more: str) -> Path:
-        """Return the folder of a run that SIGTERM stopped in step 8 of 10."""
-        return self._made("stopped", stopped_program, loss, ranks, more)
-
-    def _made(self, kind: str, target: Callable[[list[str]], None], loss: str, ranks: int, more: Sequence[str]) -> Path:
-        logs = self._folder / "-".join((kind, loss, str(ranks), *more))
+        logs = self._folder / "-".join((loss, str(ranks), *more))
         if not logs.exists():
             logs.mkdir(parents=True)
-            made = Program(self.argv(logs, loss, ranks, *more), ranks, logs / "output", target=target)
+            made = Program(self.argv(logs, loss, ranks, *more), ranks, logs / "output")
             assert not any(made.wait()), made.text()[-3000:]
         return logs / "run"
 
 
 def lines_of(log: Path) -> list[str]:
     """Return the lines of a log without their timing fields."""
-    lines = []
-    for line in log.read_text(errors="replace").splitlines() if log.is_file() else ():
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:
-            lines.append(line)
-            continue
-        if isinstance(content, dict):
-            content = {name: value for name, value in content.items() if name not in _TIMES}
-        lines.append(json.dumps(content, sort_keys=True))
-    return lines
+    lines = map(json.loads, log.read_text().splitlines())
+    return [json.dumps({name: line[name] for name in sorted(line) if name not in _TIMES}) for line in lines]
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:

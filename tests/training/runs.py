@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -86,6 +87,25 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
         except SystemExit as stop:
             return int(stop.code or 0)
     return 0
+
+
+def train(shards: str, logs: Path, name: str, loss: str, *more: str, stops: Sequence[int] = ()) -> Path:
+    """Train ``small-vit``. Stop and resume the run after each number of steps in ``stops``. Return the run folder."""
+    argv = small_command(shards, logs, name, loss, *(["--resume", "latest"] if stops else []), *more)
+    for stop in stops:
+        assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(argv) == 0
+    return logs / name
+
+
+def train_on_two_ranks(shards: str, logs: Path, loss: str, *more: str) -> Path:
+    """Train on two ranks, and assert that a run that is stopped and resumed is the same. Return the run folder."""
+    flags = ["--batch-size", "8", "--resume", "latest", *more]
+    whole, resumed = (small_command(shards, logs, name, loss, *flags) for name in ("whole", "resumed"))
+    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
+    run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
+    assert_same_run(logs / "resumed", logs / "whole")
+    return logs / "whole"
 
 
 def run_on_two_ranks(runs: list[dict]) -> None:

@@ -63,6 +63,16 @@ def test_latest_is_the_newest_one(tmp_path):
     assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == finding.scan(tmp_path)[0]
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    def denied(folder):
+        raise PermissionError(13, "Permission denied")
+
+    save(tmp_path, Position(1, 10))
+    monkeypatch.setattr(os, "listdir", denied)  # root can list every folder
+    with pytest.raises(UsageError, match=r"cannot read .*Permission denied.* --name"):
+        finding.scan(tmp_path)
+
+
 @pytest.mark.parametrize("crash_after", range(8))
 def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypatch, crash_after):
     """In case n, the process is killed at file operation n of a save that replaces epoch_latest."""
@@ -102,7 +112,13 @@ DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "empty": lambda path: path.write_bytes(b""),
     "gone": lambda path: path.unlink(),
+    "swapped": lambda path: path.write_bytes(counterpart(path).read_bytes()),
 }
+
+
+def counterpart(path: Path) -> Path:
+    """Return the same file of the checkpoint epoch_1."""
+    return Path(str(path).replace("epoch_2", "epoch_1").replace("step_20", "step_10"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -121,25 +121,6 @@ def test_a_run_is_left_alone_that_exists_or_of_which_no_checkpoint_can_be_read(s
     assert_is_refused(r"none of the checkpoints in .* can be read", "run", "--resume", "latest")
 
 
-def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole, tmp_path / "run")
-    before = contents(tmp_path / "run" / "checkpoints")
-
-    def denied(folder="."):
-        if Path(folder).name == "checkpoints":
-            raise PermissionError(13, "Permission denied")
-        return listdir(folder)
-
-    # Root can list every folder, so the test simulates a user without this permission.
-    listdir, glob = os.listdir, Path.glob
-    monkeypatch.setattr(os, "listdir", denied)
-    monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
-    with pytest.raises(UsageError, match=r"cannot read .*/checkpoints .*Permission denied.* --name"):
-        run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
-    monkeypatch.undo()
-    assert contents(tmp_path / "run" / "checkpoints") == before
-
-
 def test_two_ranks_end_together_where_the_checkpoints_are_out_of_reach(shards, tmp_path):
     argv = [*small_command(shards, tmp_path, "run", "fastclip", "--save-every-steps", "2"), "--batch-size", "8"]
     messages = two_ranks().run(run_that_loses_its_checkpoints, argv, group=False, timeout=200)

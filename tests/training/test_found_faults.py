@@ -85,12 +85,9 @@ def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ([["--batch-size", "8"], ["--batch-size", "4"]], "batch_size 4 (8)"),
         ([["--workers", "1"], ["--workers", "2"]], "workers 2 (1)"),
-        ([[], ["--log-every-n-steps", "3"]], "log_every_n_steps 3 (1)"),
         ([["--resume", "latest"], []], "resume None (latest)"),
         ([[], ["--resume", "/a/epoch_1.pt"]], "resume PATH (None)"),
-        ([[], ["--logs", "none"]], "checkpoint_path None (PATH), log_path None (PATH)"),
     ],
 )
 def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
@@ -120,10 +117,7 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
         (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
         (lambda f: train_on_csv(f, "filepath\ttitle\n0.png\tcafé".encode("latin-1")), r"pairs\.csv is not UTF-8 text"),
-        (
-            lambda f: model_loss((torch.ones(2, 2),)),
-            "the model returned tuple: expected image_features and text_features .*output_dict=True",
-        ),
+        (lambda f: model_loss((torch.ones(2, 2),)), "the model returned tuple: expected .*output_dict=True"),
         (
             lambda f: model_loss(saved={"loss": {}, "tables": {}}),
             r"(?s)the saved loss has .* with other options .*Resume with",

@@ -1,7 +1,7 @@
 """Runs that are killed at random times and restarted end bitwise equal to uninterrupted runs.
 
 The model, the optimizer, and the loss's state and tables are bitwise equal. Log lines and checkpoint names are also equal. Up
-to three times, SIGKILL ends all processes of a run, one rank, or only torchrun. About half of the kills happen during a save.
+to three times, SIGKILL ends all processes of a run, or one rank. About half of the kills happen during a save.
 If a restarted program exits with an error, it is started again. The seed fixes the targets and the times of the kills, but the
 program's activity at these times also depends on the machine.
 """
@@ -31,7 +31,7 @@ class Kill:
         after: event to wait for: the ``start`` of the program, a logged ``step``, or the start of a ``save``.
         count: number of such events to wait for.
         delay: seconds between the last of these events and the kill.
-        target: ``all`` processes, one ``rank``, or only ``torchrun``.
+        target: ``all`` processes, or one ``rank``.
         rank: the rank to kill if the target is ``rank``, modulo the number of trainers.
     """
 
@@ -42,11 +42,11 @@ class Kill:
     rank: int
 
 
-def drawn(rng: random.Random, ranks: int, torchrun: bool) -> Kill:
+def drawn(rng: random.Random, ranks: int) -> Kill:
     after = rng.choices(("start", "step", "save"), (0.15, 0.3, 0.55))[0]
-    longest = {"start": 12.0 if torchrun else 2.0, "step": 0.3, "save": 0.15 if torchrun else 0.08}[after]
-    targets = ["all", "rank", "torchrun"] if torchrun else ["all", "rank"] if ranks > 1 else ["all"]
-    return Kill(after, rng.choice((1, 1, 2, 3)), rng.uniform(0, longest), rng.choice(targets), rng.randrange(ranks))
+    longest = {"start": 2.0, "step": 0.3, "save": 0.08}[after]
+    target = rng.choice(["all", "rank"][:ranks])
+    return Kill(after, rng.choice((1, 1, 2, 3)), rng.uniform(0, longest), target, rng.randrange(ranks))
 
 
 def unfinished_saves(run: Path) -> set[tuple[str, int]]:
@@ -61,28 +61,23 @@ def unfinished_saves(run: Path) -> set[tuple[str, int]]:
 class Victim:
     """The run ``logs/run``, which is killed and restarted."""
 
-    def __init__(self, argv: list[str], ranks: int, torchrun: bool, logs: Path) -> None:
-        self._argv, self._ranks, self._torchrun, self._logs = argv, ranks, torchrun, logs
-        self._orphans: list[int] = []
+    def __init__(self, argv: list[str], ranks: int, logs: Path) -> None:
+        self._argv, self._ranks, self._logs = argv, ranks, logs
 
     def go_on(self, kills: Sequence[Kill]) -> None:
         """Start the run repeatedly, and kill it once per entry of ``kills``, until it is complete."""
         left, refusals, starts = list(kills), [], 0
-        try:
-            while len(refusals) < RESTARTS:
-                starts += 1
-                program = Program(self._argv, self._ranks, self._logs / f"output_{starts}", self._torchrun)
-                if left and self._killed(program, left[0]):
-                    left.pop(0)
-                    continue
-                statuses = program.wait()
-                if not any(statuses):
-                    return
-                refusals.append(program.message() or f"status {statuses}, no message:\n{program.text()[-3000:]}")
-            pytest.fail(f"{RESTARTS} restarts failed, the last one: {refusals[-1]}")
-        finally:
-            for pid in self._orphans:
-                send_kill(pid)
+        while len(refusals) < RESTARTS:
+            starts += 1
+            program = Program(self._argv, self._ranks, self._logs / f"output_{starts}")
+            if left and self._killed(program, left[0]):
+                left.pop(0)
+                continue
+            statuses = program.wait()
+            if not any(statuses):
+                return
+            refusals.append(program.message() or f"status {statuses}, no message:\n{program.text()[-3000:]}")
+        pytest.fail(f"{RESTARTS} restarts failed, the last one: {refusals[-1]}")
 
     def _killed(self, program: Program, kill: Kill) -> bool:
         """Wait for the event of ``kill``, then kill its target; return False if the program exited first."""
@@ -95,11 +90,6 @@ class Victim:
         if kill.target == "rank" and trainers:
             send_kill(trainers[kill.rank % len(trainers)])
             program.wait()
-        elif kill.target == "torchrun" and program.launcher is not None:
-            # The trainers outlive torchrun; they save and exit while the next launch starts.
-            program.launcher.kill()
-            program.wait()
-            self._orphans += trainers
         else:
             program.kill()
         return True
@@ -124,17 +114,10 @@ class Victim:
         return True
 
 
-def check_drawn(case: SoakCase, runs: Runs, logs: Path, torchrun: bool) -> None:
-    """Run one random case. Consecutive case numbers cycle through all losses, on one and on two ranks."""
-    rng, losses = case.random(), list_losses()
-    loss, ranks = losses[case.number % len(losses)], 1 + (case.number + case.number // len(losses)) % 2
-    check(runs, logs, loss, ranks, [drawn(rng, ranks, torchrun) for _ in range(3)], torchrun)
-
-
-def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill], torchrun: bool = False) -> None:
-    more = () if torchrun else ("--model", SMALL_MODEL)
+def check(runs: Runs, logs: Path, loss: str, ranks: int, kills: Sequence[Kill]) -> None:
+    more = ("--model", SMALL_MODEL)
     whole = runs.uninterrupted(loss, ranks, *more)
-    Victim(runs.argv(logs, loss, ranks, *more), ranks, torchrun, logs).go_on(kills)
+    Victim(runs.argv(logs, loss, ranks, *more), ranks, logs).go_on(kills)
     assert differing(logs / "run", whole) == [], kills
     assert contents(logs / "run" / "checkpoints").keys() == contents(whole / "checkpoints").keys(), kills
 
@@ -146,9 +129,7 @@ def test_a_run_killed_after_a_step_goes_on_at_its_last_save(steps: int, runs: Ru
 
 @pytest.mark.soak(2)
 def test_killed_runs_end_as_uninterrupted_ones(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
-    check_drawn(soak_case, runs, tmp_path, torchrun=False)
-
-
-@pytest.mark.soak(0)
-def test_runs_killed_under_torchrun_do_too(soak_case: SoakCase, runs: Runs, tmp_path: Path) -> None:
-    check_drawn(soak_case, runs, tmp_path, torchrun=True)
+    """Consecutive case numbers cycle through all losses, on one and on two ranks."""
+    rng, losses, number = soak_case.random(), list_losses(), soak_case.number
+    loss, ranks = losses[number % len(losses)], 1 + (number + number // len(losses)) % 2
+    check(runs, tmp_path, loss, ranks, [drawn(rng, ranks) for _ in range(3)])

@@ -239,15 +239,6 @@ def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_pat
     assert 0.0 <= evaluations[0]["evaluation"]["datacomp/cifar10"] <= 1.0
 
 
-def test_the_treatment_of_equal_captions_reaches_the_loss(shards, tmp_path):
-    # The captions are five background colors, so every batch of 8 contains equal captions.
-    more = ["--caption-key", "json:background", "--accum-freq", "2", "--batch-size", "8", "--epochs", "1"]
-    for treatment in ("negative", "positive"):
-        assert run(small_command(shards, tmp_path, treatment, "fastclip", *more, "--equal-captions", treatment)) == 0
-    first, second = (losses_of(tmp_path / treatment)[0][1] for treatment in ("negative", "positive"))
-    assert first != pytest.approx(second, rel=1e-5)
-
-
 def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
     more = ["--delete-previous-checkpoint", "--save-frequency", "2", "--epochs", "5"]
     assert run(small_command(shards, tmp_path, "run", "openclip", *more)) == 0

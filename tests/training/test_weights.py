@@ -26,7 +26,6 @@ from openclip_ext.training.optimizer import (
 )
 from openclip_ext.training.validation import is_best
 from tests.training.runs import (
-    EXIT_AFTER_SIGTERM,
     SMALL_MODEL,
     assert_same_run,
     differences,
@@ -34,9 +33,10 @@ from tests.training.runs import (
     losses_of,
     results_of,
     run,
-    run_on_two_ranks,
     small_command,
     stock_model,
+    train,
+    train_on_two_ranks,
 )
 
 METRIC = "image_to_text_R@5"
@@ -258,16 +258,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
     rates = ["--opt", "lamb", "--lr-text", "5e-4", "--image-layer-decay", "0.7", "--text-layer-decay", "0.9"]
     rates += ["--opt-kwargs", "max_grad_norm=0.5", "--wd-exclude", "*positional_embedding", "visual.*"]
     more = [*rates, "--model-ema-decay", "0.8", "--keep-best", METRIC, "--val-data", shards]
-    assert run(small_command(shards, tmp_path, "plain", "neuclip", *rates)) == 0
-    assert run(small_command(shards, tmp_path, "whole", "neuclip", *more)) == 0
-    resumed = [*small_command(shards, tmp_path, "resumed", "neuclip", *more), "--resume", "latest"]
-    for stop in (3, 5):
-        assert run(resumed, stop_after=stop) == EXIT_AFTER_SIGTERM
-    assert run(resumed) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    plain_run = train(shards, tmp_path, "plain", "neuclip", *rates)
+    whole_run = train(shards, tmp_path, "whole", "neuclip", *more)
+    assert_same_run(train(shards, tmp_path, "resumed", "neuclip", *more, stops=(3, 5)), whole_run)
     # Averaging the weights does not change the training itself.
-    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
-    whole, plain = final_state(tmp_path / "whole"), final_state(tmp_path / "plain")["model"]
+    assert losses_of(whole_run) == losses_of(plain_run)
+    whole, plain = final_state(whole_run), final_state(plain_run)["model"]
     assert differences(whole["model"][TRAINED_KEY], plain["state_dict"]) == []
     assert differences(whole["model"]["state_dict"], plain["state_dict"]) != []
     for name in ("whole", "resumed"):
@@ -283,14 +279,5 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
 
 def test_two_ranks_resume_and_stock_openclip_loads_the_average(shards, tmp_path):
     more = ["--model-ema-decay", "0.8", "--lr-text", "5e-4", "--equal-captions", "mask", "--draw-captions"]
-    on_two = [*more, "--batch-size", "8"]
-    resumed = [*small_command(shards, tmp_path, "resumed", "fastclip", *on_two), "--resume", "latest"]
-    run_on_two_ranks(
-        [
-            {"argv": small_command(shards, tmp_path, "whole", "fastclip", *on_two)},
-            {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM},
-            {"argv": resumed},
-        ]
-    )
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    stock_model(tmp_path / "whole" / "checkpoints" / "epoch_2.pt", SMALL_MODEL)
+    whole = train_on_two_ranks(shards, tmp_path, "fastclip", *more)
+    stock_model(whole / "checkpoints" / "epoch_2.pt", SMALL_MODEL)

@@ -95,6 +95,7 @@ class Way:
         norms_in_float32: whether only matrices have ``dtype``, and norms stay float32, as with ``--precision bf16``.
         sharded: whether several processes shard the parameters (FSDP2). False means that they replicate them (DDP).
         reshard: whether full parameters are freed between forward and backward, and gathered again.
+        backend: compiler of a ``compiled`` model. The default is fast.
         device: device of the model, the loss and the batches.
         options: options of the loss that are added to ``LOSSES`` or override its values.
     """
@@ -113,6 +114,7 @@ class Way:
     norms_in_float32: bool = False
     sharded: bool = False
     reshard: bool = True
+    backend: str = "eager"
     device: torch.device = CPU
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -124,16 +126,12 @@ class TinyTraining:
         name: name of the loss.
         way: how the steps are computed.
         keep_whole: whether rank 0 keeps a full copy of a sharded model, for evaluations.
-        compiled: a compiled model to reuse, to save compile time. Its weights are reset to the initial weights.
     """
 
-    def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
+    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
         model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
-        if compiled is not None:
-            compiled.load_state_dict(model.state_dict())
-            model = compiled
         if way.checkpointing:
             model.set_grad_checkpointing()
         convert_weights_to_lp(model, way.dtype) if way.norms_in_float32 else model.to(way.dtype)
@@ -144,7 +142,7 @@ class TinyTraining:
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # Compile the full model, as training does. A sharded model compiles its blocks instead.
-        stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
+        stepped = torch.compile(self.model, backend=way.backend) if way.compiled and not way.sharded else self.model
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:
