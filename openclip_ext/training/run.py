@@ -32,6 +32,7 @@ from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checkpoint.format import Checkpoint, Position, RunIdentity
 from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
+from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
@@ -140,17 +141,13 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = gradient_scaler(config.step.precision, built.device)
-    identity = _identity(config, loader.source)
-    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
-    ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
+    ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
     if config.parallel.compile_loss:
         loss.compile()
     step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
-    if start.checkpoint is not None:
-        saved = (start.checkpoint.shared or {}).get("parts", {})
-        for name, part in stateful_parts(step, loader).items():
-            part.load_state_dict(saved.get(name, {}))
+    identity = _identity(config, loader.source)
+    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     # An epoch may have fewer steps than before the resume.
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
         position.step_in_epoch, steps_per_epoch

@@ -11,7 +11,6 @@ from torch import nn
 
 from openclip_ext import model_configs
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
@@ -24,6 +23,7 @@ from openclip_ext.training.optimizer import (
     logit_scale_lr,
     lr_scales,
 )
+from openclip_ext.training.step import StepSettings, TrainStep
 from openclip_ext.training.validation import is_best
 from tests.training.runs import (
     SMALL_MODEL,
@@ -38,6 +38,7 @@ from tests.training.runs import (
     train,
     train_on_two_ranks,
 )
+from tests.training.tiny import CPU, tiny_loss, tiny_model
 
 METRIC = "image_to_text_R@5"
 
@@ -159,20 +160,20 @@ def test_the_cosine_ends_at_its_floor():
 
 def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
     """OpenCLIP's checkpoints store ``fused=None``. On a GPU, only a fused optimizer can skip a step without a sync."""
-    model = nn.Linear(3, 2)
+    model, loss = tiny_model(), tiny_loss("openclip")
     stock = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
+    model.logit_scale.sum().backward()
     stock.step()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainStep(model, loss, torch.optim.AdamW(model.parameters(), fused=True), StepSettings(CPU))
     content = {"epoch": 1, "name": "stock", "state_dict": model.state_dict(), "optimizer": stock.state_dict()}
     torch.save(content, tmp_path / "epoch_1.pt")
-    identity = ckpt.RunIdentity("linear", "openclip", "adamw", 40, 8, 0)
-    restoring.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, model, optimizer, None, ContrastiveLoss())
-    assert optimizer.param_groups[0]["fused"] is True
-    before = model.weight.detach().clone()
-    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
-    optimizer.step()
-    assert torch.equal(model.weight, before)
+    identity = ckpt.RunIdentity("tiny", "openclip", "adamw", 40, 8, 0)
+    restoring.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, step, {})
+    assert step.optimizer.param_groups[0]["fused"] is True
+    before = model.logit_scale.detach().clone()
+    step.optimizer.grad_scale, step.optimizer.found_inf = None, torch.ones(())
+    step.optimizer.step()
+    assert torch.equal(model.logit_scale, before)
 
 
 # --- the best model ---------------------------------------------------------------------------------------------------
