@@ -49,14 +49,9 @@ def program(argv: list[str]) -> None:
 
 
 class Program:
-    """A training run in separate processes.
+    """A training run in separate processes, which torchrun starts, or which are forked and call ``target(argv)``.
 
-    Args:
-        argv: command-line arguments of the training program.
-        ranks: number of trainer processes.
-        output: file for stdout and stderr of the trainers; it is overwritten.
-        torchrun: whether torchrun starts the trainers; otherwise they are forked.
-        target: function that each fork calls with ``argv``.
+    ``output`` is a file for stdout and stderr of the trainers; it is overwritten.
     """
 
     def __init__(
@@ -190,12 +185,7 @@ def _serve(target: Callable[[list[str]], None], argv: list[str], environment: di
 
 
 class Runs:
-    """Uninterrupted reference runs; each run is made when a test first requests it.
-
-    Args:
-        shards: the shard pattern for ``--train-data``.
-        folder: folder in which the runs are made.
-    """
+    """Uninterrupted reference runs in ``folder``; each run is made when a test first requests it."""
 
     def __init__(self, shards: str, folder: Path) -> None:
         self._shards, self._folder = shards, folder

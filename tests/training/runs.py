@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -177,26 +178,21 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
     return model
 
 
-def differences(first, second, path: str = "") -> list[str]:
+def differences(first, second) -> list[str]:
     """Return the paths at which two nested states differ bitwise; NaN equals NaN."""
-    if isinstance(first, torch.Tensor):
-        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
-        same = same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
-        return [] if same and torch.equal(first.isnan(), second.isnan()) else [path]
-    if isinstance(first, dict):
-        keys = set(first) | set(second)
-        return [
-            found
-            for key in sorted(keys, key=str)
-            for found in (
-                differences(first[key], second[key], f"{path}/{key}")
-                if key in first and key in second
-                else [f"{path}/{key}"]
-            )
-        ]
-    if isinstance(first, list | tuple):
-        if len(first) != len(second):
-            return [path]
-        pairs = enumerate(zip(first, second, strict=True))
-        return [found for number, (a, b) in pairs for found in differences(a, b, f"{path}/{number}")]
-    return [] if first == second else [path]
+    one, other = _flat(first), _flat(second)
+    return [path for path in sorted(one.keys() | other.keys()) if not _is_same(one.get(path), other.get(path))]
+
+
+def _flat(state, path: str = "") -> dict[str, Any]:
+    if not isinstance(state, dict | list | tuple):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {name: value for key, item in items for name, value in _flat(item, f"{path}/{key}").items()}
+
+
+def _is_same(first, second) -> bool:
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return type(first) is type(second) and first == second
+    same = first.dtype == second.dtype and first.shape == second.shape and torch.equal(first.isnan(), second.isnan())
+    return same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))

@@ -273,31 +273,6 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypa
         assert requests.poll_ranks() == signals.Request.NOTHING
 
 
-def test_no_step_waits_for_the_other_ranks_to_agree(monkeypatch):
-    begun = []
-
-    def begin(flag):
-        begun.append(flag)
-        number = len(begun)
-
-        def result():
-            assert now or number < len(begun), "the ranks wait for each other in every step"
-            return flag
-
-        return result
-
-    monkeypatch.setattr(signals.distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(signals.distributed, "any_rank_soon", begin)
-    now, nothing, stop = False, signals.Request.NOTHING, signals.Request.SAVE_AND_STOP
-    with signals.SignalRequests() as requests:
-        assert requests.poll_ranks() == nothing
-        signal.raise_signal(signal.SIGTERM)
-        assert [requests.poll_ranks(), requests.poll_ranks(), requests.poll_ranks()] == [nothing, stop, nothing]
-        now = True  # the trainer passes now=True before slow work, such as an evaluation
-        signal.raise_signal(signal.SIGTERM)
-        assert [requests.poll_ranks(now=True), requests.poll_ranks(now=True)] == [stop, nothing]
-
-
 def test_a_stopped_rank_is_named(two_trainers, tmp_path):
     first, second = two_trainers.trainers()
     os.kill(second, signal.SIGSTOP)
