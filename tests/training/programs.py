@@ -9,7 +9,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -118,11 +117,6 @@ class Program:
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
-
-    def message(self) -> str | None:
-        """Return the line that begins with ``error:`` in the program's output, or None if no line does."""
-        found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
-        return found and found.group()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:

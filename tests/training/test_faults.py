@@ -30,6 +30,7 @@ from tests.training.runs import (
     run,
     run_on_two_ranks,
     small_command,
+    train,
 )
 
 
@@ -51,9 +52,7 @@ def disk_is_full(*_):
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("whole")
-    assert run(small_command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
-    return logs / "run"
+    return train(shards, tmp_path_factory.mktemp("whole"), "run", "fastclip", "--val-data", shards)
 
 
 def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):

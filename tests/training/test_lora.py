@@ -46,9 +46,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(base, shards, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(small_command(shards, folder, "run", "fastclip", *base[0], "--val-data", shards)) == 0
-    return folder / "run"
+    return runs.train(shards, tmp_path_factory.mktemp("whole"), "run", "fastclip", *base[0], "--val-data", shards)
 
 
 @pytest.mark.parametrize("towers", TOWERS)

@@ -32,16 +32,15 @@ from tests.training.runs import (
     run,
     small_command,
     stock_model,
+    train,
 )
 
 
 @pytest.fixture(scope="module")
 def finished(shards, tmp_path_factory):
     """Return a finished run with validation and TensorBoard."""
-    logs = tmp_path_factory.mktemp("finished")
     more = ["--val-data", shards, "--report-to", "tensorboard", "--save-every-steps", "2", "--save-most-recent"]
-    assert run(small_command(shards, logs, "run", "neuclip", *more)) == 0
-    return logs / "run"
+    return train(shards, tmp_path_factory.mktemp("finished"), "run", "neuclip", *more)
 
 
 def test_the_run_folder_has_what_openclip_users_look_for(finished):
@@ -49,11 +48,8 @@ def test_the_run_folder_has_what_openclip_users_look_for(finished):
         path.name for path in finished.iterdir()
     }
     checkpoints = {path.name for path in (finished / "checkpoints").glob("*.pt")}
-    assert checkpoints == {
-        "epoch_1.pt",
-        "epoch_2.pt",
-        "epoch_latest.pt",
-    }  # mid-epoch checkpoints are removed at the end of an epoch
+    # Mid-epoch checkpoints are removed at the end of an epoch.
+    assert checkpoints == {"epoch_1.pt", "epoch_2.pt", "epoch_latest.pt"}
     stock_model(finished / "checkpoints" / "epoch_latest.pt", SMALL_MODEL)
     saved = torch.load(finished / "checkpoints" / "epoch_latest.pt", weights_only=True)
     assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)

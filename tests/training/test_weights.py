@@ -79,26 +79,19 @@ def test_16_bits_are_averaged_in_32():
 # --- learning rates ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (
-            ["class_embedding", "positional_embedding", "proj", "conv1.weight", "ln_pre.weight"],
-            [3, 3, 0, 3, 3],
-        ),
-        (["trunk.patch_embed.proj.weight", "trunk.cls_token", "trunk.norm.weight", "head.proj.weight"], [3, 3, 0, 0]),
-        (["trunk.stem.0.weight", "trunk.attn_pool.latent", "attnpool.positional_embedding"], [3, 0, 0]),
-        (["bn1.weight", "conv3.weight", "text_projection", "ln_final.bias", "token_embedding.weight"], [3, 3, 0, 0, 3]),
-    ],
-)
+# Parameters before the first layer, and after the last layer.
+BEFORE = ("class_embedding", "positional_embedding", "conv1.weight", "ln_pre.weight", "trunk.patch_embed.proj.weight")
+BEFORE += ("trunk.cls_token", "trunk.stem.0.weight", "bn1.weight", "conv3.weight", "token_embedding.weight")
+AFTER = ("proj", "trunk.norm.weight", "head.proj.weight", "trunk.attn_pool.latent", "attnpool.positional_embedding")
+AFTER += ("text_projection", "ln_final.bias")
+
+
 @pytest.mark.parametrize(
     "layers", ["transformer.resblocks.{}.x", "trunk.blocks.{}.x", "layer{}.0.x", "encoder.layer.{}.x"]
 )
-def test_depth_of_each_parameter(names, expected, layers):
-    stack = [layers.format(number) for number in (1, 2)]
-    found = depths("image", [*names, *stack])
-    assert [found[name] for name in names] == expected
-    assert [found[name] for name in stack] == [2, 1]
+def test_depth_of_each_parameter_of_a_tower_with_two_layers(layers):
+    expected = {**dict.fromkeys(BEFORE, 3), layers.format(1): 2, layers.format(2): 1, **dict.fromkeys(AFTER, 0)}
+    assert depths("image", list(expected)) == expected
 
 
 def _demo() -> nn.Module:
@@ -110,11 +103,9 @@ def _demo() -> nn.Module:
 def test_scales_of_a_model():
     model = _demo()
     scales = lr_scales(model, {"image": (1.0, 0.5), "text": (0.1, 1.0)})
-    assert scales["visual.proj"] == 1
-    assert scales["visual.transformer.resblocks.1.ln_1.weight"] == 0.5
-    assert scales["visual.transformer.resblocks.0.ln_1.weight"] == 0.25
-    assert scales["visual.conv1.weight"] == 0.125
-    assert scales["logit_scale"] == 1
+    blocks = [f"visual.transformer.resblocks.{number}.ln_1.weight" for number in (0, 1)]
+    names = ["visual.conv1.weight", *blocks, "visual.proj", "logit_scale"]
+    assert [scales[name] for name in names] == [0.125, 0.25, 0.5, 1, 1]
     text = [name for name in scales if not name.startswith(("visual", "logit"))]
     assert [scales[name] for name in text] == pytest.approx([0.1] * len(text))
 
@@ -198,8 +189,7 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
 
 
 def test_globs_exclude_parameters_from_weight_decay():
-    model_configs.add_model_configs()
-    model = open_clip.create_model("demo-vit")
+    model = _demo()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def without_decay(
