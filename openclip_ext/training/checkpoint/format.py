@@ -108,7 +108,7 @@ def verify(path: Path) -> None:
             found = list(pool.map(checksum, files))
         pairs = zip(files, found, expected.values(), strict=True)
         corrupt = [file.name for file, digest, recorded in pairs if digest != recorded]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"the state of {path} is incomplete or unreadable: {error}") from error
     if corrupt:
         raise UsageError(f"{path} is corrupt: checksum mismatch in {', '.join(corrupt)}")
