@@ -125,6 +125,7 @@ def counterpart(path: Path) -> Path:
 @pytest.mark.parametrize("file", FILES)
 def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
     good = save(tmp_path, Position(1, 10))
+    torch.rand(1)  # no file of the second checkpoint is equal to one of the first
     save(tmp_path, Position(2, 20))
     DAMAGES[damage](tmp_path / file)
     before = contents(tmp_path)
