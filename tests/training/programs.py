@@ -205,7 +205,7 @@ class Runs:
 
 def lines_of(log: Path) -> list[str]:
     """Return the lines of a log without their timing fields."""
-    lines = map(json.loads, log.read_text().splitlines())
+    lines = map(json.loads, log.read_text().splitlines() if log.is_file() else ())
     return [json.dumps({name: line[name] for name in sorted(line) if name not in _TIMES}) for line in lines]
 
 

@@ -1,5 +1,6 @@
 """Regression tests for faults that earlier stress tests found."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,8 @@ from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training.config import RunFolderConfig
+from openclip_ext.training.config import ReportingConfig, RunFolderConfig
+from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened
 from tests.data.loading import build, indices, preprocess, train_with_a_fork_server
 from tests.data.shards import undecodable, write_shards
@@ -127,3 +129,12 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
 def test_what_is_wrong_is_said(tmp_path: Path, act: Callable[[Path], object], said: str):
     with pytest.raises(ValueError, match=said):
         act(tmp_path)
+
+
+def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path):
+    reporter = Reporter(tmp_path, ReportingConfig(), 0, 10, 5)
+    reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
+    (tmp_path / "checkpoints").mkdir()
+    reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})
+    lines = (tmp_path / "checkpoints" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]

@@ -2,10 +2,12 @@
 
 import logging
 import math
+import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ class Reporter:
         self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines that are not yet written, by file
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard: Any = None
@@ -192,12 +195,19 @@ class Reporter:
     def _write(self, file: str, record: dict[str, Any]) -> None:
         if self._folder is None:
             return
+        self._unwritten[file] += json_lines.dumps(record).encode() + b"\n"
+        end = None
         try:
             with open(self._folder / file, "ab+") as lines:
-                lines.seek(max(0, lines.tell() - 1))
-                torn = lines.read(1) not in (b"", b"\n")  # a killed process or a full disk may have left half a line
-                lines.write(b"\n" * torn + json_lines.dumps(record).encode() + b"\n")
-        except OSError as error:
+                end = lines.tell()
+                lines.seek(max(0, end - 1))
+                torn = lines.read(1) not in (b"", b"\n")  # a killed process may have left half a line
+                lines.write(b"\n" * torn + self._unwritten[file])
+            del self._unwritten[file]
+        except OSError as error:  # the lines stay in `_unwritten`, and the next call writes them
+            if end is not None:
+                with suppress(OSError):
+                    os.truncate(self._folder / file, end)
             self._warn_once(file, error)
 
     def _scalars(self, group: str, values: dict[str, Any], step: int, wandb_step: int | None = None) -> None:
