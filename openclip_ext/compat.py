@@ -223,11 +223,6 @@ def converts_to_rgb(step: Any) -> bool:
     return isinstance(step, MaybeConvertMode)
 
 
-def drops_patches(model: Any) -> bool:
-    """Return whether the image tower has patch dropout."""
-    return any("patch_drop" in name for name, _ in model.visual.named_modules())
-
-
 def lock_text_tower(model: Any, unlocked_layers: int, freeze_layer_norm: bool) -> None:
     """Freeze the text tower of a model, which may be a captioner (CoCa). OpenCLIP's function does not support captioners.
 

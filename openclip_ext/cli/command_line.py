@@ -32,13 +32,14 @@ def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
 
 
 def device(name: str) -> str:
-    """Return ``name``. Raise ArgumentTypeError if it is not a device, or is a GPU and this machine has no GPU."""
+    """Return ``name``. Raise ArgumentTypeError if it is not a device of PyTorch, or if this machine does not have it."""
     try:
-        is_cuda = torch.device(name).type == "cuda"
+        found = torch.device(name)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"{name}: expected cpu, cuda or cuda:N") from error
-    if is_cuda and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds no GPU on this machine; use cpu")
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"{name}: PyTorch finds {count} GPUs on this machine; use cpu")
     return name
 
 

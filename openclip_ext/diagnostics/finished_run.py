@@ -27,7 +27,7 @@ from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint.finding import scan
-from openclip_ext.training.checkpoint.format import Checkpoint, checksum, read
+from openclip_ext.training.checkpoint.format import Checkpoint, checksum, read, verify
 from openclip_ext.training.checkpoint.restoring import load_model, restore_loss, unmerged
 from openclip_ext.training.config import ModelConfig, model_config
 from openclip_ext.training.ema import TRAINED_KEY
@@ -171,10 +171,12 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
 
 
 def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
-    path = scan(folder).newest if name == "latest" else folder / name
+    path = scan(folder)[0] if name == "latest" else folder / name
     if path is None or not path.is_file():
         found = ", ".join(sorted(file.name for file in folder.glob("*.pt"))) or "none"
         raise UsageError(f"no checkpoint {name} in {folder}; found: {found}")
+    if name != "latest":
+        verify(path)
     loaded = read(path)
     if loaded.shared is None:
         raise UsageError(f"{path} has no state of a loss: expected a checkpoint of openclip-ext train with its .state")

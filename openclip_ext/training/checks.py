@@ -1,14 +1,14 @@
 """Check a configuration before anything is built or written."""
 
+import argparse
 import importlib.util
-import logging
 import os
 from pathlib import Path
 
 import open_clip
-import torch
 
-from openclip_ext import compat, distributed
+from openclip_ext import compat
+from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -18,7 +18,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
-from openclip_ext.training.optimizer import check_optimizer, full_name
+from openclip_ext.training.optimizer import full_name
 
 
 def check(config: TrainingConfig) -> None:
@@ -33,7 +33,6 @@ def check(config: TrainingConfig) -> None:
     if data is not None and config.model.torchscript:
         raise UsageError("--torchscript cannot train: remove it, or use --torchcompile for speed")
     _check_pixels(config.model)
-    check_optimizer(config.optimizer)
     _check_evaluation(config.evaluation)
     if data is not None:
         data.check_type()
@@ -49,11 +48,8 @@ def check(config: TrainingConfig) -> None:
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
-    if config.model.lora.rank is not None:
-        if importlib.util.find_spec("peft") is None:
-            raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
-        if not config.model.weights and distributed.is_master():
-            logging.warning("--lora-rank without --pretrained: the adapters are trained on frozen random weights.")
+    if config.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
+        raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
 
 
 def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
@@ -83,9 +79,7 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation such as --val-data with a frequency above 0")
-    if config.parallel.fsdp and world_size == 1:
-        logging.warning("--fsdp has no effect with a single process.")
-    elif config.parallel.fsdp:
+    if config.parallel.fsdp and world_size > 1:
         parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
 
@@ -123,15 +117,10 @@ def _check_pixels(config: ModelConfig) -> None:
 
 def check_device(name: str | None) -> None:
     """Raise UsageError if PyTorch does not support the device, or if this machine does not have it. None is accepted."""
-    if name is None:
-        return
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device {name} is not a PyTorch device: expected cpu, cuda or cuda:N") from None
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"--device {name}: PyTorch finds {count} GPUs on this machine. --device cpu needs none")
+        command_line.device(name or "cpu")
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--device {error}") from error
 
 
 def _check_evaluation(config: EvaluationConfig) -> None:

@@ -148,17 +148,18 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         recipe = recipes.get(args.recipe, loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    options = parsing.take_loss_options({**vars(args)})
     views = recipe.loss_options.get("views", 1)
-    if getattr(args, "views", views) != views:
+    if options.get("views", views) != views:
         kind = "images alone" if views == 2 else "images with texts"
-        raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {args.views}: remove one of them")
-    if given := {part: vars(args)[part] for part in PARTS if part in args}:
+        raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {options['views']}: remove one of them")
+    if given := {part: options[part] for part in PARTS if part in options}:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
         from openclip_ext.losses import registry  # a late import, because it imports torch
 
         used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
-        options = {name: value for name, value in recipe.loss_options.items() if name in used}
-        recipe = replace(recipe, loss_options=options)
+        kept = {name: value for name, value in recipe.loss_options.items() if name in used}
+        recipe = replace(recipe, loss_options=kept)
     return recipe.argv()
 
 
@@ -170,7 +171,7 @@ def _check_together(args: argparse.Namespace) -> None:
         written.append("--save-every-steps")
     refuse_url(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
     refuse_url(args.cache_dir, "Use a local folder for --cache-dir")
-    name, resume, lr, cooldown = args.name, args.resume, args.lr, args.epochs_cooldown
+    name, resume, lr, opt, cooldown = args.name, args.resume, args.lr, args.opt.lower(), args.epochs_cooldown
     has_cooldown, is_cosine = args.lr_scheduler == "const-cooldown", args.lr_scheduler == "cosine"
     is_synthetic, is_static = args.dataset_type == "synthetic", args.ddp_static_graph
     distills = args.distill_model is not None or args.distill_pretrained is not None
@@ -180,6 +181,11 @@ def _check_together(args: argparse.Namespace) -> None:
         "--horovod is not supported: start with torchrun": args.horovod,
         "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,
         "distillation (--distill-model) is not supported: use open_clip_train.main": distills,
+        f"--opt {args.opt}: expected adamw, lamb or timm/NAME": not (
+            opt in ("adamw", "lamb") or opt.startswith("timm/")
+        ),
+        f"--opt {args.opt} needs both --beta1 and --beta2, or neither": (args.beta1 is None) != (args.beta2 is None),
+        "--lookahead-steps needs --opt timm/lookahead_NAME": args.lookahead_steps and "lookahead" not in opt,
         f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,

@@ -107,8 +107,6 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
-    if config.force_patch_dropout and not compat.drops_patches(model) and distributed.is_master():
-        logging.warning(f"No effect on --model {config.name}: --force-patch-dropout {config.force_patch_dropout}.")
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)

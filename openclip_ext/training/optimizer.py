@@ -14,7 +14,6 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
@@ -23,17 +22,11 @@ from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 SCALE = "rate_of_schedule"
 # Keys in a parameter group whose values come from flags. Other keys may be state of the optimizer.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
-_LOOKAHEAD = "lookahead_"
-LOOKAHEAD = f"timm/{_LOOKAHEAD}"
-# Optimizer arguments that --opt-kwargs does not accept, and the flags that set them.
-_SET_BY_FLAGS = {
-    "lr": "--lr",
-    "weight_decay": "--wd",
-    "betas": "--beta1 and --beta2",
-    "eps": "--eps",
-    "momentum": "--momentum",
-}
-_SET_BY_US = ("fused", "foreach", "capturable", "differentiable", "params")
+# Optimizer arguments that --opt-kwargs does not accept: the first ones have flags, and the program sets the other ones.
+_RESERVED = (
+    *("lr", "weight_decay", "betas", "eps", "momentum"),
+    *("params", "fused", "foreach", "capturable", "differentiable"),
+)
 _LAYER = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|stages?)\.?(\d+)\.")
 _AFTER = re.compile(r"attn_?pool|(?:^|\.)head")
 _BEFORE = re.compile(r"embed|token|stem|patch|cls_|ln_pre|norm_pre|(?:^|\.)(?:conv|bn)\d")
@@ -63,23 +56,16 @@ def create_optimizer(
         groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
-    if name == "adamw":
-        return _adamw(groups, config)
-    from timm.optim import create_optimizer_v2
-
     # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP.
     own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
-    betas = None if config.beta1 is None else (config.beta1, config.beta2)
-    options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
-    options = {option: value for option, value in options.items() if value is not None}
-    options |= {"lr": config.lr, "weight_decay": config.weight_decay, **further_arguments(config)}
-    optimizer = create_optimizer_v2(
-        groups if own_groups else parallel.unwrap(model), name.removeprefix("timm/"), **options
-    )
-    if config.lookahead_steps is not None:
-        for group in optimizer.param_groups:
-            group["lookahead_k"] = config.lookahead_steps
-    return optimizer
+    more = further_arguments(config)
+    try:
+        if name == "adamw":
+            return _adamw(groups, config, more)
+        return _timm_optimizer(name, groups if own_groups else parallel.unwrap(model), config, more)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        given = " ".join([config.name, *(["--opt-kwargs"] if more else []), *config.kwargs])
+        raise UsageError(f"--opt {given}: {error}") from error
 
 
 def full_name(config: OptimizerConfig) -> str:
@@ -95,10 +81,8 @@ def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
         name, separator, text = word.partition("=")
         if not separator or not name.isidentifier():
             raise UsageError(f"--opt-kwargs {word}: expected NAME=VALUE, such as amsgrad=True")
-        if name in _SET_BY_FLAGS:
-            raise UsageError(f"--opt-kwargs {word}: set it with {_SET_BY_FLAGS[name]}")
-        if name in _SET_BY_US:
-            raise UsageError(f"--opt-kwargs {word}: the program chooses the optimizer's implementation. Remove it")
+        if name in _RESERVED:
+            raise UsageError(f"--opt-kwargs {word}: another flag or the program sets it. Remove it")
         try:
             found[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -106,42 +90,7 @@ def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
     return found
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise UsageError if the optimizer does not exist, or does not accept the settings."""
-    _check_name(config)
-    if config.kwargs:
-        try:
-            settings = OptimizerConfig(config.name, beta1=config.beta1, beta2=config.beta2, kwargs=config.kwargs)
-            create_optimizer(nn.Linear(2, 2), settings, None)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(
-                f"--opt-kwargs {' '.join(config.kwargs)}: --opt {config.name} rejects them: {error}"
-            ) from error
-
-
-def _check_name(config: OptimizerConfig) -> None:
-    name = full_name(config)
-    if config.lookahead_steps is not None and not name.startswith(LOOKAHEAD):
-        raise UsageError(f"--lookahead-steps needs an optimizer with LookAhead, such as --opt {LOOKAHEAD}sgd")
-    if name == "adamw":
-        if config.beta1 is None or config.beta2 is None or config.eps is None:
-            raise UsageError("--opt adamw needs --beta1, --beta2 and --eps")
-        return
-    from timm.optim import list_optimizers
-
-    known = list_optimizers()
-    plain = name.removeprefix("timm/").removeprefix(_LOOKAHEAD)
-    if not name.startswith("timm/") or plain not in known:
-        hint = nearest(f"timm/{plain}", [f"timm/{other}" for other in known])
-        raise UsageError(f"unknown optimizer --opt {config.name!r}; known: adamw, lamb, timm/NAME{hint}")
-    if (config.beta1 is None) != (config.beta2 is None):
-        raise UsageError("a timm optimizer needs both --beta1 and --beta2, or neither")
-
-
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
-    assert config.beta1 is not None and config.beta2 is not None and config.eps is not None, "checked before"
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, more: dict[str, Any]) -> torch.optim.AdamW:
     parameters = [parameter for group in groups for parameter in group["params"]]
     # On a GPU, only a fused optimizer can skip a step without a sync (see ``guard.py``).
     on_gpu = all(parameter.is_cuda for parameter in parameters)
@@ -151,9 +100,23 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     full_precision = (torch.float32, torch.float64)
     on_cpu = all(parameter.is_cpu and parameter.dtype in full_precision for parameter in parameters)
     fused = on_gpu or (on_cpu and distributed.world_size() == 1) or None
-    betas = (config.beta1, config.beta2)
-    more = further_arguments(config)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, **more)
+    betas: Any = (config.beta1, config.beta2)
+    eps: Any = config.eps
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=eps, fused=fused, **more)
+
+
+def _timm_optimizer(name: str, parameters: Any, config: OptimizerConfig, more: dict[str, Any]) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2
+
+    betas = None if config.beta1 is None else (config.beta1, config.beta2)
+    options: dict[str, Any] = {"eps": config.eps, "betas": betas, "momentum": config.momentum}
+    options = {option: value for option, value in options.items() if value is not None}
+    options |= {"lr": config.lr, "weight_decay": config.weight_decay, **more}
+    optimizer = create_optimizer_v2(parameters, name.removeprefix("timm/"), **options)
+    if config.lookahead_steps is not None:
+        for group in optimizer.param_groups:
+            group["lookahead_k"] = config.lookahead_steps
+    return optimizer
 
 
 def _parameter_groups(

@@ -83,9 +83,12 @@ def own_flags() -> list[str]:
     return ["--loss", "--recipe", "--loss-option", *_loss_flags(), *of_run]
 
 
+def _own_loss_options() -> list[Option]:
+    return [option for option in OPTIONS.values() if not option.openclip_flag]
+
+
 def _loss_flags() -> list[str]:
-    own = (option for option in OPTIONS.values() if not (option.openclip_flag or option.ablation))
-    return [HARD_SHARE.flag, *(option.flag for option in own)]
+    return [HARD_SHARE.flag, *(option.flag for option in _own_loss_options() if not option.ablation)]
 
 
 def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ()) -> None:
@@ -93,18 +96,17 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
     The parsed arguments have no attribute for an option that was not given, because None is a valid value.
     """
-    options = {option.name: option for option in OPTIONS.values() if not option.openclip_flag}
     names = f"one of: {', '.join(SUMMARIES)}, or my.module:METHOD (default: openclip)"
     group.add_argument("--loss", default=None, help=argparse.SUPPRESS if "loss" in hidden else names)
     group.add_argument(
         "--loss-option",
         metavar="NAME=VALUE",
-        action=_SetOption,
-        options=options,
+        action="append",
+        type=_parse_assignment,
         default=argparse.SUPPRESS,
         help="sets an option of the loss by its name; openclip-ext losses LOSS lists the names",
     )
-    for option in (*options.values(), HARD_SHARE):
+    for option in (*_own_loss_options(), HARD_SHARE):
         if option.ablation:
             continue
         more: dict[str, Any] = {"help": argparse.SUPPRESS} if option.name in hidden else {}
@@ -115,8 +117,10 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of losses from the parsed arguments; return those that were given, by name."""
-    own = [option for option in OPTIONS.values() if not option.openclip_flag]
-    return {option.name: arguments.pop(_dest(option)) for option in own if _dest(option) in arguments}
+    by_flag = {
+        option.name: arguments.pop(_dest(option)) for option in _own_loss_options() if _dest(option) in arguments
+    }
+    return by_flag | dict(arguments.pop("loss_option", ()))
 
 
 def _dest(option: Option) -> str:
@@ -124,23 +128,18 @@ def _dest(option: Option) -> str:
     return option.flag.removeprefix("--").replace("-", "_")
 
 
-class _SetOption(argparse.Action):
-    """The action of ``--loss-option NAME=VALUE``, which is equivalent to the option's own flag."""
-
-    def __init__(self, options: dict[str, Option], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.options = options
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        name, _, value = values.partition("=")
-        option = self.options.get(name.replace("-", "_"))
-        if option is None or not value:
-            wrong = f"no option {name!r}{nearest(name, self.options)}" if option is None else "expected NAME=VALUE"
-            raise argparse.ArgumentError(self, f"{values}: {wrong}; openclip-ext losses LOSS lists the names")
-        try:
-            setattr(namespace, _dest(option), option.parse(value))
-        except OptionError as error:
-            raise argparse.ArgumentError(self, str(error)) from error
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    """Parse ``NAME=VALUE`` of ``--loss-option``, which is equivalent to the option's own flag."""
+    name, _, value = text.partition("=")
+    options = {option.name: option for option in _own_loss_options()}
+    option = options.get(name.replace("-", "_"))
+    if option is None or not value:
+        wrong = f"no option {name!r}{nearest(name, options)}" if option is None else "expected NAME=VALUE"
+        raise argparse.ArgumentTypeError(f"{text}: {wrong}; openclip-ext losses LOSS lists the names")
+    try:
+        return option.name, option.parse(value)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **more: Any) -> None:

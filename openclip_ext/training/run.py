@@ -21,7 +21,6 @@ from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.workers import WorkerError
-from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, Source
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -29,9 +28,10 @@ from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
-from openclip_ext.training.checkpoint.format import Checkpoint, Position, RunIdentity
+from openclip_ext.training.checkpoint.format import Position, RunIdentity
 from openclip_ext.training.checks import check, check_combination, check_device, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
+from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
@@ -140,17 +140,13 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     scaler = gradient_scaler(config.step.precision, built.device)
-    identity = _identity(config, loader.source)
-    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, model, optimizer, scaler, loss)
-    ema = restoring.restore_ema(start.checkpoint, model, config.step.model_ema_decay)
+    ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, built.device, built.images.normalize)
     if config.parallel.compile_loss:
         loss.compile()
     step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
-    if start.checkpoint is not None:
-        saved = (start.checkpoint.shared or {}).get("parts", {})
-        for name, part in stateful_parts(step, loader).items():
-            part.load_state_dict(saved.get(name, {}))
+    identity = _identity(config, loader.source)
+    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     # An epoch may have fewer steps than before the resume.
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
         position.step_in_epoch, steps_per_epoch
@@ -160,7 +156,11 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
             logging.info(
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
-        _warn(config, identity, start.checkpoint, reference)
+        changed = restoring.changed_settings(start.checkpoint, identity)
+        settings_warning = changed and f"The run continues with other settings: {'; '.join(changed)}."
+        batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
+        for warning in filter(None, (settings_warning, batch_warning, reference and reference.warning)):
+            logging.warning(warning)
         _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
         distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
@@ -203,17 +203,6 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
         settings=run_folder.settings(config.stored_flags, config.loss.options)
         | {"reference_weights": reference and reference.about.get("weights")},
     )
-
-
-def _warn(
-    config: TrainingConfig, identity: RunIdentity, checkpoint: Checkpoint | None, reference: EmbeddingStore | None
-) -> None:
-    """Log changed settings, a global batch other than the recipe's, and samples without reference embeddings."""
-    if changed := restoring.changed_settings(checkpoint, identity):
-        logging.warning(f"The run continues with other settings: {'; '.join(changed)}.")
-    mismatch = other_batch(config, identity.global_batch, distributed.world_size())
-    for warning in filter(None, (mismatch, reference and reference.warning)):
-        logging.warning(warning)
 
 
 def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:

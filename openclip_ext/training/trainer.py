@@ -34,8 +34,6 @@ from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
-# Keys of a checkpoint that belong to the model, not to the training state.
-_MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # Maximum number of samples that the log lists for a skipped step.
 _NAMED_SAMPLES = 32
 _GARBAGE_EVERY_STEPS = 50
@@ -342,11 +340,4 @@ class Trainer:
         if folder is None or metric is None:
             return
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
-            content = self._model_file()
-            try:
-                saving.save_adapter(folder / "best.pt", content, self.model)
-            except OSError as error:
-                logging.warning(f"The adapter of best.pt could not be saved ({error}); training continues.")
-            if distributed.is_master():
-                entries = {name: content[name] for name in _MODEL_ENTRIES if name in content}
-                saving.save_model_file(folder / "best.pt", entries)
+            saving.save_model(folder / "best.pt", self._model_file(), self.model)

@@ -9,12 +9,11 @@ import ctypes
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.main import cli
 from tests.distributed.pool import FORKS, free_port
-from tests.training.runs import EXIT_AFTER_SIGTERM, command, differences, final_state, run
+from tests.training.runs import command, differences, final_state
 
 ROOT = Path(__file__).parents[2]
 # Time after which a program is considered stuck.
@@ -48,20 +47,10 @@ def program(argv: list[str]) -> None:
     cli()
 
 
-def stopped_program(argv: list[str], after: int = 8) -> None:
-    """Run the training program, and send it SIGTERM in step ``after``."""
-    assert run(argv, stop_after=after) == EXIT_AFTER_SIGTERM
-
-
 class Program:
-    """A training run in separate processes.
+    """A training run in separate processes, which torchrun starts, or which are forked and call ``target(argv)``.
 
-    Args:
-        argv: command-line arguments of the training program.
-        ranks: number of trainer processes.
-        output: file for stdout and stderr of the trainers; it is overwritten.
-        torchrun: whether torchrun starts the trainers; otherwise they are forked.
-        target: function that each fork calls with ``argv``.
+    ``output`` is a file for stdout and stderr of the trainers; it is overwritten.
     """
 
     def __init__(
@@ -129,11 +118,6 @@ class Program:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def message(self) -> str | None:
-        """Return the line that begins with ``error:`` in the program's output, or None if no line does."""
-        found = re.search(r"^error: .*", self.text(), flags=re.MULTILINE)
-        return found and found.group()
-
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until the condition is true; fail after ``seconds``."""
@@ -195,12 +179,7 @@ def _serve(target: Callable[[list[str]], None], argv: list[str], environment: di
 
 
 class Runs:
-    """Uninterrupted and stopped reference runs; each run is made when a test first requests it.
-
-    Args:
-        shards: the shard pattern for ``--train-data``.
-        folder: folder in which the runs are made.
-    """
+    """Uninterrupted reference runs in ``folder``; each run is made when a test first requests it."""
 
     def __init__(self, shards: str, folder: Path) -> None:
         self._shards, self._folder = shards, folder
@@ -216,34 +195,18 @@ class Runs:
 
     def uninterrupted(self, loss: str, ranks: int, *more: str) -> Path:
         """Return the folder of an uninterrupted run."""
-        return self._made("whole", program, loss, ranks, more)
-
-    def stopped(self, loss: str, ranks: int, *more: str) -> Path:
-        """Return the folder of a run that SIGTERM stopped in step 8 of 10."""
-        return self._made("stopped", stopped_program, loss, ranks, more)
-
-    def _made(self, kind: str, target: Callable[[list[str]], None], loss: str, ranks: int, more: Sequence[str]) -> Path:
-        logs = self._folder / "-".join((kind, loss, str(ranks), *more))
+        logs = self._folder / "-".join((loss, str(ranks), *more))
         if not logs.exists():
             logs.mkdir(parents=True)
-            made = Program(self.argv(logs, loss, ranks, *more), ranks, logs / "output", target=target)
+            made = Program(self.argv(logs, loss, ranks, *more), ranks, logs / "output")
             assert not any(made.wait()), made.text()[-3000:]
         return logs / "run"
 
 
 def lines_of(log: Path) -> list[str]:
     """Return the lines of a log without their timing fields."""
-    lines = []
-    for line in log.read_text(errors="replace").splitlines() if log.is_file() else ():
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:
-            lines.append(line)
-            continue
-        if isinstance(content, dict):
-            content = {name: value for name, value in content.items() if name not in _TIMES}
-        lines.append(json.dumps(content, sort_keys=True))
-    return lines
+    lines = map(json.loads, log.read_text().splitlines() if log.is_file() else ())
+    return [json.dumps({name: line[name] for name in sorted(line) if name not in _TIMES}) for line in lines]
 
 
 def differing(run_folder: Path, whole: Path) -> list[str]:

@@ -4,7 +4,9 @@ import functools
 import itertools
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -88,6 +90,25 @@ def run(argv: list[str], stop_after: int | None = None) -> int:
     return 0
 
 
+def train(shards: str, logs: Path, name: str, loss: str, *more: str, stops: Sequence[int] = ()) -> Path:
+    """Train ``small-vit``. Stop and resume the run after each number of steps in ``stops``. Return the run folder."""
+    argv = small_command(shards, logs, name, loss, *(["--resume", "latest"] if stops else []), *more)
+    for stop in stops:
+        assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
+    assert run(argv) == 0
+    return logs / name
+
+
+def train_on_two_ranks(shards: str, logs: Path, loss: str, *more: str) -> Path:
+    """Train on two ranks, and assert that a run that is stopped and resumed is the same. Return the run folder."""
+    flags = ["--batch-size", "8", "--resume", "latest", *more]
+    whole, resumed = (small_command(shards, logs, name, loss, *flags) for name in ("whole", "resumed"))
+    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
+    run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
+    assert_same_run(logs / "resumed", logs / "whole")
+    return logs / "whole"
+
+
 def run_on_two_ranks(runs: list[dict]) -> None:
     """Make runs one after another on two gloo ranks. A run is ``{"argv": [...], "stop_after": step, "status": expected}``."""
     for planned in runs:
@@ -157,26 +178,21 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
     return model
 
 
-def differences(first, second, path: str = "") -> list[str]:
+def differences(first, second) -> list[str]:
     """Return the paths at which two nested states differ bitwise; NaN equals NaN."""
-    if isinstance(first, torch.Tensor):
-        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
-        same = same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
-        return [] if same and torch.equal(first.isnan(), second.isnan()) else [path]
-    if isinstance(first, dict):
-        keys = set(first) | set(second)
-        return [
-            found
-            for key in sorted(keys, key=str)
-            for found in (
-                differences(first[key], second[key], f"{path}/{key}")
-                if key in first and key in second
-                else [f"{path}/{key}"]
-            )
-        ]
-    if isinstance(first, list | tuple):
-        if len(first) != len(second):
-            return [path]
-        pairs = enumerate(zip(first, second, strict=True))
-        return [found for number, (a, b) in pairs for found in differences(a, b, f"{path}/{number}")]
-    return [] if first == second else [path]
+    one, other = _flat(first), _flat(second)
+    return [path for path in sorted(one.keys() | other.keys()) if not _is_same(one.get(path), other.get(path))]
+
+
+def _flat(state, path: str = "") -> dict[str, Any]:
+    if not isinstance(state, dict | list | tuple):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {name: value for key, item in items for name, value in _flat(item, f"{path}/{key}").items()}
+
+
+def _is_same(first, second) -> bool:
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return type(first) is type(second) and first == second
+    same = first.dtype == second.dtype and first.shape == second.shape and torch.equal(first.isnan(), second.isnan())
+    return same and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))

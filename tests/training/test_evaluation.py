@@ -165,12 +165,10 @@ def test_class_folders_are_numbered_by_their_names(first, tmp_path):
     [
         ([str(number) for number in range(1, 501)], "500 class folders"),
         ([str(number) for number in range(1, 1001)], "1000 class folders, 1000 among them"),
-        ([str(number) for number in range(999)] + ["099"], "1000 class folders"),
-        (ImageNetInfo().label_names()[:100], "100 class folders"),
         ([*ImageNetInfo().label_names()[:999], "n00000001"], "n00000001 among them"),
         (["train", "val"], "train among them"),
     ],
-    ids=["from 1", "1 to 1000", "twice", "a subset", "another synset", "no classes"],
+    ids=["from 1", "1 to 1000", "another synset", "no classes"],
 )
 def test_folders_that_are_not_imagenets_classes_are_refused(names, found, tmp_path):
     with pytest.raises(ValueError, match=rf"expected ImageNet's 1000 .*, found .*{found}"):

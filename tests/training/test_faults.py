@@ -30,6 +30,7 @@ from tests.training.runs import (
     run,
     run_on_two_ranks,
     small_command,
+    train,
 )
 
 
@@ -51,9 +52,7 @@ def disk_is_full(*_):
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("whole")
-    assert run(small_command(shards, logs, "run", "fastclip", "--val-data", shards)) == 0
-    return logs / "run"
+    return train(shards, tmp_path_factory.mktemp("whole"), "run", "fastclip", "--val-data", shards)
 
 
 def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tmp_path, caplog):
@@ -119,25 +118,6 @@ def test_a_run_is_left_alone_that_exists_or_of_which_no_checkpoint_can_be_read(s
     assert_is_refused(r"epoch_2\.pt is corrupt.*epoch_1\.pt is good", "other", *by_path)
     flip_a_bit(checkpoints / "epoch_1.pt")
     assert_is_refused(r"none of the checkpoints in .* can be read", "run", "--resume", "latest")
-
-
-def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(shards, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole, tmp_path / "run")
-    before = contents(tmp_path / "run" / "checkpoints")
-
-    def denied(folder="."):
-        if Path(folder).name == "checkpoints":
-            raise PermissionError(13, "Permission denied")
-        return listdir(folder)
-
-    # Root can list every folder, so the test simulates a user without this permission.
-    listdir, glob = os.listdir, Path.glob
-    monkeypatch.setattr(os, "listdir", denied)
-    monkeypatch.setattr(Path, "glob", lambda path, name: iter(()) if path.name == "checkpoints" else glob(path, name))
-    with pytest.raises(UsageError, match=r"cannot read .*/checkpoints .*Permission denied.* --name"):
-        run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
-    monkeypatch.undo()
-    assert contents(tmp_path / "run" / "checkpoints") == before
 
 
 def test_two_ranks_end_together_where_the_checkpoints_are_out_of_reach(shards, tmp_path):
@@ -290,31 +270,6 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypa
             assert requests.poll_ranks() == signals.Request.NOTHING
         assert requests.poll_ranks() == signals.Request.SAVE_AND_STOP
         assert requests.poll_ranks() == signals.Request.NOTHING
-
-
-def test_no_step_waits_for_the_other_ranks_to_agree(monkeypatch):
-    begun = []
-
-    def begin(flag):
-        begun.append(flag)
-        number = len(begun)
-
-        def result():
-            assert now or number < len(begun), "the ranks wait for each other in every step"
-            return flag
-
-        return result
-
-    monkeypatch.setattr(signals.distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(signals.distributed, "any_rank_soon", begin)
-    now, nothing, stop = False, signals.Request.NOTHING, signals.Request.SAVE_AND_STOP
-    with signals.SignalRequests() as requests:
-        assert requests.poll_ranks() == nothing
-        signal.raise_signal(signal.SIGTERM)
-        assert [requests.poll_ranks(), requests.poll_ranks(), requests.poll_ranks()] == [nothing, stop, nothing]
-        now = True  # the trainer passes now=True before slow work, such as an evaluation
-        signal.raise_signal(signal.SIGTERM)
-        assert [requests.poll_ranks(now=True), requests.poll_ranks(now=True)] == [stop, nothing]
 
 
 def test_a_stopped_rank_is_named(two_trainers, tmp_path):

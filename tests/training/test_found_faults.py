@@ -15,7 +15,6 @@ from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
-from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened
@@ -88,27 +87,15 @@ def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ([["--batch-size", "8"], ["--batch-size", "4"]], "batch_size 4 (8)"),
         ([["--workers", "1"], ["--workers", "2"]], "workers 2 (1)"),
-        ([[], ["--log-every-n-steps", "3"]], "log_every_n_steps 3 (1)"),
         ([["--resume", "latest"], []], "resume None (latest)"),
         ([[], ["--resume", "/a/epoch_1.pt"]], "resume PATH (None)"),
-        ([[], ["--logs", "none"]], "checkpoint_path None (PATH), log_path None (PATH)"),
     ],
 )
 def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     first, second = two_ranks().run(train_with_other_flags, argv, own, group=False)
     assert first == second == f"rank 1 must have the flags of rank 0 (in parentheses): {said}"
-
-
-def read_checkpoint(folder: Path, **change: object) -> None:
-    (folder / "epoch_1.state" / "step_3").mkdir(parents=True)
-    torch.save({"state_dict": {}, "epoch": 1, "step": 3}, folder / "epoch_1.pt")
-    identity = vars(ckpt.RunIdentity("demo-vit", "openclip", "adamw", 40, 8, 0))
-    shared = {"loss": {}, "position": {"epoch": 1}, "identity": identity, "parts": {}, "world_size": 1, "tables": []}
-    torch.save(shared | change, folder / "epoch_1.state" / "step_3" / "shared.pt")
-    ckpt.read(folder / "epoch_1.pt")
 
 
 def train_on_csv(folder: Path, content: bytes) -> None:
@@ -124,10 +111,6 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda f: read_checkpoint(f, world_size="2"), r"shared\.pt\.world_size is '2', expected int$"),
-        (lambda f: read_checkpoint(f, position={"step": "7"}), r"shared\.pt\.position\.step is '7', expected int"),
-        (lambda f: read_checkpoint(f, identity={"settings": [1]}), r"shared\.pt\.identity has no global_batch, loss"),
-        (lambda f: read_checkpoint(f, world_size=10**9), "is incomplete, missing: rank_0000.pt"),
         (
             lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f),
             "is not a run's configuration: maximum",
@@ -136,10 +119,7 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
         (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
         (lambda f: train_on_csv(f, "filepath\ttitle\n0.png\tcafé".encode("latin-1")), r"pairs\.csv is not UTF-8 text"),
-        (
-            lambda f: model_loss((torch.ones(2, 2),)),
-            "the model returned tuple: expected image_features and text_features .*output_dict=True",
-        ),
+        (lambda f: model_loss((torch.ones(2, 2),)), "the model returned tuple: expected .*output_dict=True"),
         (
             lambda f: model_loss(saved={"loss": {}, "tables": {}}),
             r"(?s)the saved loss has .* with other options .*Resume with",

@@ -46,9 +46,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(base, shards, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(small_command(shards, folder, "run", "fastclip", *base[0], "--val-data", shards)) == 0
-    return folder / "run"
+    return runs.train(shards, tmp_path_factory.mktemp("whole"), "run", "fastclip", *base[0], "--val-data", shards)
 
 
 @pytest.mark.parametrize("towers", TOWERS)
@@ -130,14 +128,12 @@ def test_a_resume_is_exact(base, shards, whole, tmp_path):
 
 
 def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
-    more = (*base[0], "--batch-size", "4", "--accum-freq", "2", "--model-ema-decay", "0.9", "--resume", "latest")
-    more += ("--val-data", shards, "--keep-best", "clip_val_loss")
-    whole, resumed = (small_command(shards, tmp_path, name, "fastclip", *more) for name in ("whole", "resumed"))
-    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
-    runs.run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
-    runs.assert_same_run(tmp_path / "resumed", tmp_path / "whole")
-    assert runs.final_state(tmp_path / "whole")["model"][lora.UNMERGED].keys() == {"state_dict", "trained_state_dict"}
-    folder = tmp_path / "whole" / "checkpoints"
+    more = (*base[0], "--batch-size", "4", "--accum-freq", "2", "--model-ema-decay", "0.9")
+    whole = runs.train_on_two_ranks(
+        shards, tmp_path, "fastclip", *more, "--val-data", shards, "--keep-best", "clip_val_loss"
+    )
+    assert runs.final_state(whole)["model"][lora.UNMERGED].keys() == {"state_dict", "trained_state_dict"}
+    folder = whole / "checkpoints"
     first = stock_model(base[1], SMALL_MODEL).state_dict()
     for name in ("best", "epoch_2"):
         saved = stock_model(folder / f"{name}.pt", SMALL_MODEL).state_dict()
@@ -150,10 +146,9 @@ def test_two_ranks_accumulate_average_and_resume(base, shards, tmp_path):
                 torch.testing.assert_close(saved[name], merged[name])
 
 
-def test_without_weights_and_without_peft(shards, tmp_path, monkeypatch, caplog):
-    """Without pretrained weights, LoRA only warns. Without the peft package, the run is rejected."""
-    argv = small_command(shards, tmp_path, "run", "openclip", "--lora-rank", "2", "--epochs", "1")
-    assert run(argv) == 0 and "--lora-rank without --pretrained" in caplog.text
+def test_without_weights_and_without_peft(shards, tmp_path, monkeypatch):
+    more = ("--lora-rank", "2", "--epochs", "1")
+    runs.train(shards, tmp_path, "run", "openclip", *more)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"needs the package peft: pip install 'openclip_ext\[lora\]'$"):
-        run(argv)
+        run(small_command(shards, tmp_path, "refused", "openclip", *more))

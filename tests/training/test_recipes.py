@@ -12,7 +12,6 @@ from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.registry import options_used_by
 from openclip_ext.training import recipes
 from openclip_ext.training.model import for_training
-from openclip_ext.training.recipes.__main__ import main as list_recipes
 from tests.training.commands import config_of
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,7 @@ ALL = [(name, loss) for name in recipes.names() for loss in recipes.losses(name)
 @pytest.mark.parametrize(("name", "loss"), ALL)
 def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_line(name, loss):
     recipe = recipes.get(name, loss)
-    assert recipe.source and all(result.source for result in recipe.results)
+    assert recipe.source
     assert recipe.results or recipe.notes or "command" in recipe.source
     seen = recipe.openclip_flags["epochs"] * recipe.dataset_size
     assert seen == pytest.approx(recipe.samples_seen, rel=0.04)
@@ -54,19 +53,6 @@ def test_listing_recipes_needs_no_torch():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "DataComp average 24.11 (AmorLIP, Table 1)" in shown
     assert "--rho-end=-8.0" in shown
-
-
-@pytest.mark.parametrize(
-    ("command", "printed"),
-    [
-        (["--recipe", "cc3m", "--loss", "neuclip", "--train-data", "X"], "--batch-size=64\n"),
-        (["--siglip", "--recipe", "dfn1b"], "--batch-size=320\n"),
-        (["--loss", "neuclip", "--lr", "1"], "\n"),
-    ],
-)
-def test_a_recipes_batch_is_shared_by_the_gpus_there_are(command, printed, capsys):
-    list_recipes(["--share-batch", "16", *command])
-    assert capsys.readouterr().out == printed
 
 
 def test_the_documentation_lists_every_recipe():

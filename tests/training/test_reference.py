@@ -18,6 +18,7 @@ from tests.training.runs import (
     run,
     run_on_two_ranks,
     small_command,
+    train,
 )
 
 DISTILLED = ("--distill", "0.5")
@@ -32,10 +33,8 @@ def reference(shards, tmp_path_factory):
     ("loss", "more"), [("queueclip", ()), ("openclip", (*DISTILLED, "--no-steer")), ("amorlip", DISTILLED)]
 )
 def test_a_resumed_run_is_the_same(shards, reference, tmp_path, loss, more):
-    for name, stops in (("whole", [None]), ("resumed", [3, None])):
-        argv = small_command(shards, tmp_path, name, loss, "--reference", reference, *more, "--resume", "latest")
-        for stop in stops:
-            assert run(argv, stop_after=stop) == (EXIT_AFTER_SIGTERM if stop else 0)
+    for name, stops in (("whole", []), ("resumed", [3])):
+        train(shards, tmp_path, name, loss, "--reference", reference, *more, stops=stops)
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
     # The settings contain the reference model's temperature, unless the user gave another.
     used = read_config(tmp_path / "whole")["loss"]["options"]["reference_temperature"]
@@ -62,9 +61,9 @@ def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, referen
     """One rank and two ranks have different batches, so only the steps are counted. Tests of the losses compare values."""
     given = ("--reference", reference, *DISTILLED, "--force-patch-dropout", "0")
     half = ("--batch-size", "8")
-    assert run(small_command(shards, tmp_path, "one", "queueclip", *given)) == 0
-    assert run(small_command(shards, tmp_path, "parts", "queueclip", *given, *half, "--accum-freq", "2")) == 0
-    for ours, theirs in zip(losses_of(tmp_path / "parts"), losses_of(tmp_path / "one"), strict=True):
+    one = train(shards, tmp_path, "one", "queueclip", *given)
+    parts = train(shards, tmp_path, "parts", "queueclip", *given, *half, "--accum-freq", "2")
+    for ours, theirs in zip(losses_of(parts), losses_of(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     run_on_two_ranks([{"argv": small_command(shards, tmp_path, "two", "queueclip", *given, *half)}])
     assert len(losses_of(tmp_path / "two")) == 10

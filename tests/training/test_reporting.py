@@ -34,16 +34,13 @@ _HEALTHY = [5.9011, 4.1600, 4.1610, 4.1590, 3.9004, 3.8153, 3.4500, 3.1, 2.9, 2.
 
 
 @pytest.mark.parametrize(
-    ("infonce", "warmup", "count"), [(_COLLAPSED, 0, 1), (_COLLAPSED, 6, 1), (_COLLAPSED, 7, 0), (_HEALTHY, 0, 0)]
+    ("infonce", "warmup", "is_steered", "count"),
+    [(_COLLAPSED, 0, False, 1), (_COLLAPSED, 7, False, 0), (_COLLAPSED, 0, True, 0), (_HEALTHY, 0, False, 0)],
 )
-def test_a_collapse_after_the_warmup_is_named_once(infonce, warmup, count, caplog: pytest.LogCaptureFixture) -> None:
-    messages = _warnings(infonce, caplog, warmup)
+def test_a_collapse_after_the_warmup_is_named_once(infonce, warmup, is_steered, count, caplog) -> None:
+    messages = _warnings(infonce, caplog, warmup, is_steered)
     assert len(messages) == count
     assert all("4.1589" in message and "--lr" in message for message in messages)
-
-
-def test_infonce_of_a_steered_loss_may_exceed_chance(caplog: pytest.LogCaptureFixture) -> None:
-    assert not _warnings(_COLLAPSED, caplog, warmup=0, is_steered=True)
 
 
 def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.training.runs import (
     run,
     run_on_two_ranks,
     small_command,
+    train,
 )
 
 # Steps after which a run of 2 epochs of 5 steps stops: in the first epoch, and in the second.
@@ -47,34 +48,24 @@ def whole(tmp_path_factory):
     """Return a function that returns the folder of an uninterrupted run on one rank. Each run is made once."""
     folder, made = tmp_path_factory.mktemp("whole"), {}
 
-    def make(shards: str, loss: str, *more: str) -> Path:
-        if (shards, loss, more) not in made:
-            name = made[shards, loss, more] = f"run_{len(made)}"
-            assert run(small_command(shards, folder, name, loss, *more)) == 0
-        return folder / made[shards, loss, more]
+    def make(shards: str, *of_run: str) -> Path:
+        if (shards, of_run) not in made:
+            made[shards, of_run] = train(shards, folder, f"run_{len(made)}", *of_run)
+        return made[shards, of_run]
 
     return make
-
-
-def interrupted(shards: str, logs: Path, stops: tuple[int, ...], loss: str, *more: str) -> Path:
-    """Make a run that is stopped and resumed after each number of steps in ``stops``; return the complete run's folder."""
-    argv = small_command(shards, logs, "resumed", loss, *more, "--resume", "latest")
-    for stop in stops:
-        assert run(argv, stop_after=stop) == EXIT_AFTER_SIGTERM
-    assert run(argv) == 0
-    return logs / "resumed"
 
 
 @pytest.mark.parametrize("loss", LOSS_FLAGS)
 def test_one_rank(whole, shards, tmp_path, loss):
     """The run stops in the first epoch. In the tests with two ranks, it stops in the second epoch."""
-    assert_same_run(interrupted(shards, tmp_path, (EARLY,), loss), whole(shards, loss))
+    assert_same_run(train(shards, tmp_path, "resumed", loss, stops=(EARLY,)), whole(shards, loss))
 
 
 @pytest.mark.parametrize("loss", ["fastclip", "simclr", "cliplite"])
 def test_workers(whole, shards, tmp_path, loss):
     """The run stops twice. The losses need different data: indices (fastclip), two views (simclr) and flips (cliplite)."""
-    resumed = interrupted(shards, tmp_path, (EARLY, LATE - EARLY), loss, *TWO_WORKERS)
+    resumed = train(shards, tmp_path, "resumed", loss, *TWO_WORKERS, stops=(EARLY, LATE - EARLY))
     assert_same_run(resumed, whole(shards, loss, *TWO_WORKERS))
 
 
@@ -97,7 +88,7 @@ def test_a_shorter_epoch_after_a_resume_does_not_raise_the_learning_rate(shards,
 
 def test_a_run_that_stops_after_its_last_step(whole, shards, tmp_path):
     """The resumed run takes no further step, and must save the learning rates of the last step."""
-    assert_same_run(interrupted(shards, tmp_path, (10,), "fastclip"), whole(shards, "fastclip"))
+    assert_same_run(train(shards, tmp_path, "resumed", "fastclip", stops=(10,)), whole(shards, "fastclip"))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +124,7 @@ def assert_bad_samples_are_counted(folder):
 @pytest.mark.parametrize("more", [FEW_BAD, FEW_BAD + TWO_WORKERS], ids=["0", "2"])
 def test_bad_samples_on_one_rank(whole, damaged_shards, tmp_path, more):
     expected = whole(damaged_shards, "fastclip", *more)
-    assert_same_run(interrupted(damaged_shards, tmp_path, (2, 1, 2, 2), "fastclip", *more), expected)
+    assert_same_run(train(damaged_shards, tmp_path, "resumed", "fastclip", *more, stops=(2, 1, 2, 2)), expected)
     assert_bad_samples_are_counted(expected)
 
 

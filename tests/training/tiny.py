@@ -84,56 +84,37 @@ OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, 
 
 @dataclass(frozen=True)
 class Way:
-    """How the steps of a training run are computed, in one process or in several.
+    """How the steps of a training run are computed, in one process or in several."""
 
-    Attributes:
-        tower: ``vit`` or ``resnet``.
-        layers: number of layers of the text tower, and of a ``vit``.
-        dtype: dtype of images and parameters. If it is float64, also the dtype of the loss state.
-        scale: initial scale of a GradScaler. None means no GradScaler.
-        on_device: whether the non-finite step guard decides on the device, as on a GPU, or on the host.
-        norms_in_float32: whether only matrices have ``dtype``, and norms stay float32, as with ``--precision bf16``.
-        sharded: whether several processes shard the parameters (FSDP2). False means that they replicate them (DDP).
-        reshard: whether full parameters are freed between forward and backward, and gathered again.
-        device: device of the model, the loss and the batches.
-        options: options of the loss that are added to ``LOSSES`` or override its values.
-    """
-
-    tower: str = "vit"
-    layers: int = 2
+    tower: str = "vit"  # or "resnet"
+    layers: int = 2  # of the text tower, and of a "vit"
     micro_batches: int = 1
     clip: float | None = None
     checkpointing: bool = False
     compiled: bool = False
-    dtype: torch.dtype = torch.float32
+    backend: str = "eager"  # compiler of a ``compiled`` model; this one is fast
+    dtype: torch.dtype = torch.float32  # of images and parameters; if float64, also of the state of the loss
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    scale: float | None = None
+    scale: float | None = None  # initial scale of a GradScaler
     optimizer: OptimizerConfig = OPTIMIZER
-    on_device: bool = False
-    norms_in_float32: bool = False
-    sharded: bool = False
-    reshard: bool = True
+    on_device: bool = False  # whether the non-finite step guard decides on the device, as on a GPU, or on the host
+    norms_in_float32: bool = False  # whether only matrices have ``dtype``, as with ``--precision bf16``
+    sharded: bool = False  # whether several processes shard the parameters (FSDP2) or replicate them (DDP)
+    reshard: bool = True  # whether full parameters are freed between forward and backward
     device: torch.device = CPU
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the loss, in addition to ``LOSSES``
 
 
 class TinyTraining:
     """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch.
 
-    Args:
-        name: name of the loss.
-        way: how the steps are computed.
-        keep_whole: whether rank 0 keeps a full copy of a sharded model, for evaluations.
-        compiled: a compiled model to reuse, to save compile time. Its weights are reset to the initial weights.
+    With ``keep_whole``, rank 0 keeps a full copy of a sharded model, for evaluations.
     """
 
-    def __init__(self, name: str, way: Way, keep_whole: bool = False, compiled: Any = None) -> None:
+    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
         model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
-        if compiled is not None:
-            compiled.load_state_dict(model.state_dict())
-            model = compiled
         if way.checkpointing:
             model.set_grad_checkpointing()
         convert_weights_to_lp(model, way.dtype) if way.norms_in_float32 else model.to(way.dtype)
@@ -144,7 +125,7 @@ class TinyTraining:
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # Compile the full model, as training does. A sharded model compiles its blocks instead.
-        stepped = torch.compile(self.model, backend="eager") if way.compiled and not way.sharded else self.model
+        stepped = torch.compile(self.model, backend=way.backend) if way.compiled and not way.sharded else self.model
         settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:

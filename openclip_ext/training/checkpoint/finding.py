@@ -9,16 +9,9 @@ from typing import NamedTuple
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.format import CHECKSUMS, LATEST, NAME, Checkpoint, read, verify
+from openclip_ext.training.checkpoint.format import LATEST, NAME, Checkpoint, load_model_file, read, verify
 from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
-
-
-class Scan(NamedTuple):
-    """The newest verified checkpoint of a run (None if there is none), and the checkpoints that cannot be read."""
-
-    newest: Path | None
-    unreadable: frozenset[Path]
 
 
 class Start(NamedTuple):
@@ -34,26 +27,26 @@ def find_start(resume: str | None, config: RunFolderConfig) -> Start:
         return Start()
     if resume == "latest" and config.folder is None:
         raise UsageError("--resume latest needs a run folder: remove --logs none")
-    found = distributed.on_master(lambda: _find(resume, config))
-    return Start(None if found.newest is None else read(found.newest), found.unreadable)
+    path, unreadable = distributed.on_master(lambda: _find(resume, config))
+    return Start(None if path is None else read(path), unreadable)
 
 
-def _find(resume: str, config: RunFolderConfig) -> Scan:
+def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[Path]]:
     if resume != "latest":
         try:
-            verify(read(Path(resume), mmap=True))
+            verify(Path(resume))
         except UsageError as error:
             good = None
             with contextlib.suppress(UsageError):
-                good = scan(Path(resume).parent).newest
+                good, _ = scan(Path(resume).parent)
             raise UsageError(f"{error}. {good} is good" if good else str(error)) from error
-        return Scan(Path(resume), frozenset())
+        return Path(resume), frozenset()
     assert config.folder is not None
     fetch_checkpoints(config)
-    found = scan(config.folder / "checkpoints")
-    if found.newest is not None:
-        logging.info(f"Resuming from {found.newest}.")
-        return found
+    newest, unreadable = scan(config.folder / "checkpoints")
+    if newest is not None:
+        logging.info(f"Resuming from {newest}.")
+        return newest, unreadable
     # A run that was killed before its first save starts from scratch. After a save, the run's log must not be overwritten.
     log = config.folder / "metrics.jsonl"
     steps = sum("loss" in line for line in json_lines.read(log))
@@ -63,39 +56,33 @@ def _find(resume: str, config: RunFolderConfig) -> Scan:
             f"{config.folder / 'checkpoints'} mounted? To start from scratch, remove {log}"
         )
     logging.info(f"No checkpoint in {config.folder} yet: starting from scratch.")
-    return found
+    return None, unreadable
 
 
-def scan(folder: Path) -> Scan:
-    """Find a run's newest readable checkpoint. Log a warning for each checkpoint that cannot be read.
+def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
+    """Return a run's newest good checkpoint, if any, and the unreadable checkpoints, each of which is logged.
 
-    Raise UsageError if the folder, or each checkpoint in it, cannot be read.
+    Checkpoints that are older than the result are not verified. Raise UsageError if the folder, or each checkpoint in it,
+    cannot be read.
     """
     try:
-        if folder.exists():
-            os.listdir(folder)  # raises OSError if the folder cannot be read; ``glob`` would find nothing
+        names = sorted(os.listdir(folder)) if folder.exists() else []
     except OSError as error:
         raise UsageError(f"cannot read {folder} ({error}): make it readable, or use another --name") from error
     candidates: list[tuple[int, int, Path]] = []
     unreadable: dict[Path, str] = {}
-    for path in sorted(folder.glob("*.pt")):
+    for path in (folder / name for name in names if name.endswith(".pt")):
         if path.stem != LATEST and not NAME.match(path.stem):
             continue
         try:
-            position = read(path, mmap=True).position
-            candidates.append((position.epoch, position.step, path))
+            content = load_model_file(path, mmap=True)
+            candidates.append((content["epoch"], content.get("step", 0), path))
         except UsageError as error:
             unreadable[path] = str(error)
-    for state in sorted(folder.glob("epoch_*.state")):
-        model_file = state.with_suffix(".pt")
-        is_finished = any(state.glob(f"step_*/{CHECKSUMS}"))
-        # A killed save leaves a temporary model file. If there is none, the model file has been deleted or renamed.
-        if is_finished and not model_file.exists() and not model_file.with_suffix(".pt.tmp").exists():
-            unreadable[model_file] = f"{state} has no {model_file.name} next to it (deleted or renamed?)"
     newest = None
     for *_, path in sorted(candidates, reverse=True):
         try:
-            verify(read(path, mmap=True))
+            verify(path)
             newest = path
             break
         except UsageError as error:
@@ -107,4 +94,4 @@ def scan(folder: Path) -> Scan:
             f"none of the checkpoints in {folder} can be read ({'; '.join(unreadable.values())}). Nothing was changed: "
             "restore a checkpoint, or use another --name"
         )
-    return Scan(newest, frozenset(unreadable))
+    return newest, frozenset(unreadable)

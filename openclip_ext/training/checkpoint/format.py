@@ -17,10 +17,8 @@ old checkpoint is complete. A resume verifies the checksums.
 
 import hashlib
 import json
-import pickle
 import random
 import re
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +28,11 @@ import numpy as np
 import torch
 
 from openclip_ext.cli.errors import UsageError, one_line
-from openclip_ext.files.schema import read_as
 
 LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
 ADAPTER = ".lora"
 NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
-_MAX_RANKS = 10**5
 
 
 @dataclass
@@ -64,18 +60,6 @@ class RunIdentity:
     settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
-@dataclass
-class _Shared:
-    """The entries of ``shared.pt``."""
-
-    loss: dict[str, Any]
-    parts: dict[str, dict[str, Any]]
-    position: Position
-    identity: RunIdentity
-    world_size: int
-    tables: list[str]
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint on disk. ``shared`` is None if stock OpenCLIP wrote the checkpoint."""
@@ -97,65 +81,61 @@ def table_file(rank_file: Path, table: str) -> Path:
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
-def read(path: Path, mmap: bool = False) -> Checkpoint:
-    """Read a checkpoint's model file and shared state; raise UsageError if they are missing, incomplete or unreadable."""
-    if not path.is_file():
-        raise UsageError(f"checkpoint {path} does not exist")
-    model_file = load(path, mmap)
-    weights = model_file.get("state_dict")
-    if not isinstance(weights, dict) or set(map(type, weights)) - {str} or not isinstance(model_file.get("epoch"), int):
-        keys = ", ".join(str(key) for key in list(model_file)[:5])
-        raise UsageError(f"{path} is not a training checkpoint: expected state_dict and epoch, found {keys}")
-    step = model_file.get("step")
-    if step is None:
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint's model file and shared state; raise UsageError if they are missing or unreadable."""
+    model_file = load_model_file(path)
+    folder = _state_folder(path, model_file)
+    if folder is None:
         return Checkpoint(path, model_file, shared=None)
-    folder = path.with_suffix(".state") / f"step_{step}"
-    shared = load(folder / "shared.pt", mmap)
-    try:
-        read_as(_Shared, shared, str(folder / "shared.pt"))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(min(shared["world_size"], _MAX_RANKS)))
-    files = [*ranks, *(table_file(rank, table) for rank in ranks for table in shared["tables"]), folder / CHECKSUMS]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not ranks:
-        raise UsageError(f"the state of {path} is incomplete, missing: {', '.join(missing[:5]) or 'all ranks'}")
+    shared = load(folder / "shared.pt")
+    ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))
     return Checkpoint(path, model_file, shared, ranks)
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Raise UsageError if a file of a checkpoint differs from its checksum. OpenCLIP's checkpoints have no checksums."""
-    if checkpoint.shared is None:
+def verify(path: Path) -> None:
+    """Raise UsageError if a file of a checkpoint is missing or differs from its checksum.
+
+    OpenCLIP's checkpoints have no checksums.
+    """
+    folder = _state_folder(path, load_model_file(path, mmap=True))
+    if folder is None:
         return
-    folder = checkpoint.rank_files[0].parent
     try:
         expected = json.loads((folder / CHECKSUMS).read_text())
-        path = checkpoint.path
-        files = {path if name == path.name else folder / name: expected[name] for name in expected}
-        if path not in files:
-            raise ValueError(f"{CHECKSUMS} belongs to a different checkpoint")
+        files = [path if name == path.name else folder / name for name in expected]
         # Threads run in parallel here, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
-            found = dict(zip(files, pool.map(checksum, files), strict=True))
+            found = list(pool.map(checksum, files))
+        pairs = zip(files, found, expected.values(), strict=True)
+        corrupt = [file.name for file, digest, recorded in pairs if digest != recorded]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"cannot verify {checkpoint.path}: {error}") from error
-    corrupt = [file.name for file in files if found[file] != files[file]]
+        raise UsageError(f"the state of {path} is incomplete or unreadable: {error}") from error
     if corrupt:
-        raise UsageError(f"{checkpoint.path} is corrupt: checksum mismatch in {', '.join(corrupt)}")
+        raise UsageError(f"{path} is corrupt: checksum mismatch in {', '.join(corrupt)}")
+
+
+def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Read a model file in OpenCLIP's format; raise UsageError if it is missing, unreadable or of another kind."""
+    if not path.is_file():
+        raise UsageError(f"checkpoint {path} does not exist")
+    content = load(path, mmap)
+    if not isinstance(content.get("state_dict"), dict) or not isinstance(content.get("epoch"), int):
+        keys = ", ".join(str(key) for key in list(content)[:5])
+        raise UsageError(f"{path} is not a training checkpoint: expected state_dict and epoch, found {keys}")
+    return content
+
+
+def _state_folder(path: Path, model_file: dict[str, Any]) -> Path | None:
+    """Return the folder with a checkpoint's other files; None if stock OpenCLIP wrote the checkpoint."""
+    step = model_file.get("step")
+    return None if step is None else path.with_suffix(".state") / f"step_{step}"
 
 
 def load(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist: the checkpoint is incomplete") from error
     except Exception as error:  # torch.load raises many types of errors for a corrupt file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
-            reason = "it is empty, truncated, or not written by torch.save"
-        elif isinstance(error, pickle.UnpicklingError):
-            reason = one_line(error)
-        raise UsageError(f"cannot read {path}: {reason}") from error
+        raise UsageError(f"cannot read {path}: {one_line(error) or repr(error)}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a checkpoint dictionary, found {type(content).__name__}")
     return content

@@ -2,60 +2,68 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
-from openclip_ext.files.schema import read_as
 from openclip_ext.state.table_files import open_table
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint.format import Checkpoint, Position, RunIdentity
-from openclip_ext.training.ema import TRAINED_KEY, ModelEma
+from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.lora import UNMERGED, is_adapted
 from openclip_ext.training.optimizer import HYPERPARAMETERS
+from openclip_ext.training.step import TrainStep
 
 
 def restore(
     checkpoint: Checkpoint | None,
     identity: RunIdentity,
     steps_per_epoch: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    loss: ContrastiveLoss,
+    step: TrainStep,
+    parts: Mapping[str, Stateful],
 ) -> Position:
-    """Load a checkpoint, if any, into the parts of a run, and return the run's position.
+    """Load a checkpoint, if any, into a run's step and other parts, and return the run's position.
 
     A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError, with
     the changed settings, if the checkpoint belongs to a different run.
     """
     if checkpoint is None:
         return Position()
-    check_identity(checkpoint, identity, keeps_samples=loss.needs_index)
+    check_identity(checkpoint, identity, keeps_samples=step.loss.needs_index)
+    model = compat.uncompiled(step.model)
     content, path = unmerged(checkpoint, model), checkpoint.path
     if "optimizer" not in content:
         raise UsageError(f"{path} contains only the model: continue with --resume latest, or give --pretrained {path}")
     try:
         load_model(model, content.get(TRAINED_KEY, content["state_dict"]), path)
-        _load_optimizer(model, optimizer, content["optimizer"], path)
-        if scaler is not None and "scaler" in content:
-            scaler.load_state_dict(content["scaler"])
-        restore_loss(checkpoint, loss)
+        _load_optimizer(model, step.optimizer, content["optimizer"], path)
+        if step.scaler is not None and "scaler" in content:
+            step.scaler.load_state_dict(content["scaler"])
+        restore_loss(checkpoint, step.loss)
     except UsageError as error:
         if not (changed := changed_settings(checkpoint, identity)):
             raise
         raise UsageError(f"{error}. Changed settings: {'; '.join(changed)}") from error
+    if step.ema is not None and TRAINED_KEY in content:
+        step.ema.load_state_dict(content["state_dict"])
+    elif step.ema is not None:
+        step.ema.load_state_dict(compat.unwrap(model).state_dict())
+        logging.warning(f"{path} has no average of the weights: the average starts here.")
     if checkpoint.shared is None:
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint.shared["parts"][name])
     return checkpoint.position
 
 
@@ -76,29 +84,14 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
     implementation = {name: own[name] for name in ("fused", "foreach", "capturable") if name in own}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
     try:
-        state = read_as(dict[str, Any], saved, "it")
-        groups = read_as(list[dict[str, Any]], state.get("param_groups"), "param_groups")
-        state["param_groups"] = [group | implementation for group in groups]
-        parallel.load_optimizer_state_dict(model, optimizer, state)
+        groups = [group | implementation for group in saved["param_groups"]]
+        parallel.load_optimizer_state_dict(model, optimizer, saved | {"param_groups": groups})
         for group, settings in zip(optimizer.param_groups, asked, strict=True):
             if missing := settings.keys() - group.keys():
                 raise ValueError(f"it has no {', '.join(sorted(missing))}, so it belongs to another optimizer")
             group.update(settings)
     except (KeyError, ValueError) as error:
         raise UsageError(f"the optimizer state in {path} does not match this run: {error}") from error
-
-
-def restore_ema(checkpoint: Checkpoint | None, model: nn.Module, decay: float | None) -> ModelEma | None:
-    """Return the average of the weights: restored, or starting at the model's weights. None if ``decay`` is None."""
-    if decay is None:
-        return None
-    ema = ModelEma(model, decay)
-    content = {} if checkpoint is None else unmerged(checkpoint, model)
-    if TRAINED_KEY in content:
-        ema.load_state_dict(content["state_dict"])
-    elif checkpoint is not None:
-        logging.warning(f"{checkpoint.path} has no average of the weights: the average starts here.")
-    return ema
 
 
 def cut_logs(folder: Path, position: Position) -> None:
@@ -174,12 +167,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     parts = {name: [open_table(ckpt.table_file(file, name)) for file in ranks] for name in shared["tables"]}
     loss.restore_state(shared["loss"], parts, checkpoint.path)
     if shared["world_size"] == distributed.world_size():
-        file = ranks[distributed.rank()]
-        generators = ckpt.load(file).get("random", {})
-        try:
-            ckpt.set_random_state(generators)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UsageError(f"{file} has no valid state of the random generators ({error!r})") from error
+        ckpt.set_random_state(ckpt.load(ranks[distributed.rank()])["random"])
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import distributed
-from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
+from openclip_ext.losses.heads import HEADS_KEY
 from openclip_ext.state.table_files import write_table
 from openclip_ext.training import lora
 from openclip_ext.training.checkpoint import format as ckpt
@@ -29,6 +29,8 @@ from openclip_ext.training.checkpoint.format import ADAPTER, Position, RunIdenti
 # Seconds to wait for files of other nodes, which a network file system may show with a delay.
 _NODE_SECONDS = 30.0
 T = TypeVar("T")
+# Keys of a checkpoint that belong to the model, not to the training state.
+_MODEL_ENTRIES = ("epoch", "name", "state_dict", HEADS_KEY)
 # Errors that Python and torch raise when the disk is full.
 _WRITE_ERRORS = (OSError, RuntimeError)
 
@@ -156,12 +158,15 @@ def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
     return [result for _, results in outcomes for result in results]
 
 
-def save_model_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a model file without ``.state``, atomically. If this fails, log a warning."""
+def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
+    """Write a model file without ``.state``, atomically, and its adapter, if any. If this fails, log a warning. Collective."""
+    entries = {name: content[name] for name in _MODEL_ENTRIES if name in content}
     try:
-        write_atomically(path, lambda file: torch.save(content, file))
-    except _WRITE_ERRORS as error:
-        logging.warning(f"{path.name} could not be saved ({error}); training continues.")
+        save_adapter(path, content, model)
+        _together(lambda: write_atomically(path, lambda file: torch.save(entries, file)), master_only=True)
+    except OSError as error:
+        if distributed.is_master():
+            logging.warning(f"{path.name} could not be saved ({error}); training continues.")
 
 
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:
@@ -215,24 +220,10 @@ def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove files that killed saves left in a run's ``checkpoints/``. Do not call this during a save."""
-    for state in folder.glob("epoch_*.state"):
-        model_file = state.with_suffix(".pt")
-        if not state.is_dir():
-            continue
-        try:
-            used = f"step_{ckpt.load(model_file, mmap=True).get('step')}" if model_file.is_file() else None
-        except UsageError:
-            continue
-        for part in state.iterdir():
-            if part.name != used:
-                shutil.rmtree(part, ignore_errors=True)
-        if used is None:
-            shutil.rmtree(state, ignore_errors=True)
-    for adapter in (*folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")):
-        model_file = adapter.with_suffix(".pt")
-        if not model_file.is_file():
-            shutil.rmtree(adapter, ignore_errors=True)
-    # Remove temporary model files last: a state folder without any model file looks as if this file had been lost.
+    folders = [*folder.glob("epoch_*.state"), *folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")]
+    orphans = [path for path in folders if not path.with_suffix(".pt").is_file()]
+    for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
+        shutil.rmtree(path, ignore_errors=True)
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()

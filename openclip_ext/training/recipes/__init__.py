@@ -19,21 +19,6 @@ Value = int | float | str | bool | list[float] | dict[str, Any] | None
 
 # Alternative names of losses.
 _ALIASES = {"fastclip-v3": "fastclip"}
-_KEYS = ("about", "dataset_size", "samples_seen", "gpus", "flags", "options", "source", "results", "notes", "losses")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A published result: the ``metric`` (column of the table), and its ``value`` and ``spread`` (over seeds) in percent."""
-
-    metric: str
-    value: float
-    spread: float | None
-    source: str
-
-    def __str__(self) -> str:
-        spread = "" if self.spread is None else f" ± {self.spread:.2f}"
-        return f"{self.metric} {self.value:.2f}{spread} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,7 @@ class Recipe:
     dataset_size: int  # image-text pairs in the source's training set
     samples_seen: int  # the source's training budget, in pairs
     source: str  # the papers, tables and released commands with these settings
-    results: tuple[Result, ...]
+    results: tuple[str, ...]  # published results in percent (± the spread over seeds), with their sources
     notes: tuple[str, ...]  # settings that the source does not specify, and the values used here
 
     @property
@@ -126,8 +111,6 @@ def _load() -> Iterator[Recipe]:
     for dataset, shared in data.items():
         for loss, own in shared["losses"].items():
             fields = {**shared, **own}
-            if unknown := fields.keys() - _KEYS:
-                raise ValueError(f"recipes.json: {dataset}, {loss}: expected some of {_KEYS}, found {unknown}")
             flags = {**shared["flags"], **own.get("flags", {})}
             yield Recipe(
                 dataset=dataset,
@@ -139,13 +122,17 @@ def _load() -> Iterator[Recipe]:
                 samples_seen=fields["samples_seen"],
                 source=own["source"],
                 results=tuple(
-                    Result(metric, value, spread, table)
+                    f"{metric} {_percent(score)} ({table})"
                     for table, columns in own.get("results", {}).items()
                     for metric, score in columns.items()
-                    for value, spread in [score if isinstance(score, list) else (score, None)]
                 ),
                 notes=tuple(own.get("notes", ())),
             )
+
+
+def _percent(score: float | list[float]) -> str:
+    """Write a result, or a list of a result and its spread over seeds."""
+    return " ± ".join(f"{number:.2f}" for number in (score if isinstance(score, list) else [score]))
 
 
 _RECIPES = tuple(_load())

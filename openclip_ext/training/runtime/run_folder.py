@@ -200,7 +200,5 @@ def _git_commit() -> str | None:
 
 def copy_codebase(folder: Path) -> None:
     target = folder / "code" / "openclip_ext"
-    if target.exists():
-        logging.info(f"The code is already in {target}.")
-        return
-    shutil.copytree(Path(openclip_ext.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
+    if not target.exists():
+        shutil.copytree(Path(openclip_ext.__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
