@@ -12,12 +12,11 @@ from torch import Tensor
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.runs import Run
-from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig, TrainingConfig
-from openclip_ext.training.model import build_loss, build_model, for_training, load_pretrained_heads
+from openclip_ext.training.model import build_loss, build_model, for_training, initialize
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
@@ -106,12 +105,8 @@ class PilotRun:
 
     def prepare(self) -> None:
         """Set the initial state of the model and the loss."""
-        weights = self.config.model.weights
-        if weights:
-            load_pretrained_heads(self.loss, weights)
-        is_given = "temperature" in self.run.setting.get("options", {})
-        keeps_own = bool(weights) and not is_given and self.loss.learns_logit_scale
-        prepare_for(self.loss, self.model, set_logit_scale=not keeps_own)
+        has_temperature = "temperature" in self.run.setting.get("options", {})
+        initialize(self.model, self.loss, self.config.model.weights, has_temperature)
 
     def logit_scale_lr(self) -> float | None:
         """Return the learning rate of the model's logit scale; None means the encoders' learning rate."""

@@ -20,6 +20,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.files.writing import write_atomically
@@ -190,8 +191,23 @@ def build_loss(
     return loss.to(device)
 
 
-def load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
-    """Load the projection heads in the checkpoint ``--pretrained``, if any, into the loss."""
+def initialize(
+    model: nn.Module, loss: ContrastiveLoss, weights: str | None, has_temperature: bool, is_fresh: bool = True
+) -> None:
+    """Set the initial temperature and projection heads of a new run, and freeze what the loss does not train.
+
+    Args:
+        weights: The model's pretrained weights, if any. Their temperature stays if the loss trains it.
+        has_temperature: Whether the user gave the loss an initial temperature, which replaces that of ``weights``.
+        is_fresh: Whether no checkpoint will set the temperature and the heads.
+    """
+    if is_fresh and weights:
+        _load_pretrained_heads(loss, weights)
+    keeps_own = bool(weights) and not has_temperature and loss.learns_logit_scale
+    prepare_for(loss, model, set_logit_scale=is_fresh and not keeps_own)
+
+
+def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
     heads: Any = read_heads(pretrained)
     own: Any = loss.model_head()
     if heads is None:

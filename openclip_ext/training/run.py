@@ -17,7 +17,6 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.workers import WorkerError
@@ -133,20 +132,10 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     if defaults and distributed.is_master():
         logging.info(f"Defaults of the loss in this run: {defaults}.")
     config = replace(config, loss=loss_config)
-    reference = loader.source.reference
-    loss = models.build_loss(config.loss, config.model.name, built.model, loader.num_samples, built.device, reference)
-    check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
-    model = _prepare_model(config, built, loss, is_fresh=start.checkpoint is None)
-    temperature_lr = _temperature_lr(config, loss, steps)
-    optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
-    scaler = gradient_scaler(config.step.precision, built.device)
-    ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
-    settings = StepSettings.of(config.step, built.device, built.images.normalize)
-    if config.parallel.compile_loss:
-        loss.compile()
-    step = TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema)
+    step, temperature_lr = _build_step(config, built, loader.source, steps, is_fresh=start.checkpoint is None)
     identity = _identity(config, loader.source)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
+    reference = loader.source.reference
     # An epoch may have fewer steps than before the resume.
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
         position.step_in_epoch, steps_per_epoch
@@ -161,22 +150,41 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
         for warning in filter(None, (settings_warning, batch_warning, reference and reference.warning)):
             logging.warning(warning)
-        _log_sizes(identity, built.model, loss, steps_per_epoch, config.length.epochs)
+        _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
         distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
     return Trainer(
         step=step,
         loader=loader,
-        schedule=create_schedule(config.schedule, optimizer, steps_per_epoch, temperature_lr),
+        schedule=create_schedule(config.schedule, step.optimizer, steps_per_epoch, temperature_lr),
         length=config.length,
         policy=config.saving,
         identity=identity,
         reporter=Reporter(
-            folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, loss.steers
+            folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, step.loss.steers
         ),
         evaluators=build_evaluators(config.evaluation, built, config.step),
         position=position,
     )
+
+
+def _build_step(
+    config: TrainingConfig, built: BuiltModel, source: Source, steps: int, is_fresh: bool
+) -> tuple[TrainStep, float | None]:
+    """Build the loss and the optimizer around the model; return the training step and the temperature's learning rate."""
+    number, device = source.num_samples, built.device
+    loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
+    check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
+    models.initialize(built.model, loss, config.model.weights, "temperature" in config.loss.given, is_fresh)
+    model = parallel.distribute(built.model, config.parallel, device, keep_whole=config.evaluation.is_wanted)
+    temperature_lr = _temperature_lr(config, loss, steps)
+    optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
+    ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
+    settings = StepSettings.of(config.step, device, built.images.normalize)
+    if config.parallel.compile_loss:
+        loss.compile()
+    scaler = gradient_scaler(config.step.precision, device)
+    return TrainStep(parallel.compiled(model, config.parallel), loss, optimizer, settings, scaler, ema), temperature_lr
 
 
 def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -> float | None:
@@ -203,16 +211,6 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
         settings=run_folder.settings(config.stored_flags, config.loss.options)
         | {"reference_weights": reference and reference.about.get("weights")},
     )
-
-
-def _prepare_model(config: TrainingConfig, built: BuiltModel, loss: ContrastiveLoss, is_fresh: bool) -> nn.Module:
-    """Prepare the model for the loss, and wrap the model for several processes."""
-    weights = config.model.weights
-    if is_fresh and weights:
-        models.load_pretrained_heads(loss, weights)
-    keeps_own = bool(weights) and "temperature" not in config.loss.given and loss.learns_logit_scale
-    prepare_for(loss, built.model, set_logit_scale=is_fresh and not keeps_own)
-    return parallel.distribute(built.model, config.parallel, built.device, keep_whole=config.evaluation.is_wanted)
 
 
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:

@@ -11,7 +11,7 @@ from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.model import load_pretrained_heads
+from openclip_ext.training.model import initialize
 from openclip_ext.training.optimizer import create_optimizer
 from tests.training.commands import config_of
 from tests.training.runs import command, evaluation, results_of, run
@@ -73,16 +73,18 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
 
 
 def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, caplog):
-    loss = create_loss("cliplite", embed_dim=64)
-    load_pretrained_heads(loss, str(checkpoint))
+    add_model_configs()
+    model, loss = open_clip.create_model("demo-vit"), create_loss("cliplite", embed_dim=64)
+    initialize(model, loss, str(checkpoint), has_temperature=False)
     stored = read_heads(checkpoint).state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loss.projections.state_dict().items())
     with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run has.*'projection_dim': 32"):
-        load_pretrained_heads(create_loss("cliplite", embed_dim=64, projection_dim=32), str(checkpoint))
+        other = create_loss("cliplite", embed_dim=64, projection_dim=32)
+        initialize(model, other, str(checkpoint), has_temperature=False)
     with caplog.at_level(logging.WARNING):
-        load_pretrained_heads(create_loss("openclip"), str(checkpoint))
+        initialize(model, create_loss("openclip"), str(checkpoint), has_temperature=False)
     assert "has projection heads 'cliplite', which this loss does not use" in caplog.text
-    load_pretrained_heads(create_loss("openclip"), "laion2b")
+    initialize(model, create_loss("openclip"), "laion2b", has_temperature=False)
 
 
 def test_projections_are_in_the_optimizer_with_openclips_decay():
