@@ -7,6 +7,7 @@ import asyncio
 import io
 import logging
 import re
+import select
 import socket
 import subprocess
 import threading
@@ -321,6 +322,8 @@ class _CommandOutput:
     def read(self, count: int) -> bytes:
         """Wait for output; return up to ``count`` bytes, or none at the end of the output."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _STALL)[0]:
+            raise TimeoutError(f"the command wrote nothing for {_STALL:g} s: {self._command}")
         data = self._process.stdout.read(count)
         if not data and (status := self._process.wait()):
             raise _CommandFailed(f"the command failed with exit status {status}: {self._command}")

@@ -21,7 +21,7 @@ from openclip_ext.evaluation.command_line import add_model_arguments, load_encod
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import LoadedModel, options_of_run
-from openclip_ext.evaluation.results import ResultFile, run_identity, summary, summary_text
+from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
 from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
@@ -99,7 +99,9 @@ def evaluate(args: argparse.Namespace) -> int:
     lines = results.lines()
     missing = [key for key in missing if key not in {line["key"] for line in lines}]
     if distributed.is_master():
-        summarized = summary(lines, failed, missing)
+        changed = {line["key"] for line in lines if has_other_data(line, args.data_dir)}
+        problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
+        summarized = summary([line for line in lines if line["key"] not in changed], problems | failed, missing)
         content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
         write_atomically(results.path.with_name(SUMMARY_FILE), lambda stream: stream.write(content.encode()))
         say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")

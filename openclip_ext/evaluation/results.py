@@ -151,6 +151,12 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
     }
 
 
+def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
+    """Return whether the data of a result are in ``data_dir`` and differ from the evaluated data."""
+    folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
+    return folder is not None and folder.is_dir() and line.get("data") != fingerprint(folder)
+
+
 def has_other_size(line: Mapping[str, Any]) -> bool:
     """Return whether the size of a result's data differs from DataComp's (``--allow-size-mismatch``)."""
     task = TASKS.get(line["key"])

@@ -1,5 +1,7 @@
 """The evaluation loader yields every usable sample once, in order."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from openclip_ext.data.loader.build import build_eval_loader, build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import build as build_training
@@ -100,3 +103,13 @@ def test_a_later_shard_without_a_usable_sample_is_an_error(tmp_path: Path, worke
     write_shards(tmp_path, [3, 3], {number: sample_members(number, ["json", "txt"]) for number in range(3, 6)})
     with pytest.raises(BadDataError, match=r"no image: expected jpg or .*, found json, txt"):
         numbers(build(str(tmp_path / "*.tar"), workers=workers))
+
+
+def test_a_killed_worker_is_a_worker_error(tmp_path: Path):
+    def end(texts: list[str]) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    spec = DataSpec(write_shards(tmp_path, [8]))
+    loader = build_eval_loader(spec, preprocess=preprocess, tokenizer=end, batch_size=4, workers=1)
+    with pytest.raises(WorkerError, match="was killed"):
+        list(loader)

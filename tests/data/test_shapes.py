@@ -64,11 +64,12 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_written_again(tmp_path
     assert write_shards(tmp_path, config, workers=1)
     whole = contents(tmp_path)
     assert not write_shards(tmp_path, config, workers=1)
-    # If the program is killed, sizes.json and shards are missing.
-    (tmp_path / "00001.tar").unlink()
-    (tmp_path / SIZES_FILE).unlink()
-    assert write_shards(tmp_path, config, workers=1)
-    assert contents(tmp_path) == whole
+    # If the program is killed, sizes.json and shards are missing. A user may also remove only a shard.
+    for missing in (("00001.tar", SIZES_FILE), ("00001.tar",)):
+        for name in missing:
+            (tmp_path / name).unlink()
+        assert write_shards(tmp_path, config, workers=1)
+        assert contents(tmp_path) == whole
     assert sorted(os.listdir(tmp_path)) == ["00000.tar", "00001.tar", "00002.tar", RECIPE_FILE, SIZES_FILE]
 
 

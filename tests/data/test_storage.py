@@ -288,6 +288,8 @@ def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server,
     server.stalls = 10
     with pytest.raises(OSError, match=r"00000.tar: \w*Timeout\w*:.*attempts in"):
         Storage(patience=1.0).read(f"{server.url}/data/00000.tar")
+    with pytest.raises(OSError, match=r"wrote nothing for 0\.3 s"):
+        Storage(patience=0).read("pipe:sleep 5")
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])

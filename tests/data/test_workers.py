@@ -4,6 +4,8 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -47,6 +49,33 @@ def test_a_worker_that_does_not_answer_is_named_and_ended(tmp_path: Path, batch:
     with pytest.raises(WorkerError, match=message) as ended:
         list(build(data, workers=1, tokenizer=hang, patience=patience).iterate(0))
     assert not is_alive(int(re.search(message, str(ended.value)).group(1)))
+
+
+@pytest.mark.parametrize("at", ["in an epoch", "between epochs"])
+def test_each_stopped_worker_ends_the_wait(tmp_path: Path, at: str):
+    """A wait may be for the batch of another worker than the next one, and for all workers at the start of an epoch."""
+    loader = build(write_shards(tmp_path, [100]), workers=2, patience=0.3)
+    batches = loader.iterate(0)
+    list(batches) if at == "between epochs" else [next(batches) for _ in range(3)]
+    os.kill(loader._loader._iterator._workers[0].pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not answer"):
+        list(batches), list(loader.iterate(1))
+
+
+_FAILING = """
+import os, signal, sys
+from tests.data.loading import build
+loader = build(sys.argv[1:], workers=2)
+for batch in loader.iterate(0):
+    os.kill(loader._loader._iterator._workers[0].pid, signal.SIGSTOP)
+    raise RuntimeError("out of memory")
+"""
+
+
+def test_a_stopped_worker_does_not_prevent_the_exit_after_another_error(tmp_path: Path):
+    command = [sys.executable, "-c", _FAILING, *write_shards(tmp_path, [100])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "RuntimeError: out of memory" in ended.stderr
 
 
 def test_full_shared_memory_is_said(tmp_path: Path):

@@ -190,6 +190,9 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     size = shard.stat().st_size
     datasets.write_shard(shard, [(key, {**fields, "cls": b"5"}) for key, fields in datasets.labelled_samples(12)][::2])
     assert shard.stat().st_size == size
+    assert evaluate(tiny_folder, tmp_path, *arguments[:3], "mnist") == 0
+    found = json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text())
+    assert list(found["main_metrics"]) == ["mnist"] and "have changed" in found["problems"]["cifar10"]
     shutil.rmtree(folders[1])
     assert evaluate(tiny_folder, tmp_path, *arguments) == 0
     second = {line["key"]: line["metrics"] for line in read_results(tmp_path / "out" / RESULTS_FILE)}

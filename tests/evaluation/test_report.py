@@ -252,6 +252,16 @@ def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:
     assert "not comparable with DataComp's numbers" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
+def test_one_run_is_no_repeat_and_another_run_needs_a_name(tmp_path: Path) -> None:
+    first, second = (write_results(tmp_path / name, all_scores(0.1)) for name in "ab")
+    with pytest.raises(ValueError, match="is given twice"):
+        read_runs([f"ours={first}", f"ours={first}"])
+    (run,) = read_runs([str(first)])
+    for both in ([str(first), f"{run.name}={second}"], [f"{run.name}={second}", str(first)]):
+        with pytest.raises(ValueError, match="is another run with the name"):
+            read_runs(both)
+
+
 def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()

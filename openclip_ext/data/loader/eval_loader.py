@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from openclip_ext.data.loader.workers import leave_process_group, start_workers
+from openclip_ext.data.loader.workers import leave_process_group, watched_batches
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import (
     MAX_CAPTION,
@@ -134,6 +134,7 @@ class EvalLoader:
 
     Raises:
         BadDataError: A shard (or a file) has no usable sample. Raised while iterating.
+        WorkerError: A worker exited. Raised while iterating.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class EvalLoader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in start_workers(self._loader):
+        for batch in watched_batches(self._loader, patience=None):
             if "error" in batch:
                 raise BadDataError(batch["error"])
             yield batch

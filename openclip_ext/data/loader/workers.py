@@ -1,5 +1,6 @@
 """Protect DataLoader workers from signals to the process group, and explain why a worker exited or did not answer."""
 
+import atexit
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
@@ -20,6 +22,9 @@ _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 _FIRST_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 _EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # torch's error, and those of a dead worker's sockets
+
+
+_started: WeakSet[Any] = WeakSet()  # all workers
 
 
 class WorkerError(RuntimeError):
@@ -36,7 +41,16 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     if loader.num_workers and threading.current_thread() is threading.main_thread():
         is_torchs = getattr(handler, "__module__", "").startswith("torch.")  # from another DataLoader
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else handler)
+    _started.update(_workers(batches))
     return batches
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Kill all workers at exit: Python waits for them, and a stopped or hanging worker does not end by SIGTERM."""
+    for worker in [*_started]:
+        if worker._parent_pid == os.getpid() and worker.is_alive():
+            worker.kill()
 
 
 def leave_process_group(worker: int) -> None:
@@ -56,12 +70,14 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
     Raises:
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
     """
-    received = 0
+    received, workers = 0, _workers(getattr(loader, "_iterator", None))  # those of an earlier pass, if they persist
+    first = None if patience is None else patience * _FIRST_FACTOR
     try:
-        batches = start_workers(loader)
+        with _killed_after(first, workers):
+            batches = start_workers(loader)
+        workers = _workers(batches)
         while True:
-            seconds = None if patience is None else patience * (_FIRST_FACTOR if received < loader.num_workers else 1)
-            with _killed_after(seconds, _workers(loader), received):
+            with _killed_after(first if received < len(workers) else patience, workers):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -70,8 +86,8 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
     except GeneratorExit:
         raise
     except BaseException as error:
-        reason = _reason(error, _workers(loader))
-        for worker in _workers(loader):
+        reason = _reason(error, workers)
+        for worker in workers:
             worker.kill()
         if reason is None:
             raise
@@ -79,21 +95,22 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
 
 
 @contextmanager
-def _killed_after(seconds: float | None, workers: list[Any], turn: int) -> Iterator[None]:
-    """If the block takes longer, kill the worker that makes batch ``turn``, and raise WorkerError.
+def _killed_after(seconds: float | None, workers: list[Any]) -> Iterator[None]:
+    """If the block takes longer, kill all workers, and raise WorkerError.
 
-    DataLoader's own timeout does not end a wait for a stopped process.
+    DataLoader's own timeout does not end a wait for a stopped process. It may wait for any worker, because it receives
+    batches in the order in which they are ready.
     """
     if seconds is None or not workers:
         yield
         return
-    worker = workers[turn % len(workers)]
     answered, is_late = threading.Event(), threading.Event()
 
     def watch() -> None:
         if not any(answered.wait(seconds / _INTERVALS) for _ in range(_INTERVALS)):
             is_late.set()
-            worker.kill()
+            for worker in workers:
+                worker.kill()
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -102,8 +119,8 @@ def _killed_after(seconds: float | None, workers: list[Any], turn: int) -> Itera
         if not is_late.is_set():
             raise
         raise WorkerError(
-            f"data worker (process {worker.pid}) did not answer for {seconds:g} s (--rank-patience). Check what it reads: the "
-            "file server may hang, or an image or caption may be huge"
+            f"a data worker (process {' or '.join(str(worker.pid) for worker in workers)}) did not answer for {seconds:g} s "
+            "(--rank-patience). Check what it reads: the file server may hang, or an image or caption may be huge"
         ) from error
     finally:
         answered.set()
@@ -131,6 +148,6 @@ def _reason(error: BaseException, workers: list[Any]) -> str | None:
     )
 
 
-def _workers(loader: DataLoader[Any]) -> list[Any]:
+def _workers(iterator: Any) -> list[Any]:
     # torch has no public attribute for its workers.
-    return getattr(getattr(loader, "_iterator", None), "_workers", [])
+    return getattr(iterator, "_workers", [])

@@ -83,7 +83,7 @@ def write_shards(output: str | Path, config: ShapesConfig, workers: int | None =
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, config)
     shards = config.shards()
-    if (folder / SIZES_FILE).exists():
+    if all((folder / name).exists() for name in (SIZES_FILE, *shards)):
         return False
     with tqdm(total=config.num_samples, unit="img", desc=str(folder), disable=None) as bar:
         for count in _write_all([(folder / name, span) for name, span in shards.items()], config, workers):

@@ -78,14 +78,21 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     ``datacomp/CHECKPOINT/``, and results of evaluations during training in ``metrics.jsonl``.
     """
     named: dict[str, list[EvaluatedRun]] = {}
+    places, own_names = set[Path](), set[str]()
     for argument in arguments:
         name, separator, path = argument.partition("=")
         if not separator or Path(argument).exists():
             name, path = "", argument
         run = _read_run(Path(path))
-        if not name and run.name in named:
-            raise ValueError(f"{path} is another run with the name {run.name}: name the runs with NAME=PATH")
-        named.setdefault(name or run.name, []).append(run)
+        place, title = Path(path).resolve(), name or run.name
+        if place in places:
+            raise ValueError(f"{path} is given twice: give each run once")
+        if title in (own_names if name else named):  # only an explicit NAME marks repeats
+            raise ValueError(f"{path} is another run with the name {title}: name the runs with NAME=PATH")
+        places.add(place)
+        if not name:
+            own_names.add(title)
+        named.setdefault(title, []).append(run)
     return [_merge(name, repeats) for name, repeats in named.items()]
 
 
