@@ -1,6 +1,7 @@
 """Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN... --output FILE``."""
 
 import argparse
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,9 +50,13 @@ def main(argv: list[str]) -> None:
     names = [run.resolve().name for run in args.runs]
     keys = [name if names.count(name) == 1 else str(run) for name, run in zip(names, args.runs, strict=True)]
     logs = dict(zip(keys, map(read_log, args.runs), strict=True))
-    if empty := [name for name, log in logs.items() if not log.steps]:
-        raise ValueError(f"no training step is logged in {', '.join(empty)}: expected LOGS/NAME of training runs")
-    plot(logs, args.output)
+    logged = {name: log for name, log in logs.items() if log.steps}
+    if empty := ", ".join(name for name in logs if name not in logged):
+        problem = f"no training step is logged in {empty}: expected LOGS/NAME of training runs"
+        if not logged or not all(run.is_dir() for run in args.runs):
+            raise ValueError(problem)
+        logging.warning(problem)  # a run may have stopped before its first step, and does not prevent the figure
+    plot(logged, args.output)
     print(args.output)
 
 

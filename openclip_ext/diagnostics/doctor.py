@@ -146,6 +146,8 @@ class Doctor:
         if ":" in model.name or step.precision not in PRECISIONS:
             yield WARNING, "memory: no plan for this --model and --precision"
             return
+        if self.config.data is not None and self.config.data.hard_negative_key is not None:
+            yield WARNING, "memory: the plan has no hard negatives, which double the memory of the text tower"
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},

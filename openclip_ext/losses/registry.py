@@ -361,6 +361,8 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
             f"{takes}{reasons}",
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
+    if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):
+        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value after the switch")
     lowest = values.get("temperature_min", 0.0)
     highest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:

@@ -160,7 +160,8 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
         kept = {name: value for name, value in recipe.loss_options.items() if name in used}
         recipe = replace(recipe, loss_options=kept)
-    return recipe.argv()
+    others = {name: value for name, value in recipe.loss_options.items() if name not in options}
+    return replace(recipe, loss_options=others).argv()
 
 
 def _check_together(args: argparse.Namespace) -> None:

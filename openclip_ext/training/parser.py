@@ -116,11 +116,17 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of losses from the parsed arguments; return those that were given, by name."""
+    """Remove the options of losses from the parsed arguments; return those that were given, by name.
+
+    Raise UsageError for an option that was given in two ways.
+    """
     by_flag = {
         option.name: arguments.pop(_dest(option)) for option in _own_loss_options() if _dest(option) in arguments
     }
-    return by_flag | dict(arguments.pop("loss_option", ()))
+    by_name = dict(arguments.pop("loss_option", ()))
+    for name in by_flag.keys() & by_name.keys():
+        raise UsageError(f"{OPTIONS[name].flag} and --loss-option {name} set the same option: give one of them")
+    return by_flag | by_name
 
 
 def _dest(option: Option) -> str:

@@ -35,7 +35,17 @@ def test_curves_of_several_runs_are_drawn(tmp_path):
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
 
 
-def test_a_run_without_steps_is_refused(tmp_path):
+def test_a_run_that_stopped_before_its_first_step_is_not_drawn(tmp_path, caplog):
+    write_run(tmp_path / "run", range(3))
+    (tmp_path / "stopped").mkdir()
+    curves.main([str(tmp_path / "run"), str(tmp_path / "stopped"), "--output", str(tmp_path / "x.png")])
+    assert "no training step is logged in stopped" in caplog.text
+    assert (tmp_path / "x.png").is_file()
+    with pytest.raises(ValueError, match="no training step is logged in stopped"):
+        curves.main([str(tmp_path / "stopped"), "--output", str(tmp_path / "y.png")])
+
+
+def test_a_run_without_folder_is_refused(tmp_path):
     write_run(tmp_path / "run", range(3))
     with pytest.raises(ValueError, match="no training step is logged in none: expected LOGS/NAME"):
         curves.main([str(tmp_path / "run"), str(tmp_path / "none"), "--output", str(tmp_path / "x.png")])

@@ -60,6 +60,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: checkpoints are saved only at the end of an epoch"),
         (["--loss", "fastclip", "--dataset-resampled"], "ERROR    --dataset-resampled: --loss fastclip needs each"),
+        (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
         (["--hard-negative-key", "json:nope"], "warning  data: the first sample is bad: no hard negative: expected a"),
         (
             ["--lock-image", "--lock-text", "--lock-text-freeze-layer-norm", "--loss", "sogclr"],

@@ -134,6 +134,17 @@ def test_damage_is_found_whatever_it_hits(tmp_path, caplog, file, damage):
     assert contents(tmp_path) == before
 
 
+def test_a_renamed_checkpoint_is_refused_by_its_old_name(tmp_path):
+    save(tmp_path, Position(1, 10))
+    for suffix in (".pt", ".state"):
+        (tmp_path / f"epoch_1{suffix}").rename(tmp_path / f"mine{suffix}")
+    with pytest.raises(UsageError, match=r"mine\.state/step_10 belongs to epoch_1\.pt\. Undo the renaming"):
+        ckpt.verify(tmp_path / "mine.pt")
+    (tmp_path / "mine.state" / "step_10" / ckpt.CHECKSUMS).write_text("{}")
+    with pytest.raises(UsageError, match="belongs to no checkpoint"):
+        ckpt.verify(tmp_path / "mine.pt")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

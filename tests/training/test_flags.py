@@ -39,6 +39,7 @@ def test_explicit_flags_win_over_the_recipe():
     config = config_of("--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7")
     assert (config.model.name, config.optimizer.lr, config.loss.options["rho"]) == ("RN50", 3e-4, 7.0)
     assert "prototypes" in config.loss.given
+    assert config_of("--recipe", "cc3m", "--loss", "neuclip", "--loss-option", "rho=7").loss.given["rho"] == 7.0
     loss = config_of("--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp").loss  # an MLP has no prototypes
     assert loss.options["normalizer"] == "mlp"
     assert "prototypes" not in loss.options

@@ -67,6 +67,7 @@ MISTAKES = [
     ("--lr-min 1e-3", "--lr-min 0.001: expected at most --lr 0.0005"),
     ("--save-every-steps 5", "--save-every-steps needs a run folder"),
     ("--rho 3 --hard-share 0.5 --loss fastclip", "--rho and --hard-share set the same option"),
+    ("--loss sogclr --loss-option gamma=0.3 --gamma 0.9", "--gamma and --loss-option gamma set the same option"),
     ("--val-data val.tar", "reads no files: remove --val-data val.tar"),
     ("--hard-negative-key txt", "--hard-negative-key needs webdataset shards, not synthetic"),
     ("--fsdp --ddp-static-graph", "--ddp-static-graph does not work with --fsdp"),

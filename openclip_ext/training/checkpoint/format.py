@@ -102,6 +102,9 @@ def verify(path: Path) -> None:
         return
     try:
         expected = json.loads((folder / CHECKSUMS).read_text())
+        if path.name not in expected:
+            named = ", ".join(name for name in expected if NAME.match(Path(name).stem) or name == f"{LATEST}.pt")
+            raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming")
         files = [path if name == path.name else folder / name for name in expected]
         # Threads run in parallel here, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
