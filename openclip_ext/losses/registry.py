@@ -368,6 +368,4 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
     if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:
         found = f"temperature={values['temperature']:g}"
         raise OptionError("temperature", f"{found}: expected a temperature from {lowest:g} to {highest:g}")
-    if values.get("rho_end", 0) is None and values["rho_switch"] != defaults["rho_switch"]:
-        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value after the switch")
     return composition, values

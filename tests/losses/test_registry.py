@@ -77,7 +77,6 @@ def test_unknown_loss_lists_the_names() -> None:
         ("fastclip", {"normalizer": "average"}, "normalizer='average': expected one of minibatch, mlp"),
         ("fastclip", {"gamma": 1.5}, r"gamma=1.5: expected a number >= 0, at most 1"),
         ("neuclip", {"rho": -5, "temperature_scheme": "solved"}, "rho=-5: expected at least 0, .* never negative"),
-        ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         ("fastclip", {"temperature": 14.3}, "temperature=14.3: expected a temperature from 0.01 to 1"),
         ("amorlip", {"rho_switch": 0.3, "rho_end": None}, "rho_switch=: no effect without rho_end="),
         (

@@ -223,7 +223,11 @@ def remove_leftovers(folder: Path) -> None:
     folders = [*folder.glob("epoch_*.state"), *folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")]
     orphans = [path for path in folders if not path.with_suffix(".pt").is_file()]
     for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
-        shutil.rmtree(path, ignore_errors=True)
+        # A killed save leaves a temporary model file. If there is none, a user may have renamed the model file.
+        if any(path.glob(f"step_*/{ckpt.CHECKSUMS}")) and not path.with_suffix(".pt.tmp").exists():
+            logging.warning(f"{path} has no {path.stem}.pt next to it: undo the renaming, or remove the folder")
+        else:
+            shutil.rmtree(path, ignore_errors=True)
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):
         with contextlib.suppress(OSError):
             unfinished.unlink()
