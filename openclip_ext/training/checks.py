@@ -18,7 +18,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
-from openclip_ext.training.optimizer import full_name
+from openclip_ext.training.optimizer import check_optimizer, full_name
 
 
 def check(config: TrainingConfig) -> None:
@@ -35,6 +35,7 @@ def check(config: TrainingConfig) -> None:
     _check_pixels(config.model)
     _check_evaluation(config.evaluation)
     if data is not None:
+        check_optimizer(config.optimizer)
         data.check_type()
     if data is not None and data.resolved_type != "synthetic":
         parse_keys(data.image_key, allow_json=False)

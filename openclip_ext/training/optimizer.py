@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ def create_optimizer(
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         given = " ".join([config.name, *(["--opt-kwargs"] if more else []), *config.kwargs])
         raise UsageError(f"--opt {given}: {error}") from error
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raise UsageError if the optimizer does not exist or does not accept the settings, before the data are read."""
+    plain = replace(config, decay_excluded=(), lr_image=None, lr_text=None, image_layer_decay=1.0, text_layer_decay=1.0)
+    create_optimizer(nn.Linear(2, 2), plain, None)
 
 
 def full_name(config: OptimizerConfig) -> str:

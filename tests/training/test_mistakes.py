@@ -32,6 +32,7 @@ MISTAKES = [
     ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
     ("--device gpu", "--device gpu: expected cpu, cuda or cuda:N"),
     ("--device cuda:0", "--device cuda:0: PyTorch finds 0 GPUs on this machine; use cpu"),
+    ("--opt timm/sgdd --lr 1e-3", "--opt timm/sgdd: "),
     ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
