@@ -62,10 +62,11 @@ class ResultFile:
         """
         with self._lines() as lines:
             for task in tasks:
-                line = lines.get(task.key, {})
-                is_current = line.get("data") == fingerprint(data_dir / task.folder)
-                if overwrite or not is_current or (has_other_size(line) and not any_size):
-                    lines.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+                line = lines.get(task.key)
+                if line is None:
+                    continue
+                if overwrite or has_other_data(line, data_dir) or (has_other_size(line) and not any_size):
+                    del lines[task.key]  # if the evaluation fails, the old result must not be reported
             return [task for task in tasks if task.key not in lines]
 
     def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:

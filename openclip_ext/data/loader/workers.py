@@ -22,9 +22,7 @@ _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 _FIRST_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
 _EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # torch's error, and those of a dead worker's sockets
-
-
-_started: WeakSet[Any] = WeakSet()  # all workers
+_started: WeakSet[Any] = WeakSet()  # the workers of all loaders in this process
 
 
 class WorkerError(RuntimeError):
