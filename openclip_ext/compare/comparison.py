@@ -38,10 +38,10 @@ from openclip_ext.training.runtime.run_folder import versions
 # Fraction of --minutes for measuring the throughput, and the maximum of this time in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A run may stop early after the first number (a fraction of the run) if another setting is better by more than the second
-# number (in half widths of the interval over samples). One half width is not enough, because the interval of one seed does
-# not cover other seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs,
-# and 7 of these pairs changed order later.
+# A run may stop early after the fraction _EARLIEST of its steps, if another setting is better by more than _CLEARLY half
+# widths of the interval over samples. One half width is not enough: the interval of one seed does not cover other seeds. In
+# docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and 7 of these pairs
+# changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 

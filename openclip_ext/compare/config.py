@@ -117,7 +117,7 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other loss")
     for name in options:
         if name in ("normalizer", *space.SEARCHED_OPTIONS):
-            reason = "would make all losses equal" if name == "normalizer" else "is tuned by compare"
+            reason = "would replace what the losses differ in" if name == "normalizer" else "is tuned by compare"
             raise UsageError(f"{OPTIONS[name].flag} {reason}; remove it")
     used: set[str] = set()
     refusals: list[str] = []

@@ -162,7 +162,7 @@ class Plan:
         yield ""
         fits = "fits" if row.gpu <= available else "does not fit"
         largest = max(0, int((available - (row.gpu - row.activations) - self._fixed) / self._of_image))
-        yield f"a GPU needs {_gib(row.gpu)} GiB of {_gib(available)}: {fits}; up to {largest} samples in a micro-batch fit"
+        yield f"a GPU needs {_gib(row.gpu)} of its {_gib(available)} GiB: {fits}; up to {largest} samples in a micro-batch fit"
 
     def _communication(self) -> Iterator[str]:
         row = self.asked

@@ -40,7 +40,7 @@ _METRICS: dict[str, tuple[str, float | None]] = {
     "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
 
-# Titles and keys of the output that no checkpoint can have.
+# Other titles and keys of the output. No checkpoint may have such a title.
 _OTHER_KEYS = ("model", "checkpoint", "untrained", "chance")
 
 

@@ -67,7 +67,7 @@ def build_suite(
     tasks = [task for task in wanted if (Path(data_dir) / task.folder).is_dir()]
     missing = ", ".join(task.name for task in wanted if task not in tasks)
     if not tasks:
-        raise ValueError(f"{data_dir} has no data set of the suite {suite!r}: expected some of {missing}.")
+        raise ValueError(f"{data_dir} has no data set of the suite {suite!r}: expected one or more of {missing}.")
     if missing:
         logging.warning(f"The suite {suite!r} is incomplete in {data_dir}. Missing: {missing}.")
     encoding |= {"device": torch.device(device), "precision": resolve_precision("datacomp", device)}

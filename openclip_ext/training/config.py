@@ -399,7 +399,7 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
     checkpoints = folder.folder and folder.folder / "checkpoints"
     destinations = frozenset(name.strip() for name in flags["report_to"].split(",") if name.strip())
     if not destinations <= {"wandb", "tensorboard", "all"}:
-        raise UsageError(f"--report-to {flags['report_to']}: expected some of wandb, tensorboard, all")
+        raise UsageError(f"--report-to {flags['report_to']}: expected one or more of wandb, tensorboard, all")
     if "all" in destinations:
         destinations = frozenset({"wandb", "tensorboard"})
     val_data = DataSpec.of_validation(flags) if flags["val_data"] else None

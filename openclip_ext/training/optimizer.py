@@ -253,7 +253,7 @@ def create_schedule(
 ) -> Callable[[int], None]:
     """Return a function that sets the learning rates for a given optimizer step of the run.
 
-    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up and decay (see
+    The encoders follow OpenCLIP's schedule. ``logit_scale_lr`` is constant, without warm-up or decay (see
     docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs

@@ -64,7 +64,7 @@ def test_a_complete_set_is_left_alone_and_a_broken_one_is_written_again(tmp_path
     assert write_shards(tmp_path, config, workers=1)
     whole = contents(tmp_path)
     assert not write_shards(tmp_path, config, workers=1)
-    # If the program is killed, sizes.json and shards are missing. A user may also remove only a shard.
+    # A killed program leaves neither sizes.json nor the last shard. A user may remove one shard.
     for missing in (("00001.tar", SIZES_FILE), ("00001.tar",)):
         for name in missing:
             (tmp_path / name).unlink()

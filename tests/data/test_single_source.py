@@ -112,7 +112,7 @@ def test_resuming_on_another_layout_uses_the_unseen_samples(data: str):
 def test_samples_are_divided_by_the_factors(data: str):
     loader = single(data, resampled=True, upsampling_factors="1::3", num_samples=400)
     order = sources(list(loader.iterate(0)))
-    # 60 samples of factor 1 and 40 of factor 3: the second source has two thirds of the samples.
+    # 60 samples have factor 1 and 40 have factor 3: 40·3 / (60 + 40·3) = 2/3 of the drawn samples are from the second.
     assert order.count(1) == 66 and order.count(0) == 33
     assert set(sources(list(single(data, resampled=True, upsampling_factors="0::1", num_samples=64).iterate(0)))) == {1}
 

@@ -243,6 +243,6 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
             inspect.main([str(trained), *words])
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
-    assert "--leave-out: " in (error := capsys.readouterr().err) and "expected some of duplicates" in error
+    assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of duplicates" in error
     with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--output", str(tmp_path / "both")])

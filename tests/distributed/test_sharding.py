@@ -78,7 +78,7 @@ CASES = {
 
 
 class Run(tiny.TinyTraining):
-    """A training run that takes a few steps of a case."""
+    """A short training run with the loss and the model of a case."""
 
     def __init__(self, case: Case, sharded: bool) -> None:
         super().__init__(case[0], replace(case[1], sharded=sharded))

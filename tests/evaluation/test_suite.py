@@ -53,7 +53,7 @@ def test_a_failing_task_is_left_out_and_named(tiny, options, tmp_path, caplog):
 
 def test_a_suite_without_data_is_refused_before_training(options, tmp_path):
     with pytest.raises(
-        ValueError, match=r"has no data set of the suite 'quick': expected some of Caltech-101, CIFAR-10, "
+        ValueError, match=r"has no data set of the suite 'quick': expected one or more of Caltech-101, CIFAR-10, "
     ):
         build_suite("quick", tmp_path, **options)
     with pytest.raises(ValueError, match=r"--eval-suite: expected one of .*found 'fast'"):

@@ -195,7 +195,7 @@ def test_nodes_that_do_not_share_a_folder_are_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(distributed, "all_gather_object", with_another_node)
     monkeypatch.setattr(time, "monotonic", itertools.count(step=1000).__next__)
-    with pytest.raises(OSError, match=r"rank_0001\.pt of other nodes not found .* share one --logs folder"):
+    with pytest.raises(OSError, match=r"rank_0001\.pt from other nodes not found .* share one --logs folder"):
         save(tmp_path, Position(1, 10))
     assert list(tmp_path.iterdir()) == []
 

@@ -56,7 +56,7 @@ MISTAKES = [
     ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is a URL"),
     ("--resume no/epoch_1.pt", "no/epoch_1.pt does not exist"),
     ("--name=", "--name is empty"),
-    ("--report-to tensorbord", "--report-to tensorbord: expected some of wandb, tensorboard, all"),
+    ("--report-to tensorbord", "--report-to tensorbord: expected one or more of wandb, tensorboard, all"),
     ("--remote-sync s3://x", "--remote-sync needs a run folder: remove --logs none"),
     ("--val-data /no/{0..3}.tar --dataset-type auto", "4 of 4 files not found, the first is /no/0.tar"),
     ("--imagenet-val /no", "--imagenet-val /no is not a folder"),

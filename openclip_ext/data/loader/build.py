@@ -32,7 +32,7 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 
-# At least one of the first samples of the validation data, up to this number, must have an image and a caption.
+# Number of first validation samples, one of which must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 

@@ -79,7 +79,7 @@ def _categories(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in {*DEFINITIONS, "misfits"}]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: expected some of {', '.join(DEFINITIONS)}, misfits")
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: expected one or more of {', '.join(DEFINITIONS)}, misfits")
     return [part for name in names for part in (_MISFITS if name == "misfits" else [name])]
 
 

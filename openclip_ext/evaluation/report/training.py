@@ -84,8 +84,8 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
-    If both runs have the same seeds, the difference has a 95 % interval over seeds. If the epochs differ, each cell has its
-    epoch.
+    If both runs have the same seeds, the difference has a 95 % interval over seeds. If the epochs differ, each cell also
+    shows its epoch.
     """
     rows = []
     for name in validation_metrics(runs):

@@ -97,7 +97,7 @@ def _commit(target: Path, temporary: Path, state_folder: Path, model_file: dict[
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in checksums if not (temporary / name).is_file()):
         if time.monotonic() > deadline:
-            missing = f"{', '.join(unseen)} of other nodes not found in {temporary}"
+            missing = f"{', '.join(unseen)} from other nodes not found in {temporary}"
             raise OSError(f"{missing}: all nodes must share one --logs folder")
         time.sleep(0.2)
     unfinished = target.with_suffix(".pt.tmp")

@@ -15,7 +15,7 @@ from tests.evaluation import datasets
 
 
 def paired_embeddings(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return both sides ``(30, 16)`` of noisy pairs with a common part, and the direction ``(16,)`` in which they differ."""
+    """Return both sides ``(30, 16)`` of noisy pairs, and the direction ``(16,)`` in which both sides differ."""
     generator = torch.Generator().manual_seed(seed)
     direction = F.normalize(torch.randn(16, generator=generator), dim=0)
     common = 3 * torch.randn(30, 16, generator=generator)
