@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.files.schema import read_as
+from openclip_ext.files.schema import checked_dict
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a run's ``config.json``; raise UsageError if the file is missing or not a configuration."""
     path = folder / "config.json"
     try:
-        config = read_as(dict[str, Any], json.loads(path.read_text()), "it")
+        config = checked_dict(json.loads(path.read_text()), "it")
         for name in ("flags", "loss"):
-            read_as(dict[str, Any], config.get(name), name)
+            checked_dict(config.get(name), name)
         return config
     except FileNotFoundError:
         raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training run") from None

@@ -11,7 +11,7 @@ from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
-from openclip_ext.files.schema import read_as
+from openclip_ext.files.schema import checked_dict
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,8 +170,8 @@ class ModelLoss:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict` of any number of processes; raise ValueError if the options or the data differ."""
-        state = read_as(dict[str, Any], state, "the saved loss")
-        saved = read_as(dict[str, list[Any]], state.get("tables"), "tables of the saved loss")
+        state = checked_dict(state, "the saved loss")
+        saved = checked_dict(state.get("tables"), "tables of the saved loss", list)
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}
         self.loss.restore_state(state["loss"], tables, "the saved loss")
         with torch.no_grad():

@@ -13,7 +13,7 @@ from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
-from openclip_ext.files.schema import read_as
+from openclip_ext.files.schema import checked_dict
 from openclip_ext.files.writing import output_path
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = _parse_arguments(argv)
     try:
-        sizes = read_as(dict[str, int], json.loads(Path(args.sizes).read_bytes()), args.sizes) if args.sizes else None
+        sizes = checked_dict(json.loads(Path(args.sizes).read_bytes()), args.sizes, int) if args.sizes else None
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_next_to(urls, args.image_key, args.caption_key)
         _refuse_other_file(output)
