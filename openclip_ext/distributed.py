@@ -177,16 +177,21 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def on_master(action: Callable[[], T]) -> T:
-    """Run an action on rank 0; return its result, or raise its UsageError, on all ranks. Collective: all ranks call it."""
-    outcome: tuple[Any, str | None] = (None, None)
+    """Run an action on rank 0; return its result on all ranks. Collective: all ranks call it.
+
+    If the action fails, rank 0 raises its error, and the other ranks raise UsageError.
+    """
+    result, failure = None, None
     if is_master():
         try:
-            outcome = (action(), None)
-        except UsageError as error:
-            outcome = (None, str(error))
-    result, failure = broadcast_object(outcome)
+            result = action()
+        except Exception as error:
+            failure = error
+    result, message = broadcast_object((result, None if failure is None else str(failure)))
     if failure is not None:
-        raise UsageError(failure)
+        raise failure
+    if message is not None:
+        raise UsageError(message)
     return result
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from openclip_ext.data.manifest.find import find_or_create_manifest
-from openclip_ext.data.manifest.manifest import Manifest, ManifestError
+from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.sources.source import BadDataError
 from tests.data.loading import build, indices
 from tests.data.shards import undecodable, write_shards
@@ -28,7 +28,7 @@ def only_master_scans_and_every_rank_hears_of_an_error(rank: int, data: Path) ->
     with mock.patch.object(Manifest, "scan", Manifest.scan if rank == 0 else None):
         manifest = find_or_create_manifest(str(data / "good" / "*.tar"))
     assert manifest.num_samples == 40
-    with pytest.raises(ManifestError if rank else ValueError, match="no file matches"):
+    with pytest.raises(ValueError, match="no file matches"):
         find_or_create_manifest(str(data / "nothing" / "*.tar"))
     assert len(list((data / "good").glob("manifest*.json"))) == 1
 

@@ -28,30 +28,22 @@ def find_or_create_manifest(
     scan the indices in a checkpoint could refer to different samples. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
-        ManifestError: There is no valid manifest. All ranks raise an error; rank 0 raises the original one.
+        ManifestError: There is no valid manifest. Ranks other than rank 0 raise UsageError.
     """
     # Imported late, because the manifest's command line works without torch.
     from openclip_ext import distributed
 
-    found: Manifest | None = None
-    failure: Exception | None = None
-    if distributed.is_master():
-        try:
-            urls = expand_shards(train_data)
-            if manifest is None:
-                found = _find_or_create(urls, image_key, caption_key, storage)
-            else:
-                found = Manifest.load(manifest)
-                found.verify(urls)
-            _log_report(found)
-        except Exception as error:
-            failure = error
-    found, message = distributed.broadcast_object((found, None if failure is None else str(failure)))
-    if failure is not None:
-        raise failure
-    if message is not None:
-        raise ManifestError(message)
-    return found
+    def find() -> Manifest:
+        urls = expand_shards(train_data)
+        if manifest is None:
+            found = _find_or_create(urls, image_key, caption_key, storage)
+        else:
+            found = Manifest.load(manifest)
+            found.verify(urls)
+        _log_report(found)
+        return found
+
+    return distributed.on_master(find)
 
 
 def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, storage: Storage) -> Manifest:
