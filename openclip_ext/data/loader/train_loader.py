@@ -4,9 +4,9 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from openclip_ext.data.sources.source import BadDataError, ImageDecoder, Source,
 
 Progress = Sequence[Mapping[str, Any]]
 Interruptible = Callable[[], AbstractContextManager[Any]]
-# The batches of a step, the number of bad samples that each worker has skipped up to it, and a function that returns the
-# largest _Found of all ranks.
-_Step = tuple[list[dict[str, Any]], list[int], Callable[[], int]]
 
 
 class Interrupted(BaseException):
@@ -46,6 +43,24 @@ class _Found(enum.IntEnum):
     TOO_FEW_SAMPLES = 1
     FAILED_WORKERS = 2
     INTERRUPTED = 3
+
+
+class _Step(NamedTuple):
+    """The result of requesting the batches of a step."""
+
+    batches: list[dict[str, Any]]
+    passed: list[int]  # number of bad samples that each worker has skipped up to the step
+    failure: WorkerError | None
+    worst: Callable[[], int]  # returns the largest _Found of all ranks
+
+
+@dataclass
+class _Position:
+    """The position in an epoch."""
+
+    seen: tuple[Segment, ...]  # the segments in earlier layouts
+    done: int  # number of batches yielded in the current layout
+    passed: list[int]  # number of bad samples that each worker has skipped before them
 
 
 class TrainLoader:
@@ -111,14 +126,8 @@ class TrainLoader:
             generator=torch.Generator().manual_seed(config.seed & 0x7FFFFFFF),
         )
         self._patience = config.patience
-        self._failure: WorkerError | None = None
         self._loaded: Progress = ()
-        # The epoch in progress: its segments in earlier layouts, and in the current layout the number of batches yielded and
-        # the number of bad samples that each worker has skipped before them.
-        self._is_in_epoch = False
-        self._seen: tuple[Segment, ...] = ()
-        self._done = 0
-        self._passed = [0] * self._layout.workers
+        self._position: _Position | None = None  # None between epochs
 
     @property
     def num_samples(self) -> int:
@@ -135,14 +144,14 @@ class TrainLoader:
         """The current layout in plain Python types: a progress entry without ``batches`` and ``bad``."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
-    def _current_segment(self) -> Segment:
+    def _current_segment(self, position: _Position) -> Segment:
         self.bad.exchange()
         bad = np.zeros((self._layout.world_size, self._layout.workers), dtype=np.int64)
         if self._is_shared:
-            bad[:] = distributed.all_gather_object(self._passed)
+            bad[:] = distributed.all_gather_object(position.passed)
         else:
-            bad[self.rank] = self._passed
-        return Segment(self._layout, self._done, tuple(bad.ravel().tolist()))
+            bad[self.rank] = position.passed
+        return Segment(self._layout, position.done, tuple(bad.ravel().tolist()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
@@ -151,10 +160,10 @@ class TrainLoader:
         worker has skipped}``, with an entry for each layout of the epoch.
         """
         progress = list(self._loaded)
-        if self._is_in_epoch:
+        if self._position is not None:
             progress = [
                 self.layout | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
-                for segment in (*self._seen, self._current_segment())
+                for segment in (*self._position.seen, self._current_segment(self._position))
             ]
         has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
         return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
@@ -211,81 +220,88 @@ class TrainLoader:
             Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
         progress, self._loaded = self._loaded, ()
-        self._seen, current = self.check_progress(progress)
-        self._done, self._failure, self._is_in_epoch = current.batches, None, True
-        bad = current.bad[self.rank * self._layout.workers :][: self._layout.workers]
-        self._passed = list(bad) or [0] * self._layout.workers
+        seen, current = self.check_progress(progress)
+        workers = self._layout.workers
+        passed = list(current.bad[self.rank * workers :][:workers]) or [0] * workers
+        self._position = position = _Position(seen, current.batches, passed)
         left_out = self.bad.begin(epoch, is_fresh=not progress)
         while True:
-            order = epoch_order(self.source, self.seed, epoch, self._seen, self._layout, left_out)
-            if order.batches < self._done:
+            order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
+            if order.batches < position.done:
                 raise ValueError(
-                    f"cannot resume: the checkpoint has {self._done} batches, the epoch only {order.batches}"
+                    f"cannot resume: the checkpoint has {position.done} batches, the epoch only {order.batches}"
                 )
-            yield from self._until_short(epoch, range(self._done, order.batches), left_out, interruptible)
-            current = self._current_segment()
-            if self._done in (0, order.batches):
+            yield from self._until_short(epoch, position, order.batches, left_out, interruptible)
+            current = self._current_segment(position)
+            if position.done in (0, order.batches):
                 break
             # Distribute the remaining samples of all ranks again.
-            self._seen, self._done, self._passed = (*self._seen, current), 0, [0] * self._layout.workers
-        if not any(segment.batches for segment in (*self._seen, current)):
+            position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
+        if not any(segment.batches for segment in (*position.seen, current)):
             raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
-        self._is_in_epoch = False
+        self._position = None
         self.bad.log_epoch()
 
     def _until_short(
-        self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
+        self, epoch: int, position: _Position, end: int, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
-        seen, passed, workers = self._seen, self._passed, self._layout.workers
+        """Yield the batches up to ``end`` until the workers of any rank have too few samples for a step."""
+        numbers, workers = range(position.done, end), self._layout.workers
+        seen, passed = position.seen, position.passed
         self._requests.next_pass = (
             BatchRequest(epoch, seen, number, passed[number % workers], left_out if place < workers else None)
             for place, number in enumerate(numbers)
         )
-        steps = self._steps(numbers, interruptible)
-        if self._is_shared:
-            # Request each step before the previous step runs. Meanwhile, the ranks exchange the results, so no rank waits.
-            end: _Step = [], [], int
-            steps = (step for step, _ in itertools.pairwise(itertools.chain(steps, [end])))
+        steps = self._steps(numbers, passed, interruptible)
+        if self._is_shared:  # the ranks exchange the results of a step while the step before it runs, so no rank waits
+            steps = _one_ahead(steps)
         exchange_every = max(1, len(numbers) // self._layout.accum_freq // 10)
-        for step, (batches, skipped, worst) in enumerate(steps):
-            found = worst()
+        for number, step in enumerate(steps):
+            found = step.worst()
             if found == _Found.TOO_FEW_SAMPLES:
                 return
             if found == _Found.INTERRUPTED:
                 raise Interrupted
             if found == _Found.FAILED_WORKERS:
-                raise self._failure or WorkerError("the data workers of another rank failed; see its error")
-            if self._is_shared and step % exchange_every == 0:
+                raise step.failure or WorkerError("the data workers of another rank failed; see its error")
+            if self._is_shared and number % exchange_every == 0:
                 self.bad.exchange()
-            self._done += len(batches)
-            self._passed = skipped
-            yield from batches
+            position.done += len(step.batches)
+            position.passed = step.passed
+            yield from step.batches
 
-    def _steps(self, numbers: range, interruptible: Interruptible) -> Iterator[_Step]:
-        passed = list(self._passed)
+    def _steps(self, numbers: range, passed: list[int], interruptible: Interruptible) -> Iterator[_Step]:
         batches = watched_batches(self._loader, self._patience)
         for first in numbers[:: self._layout.accum_freq]:
-            received, found = self._next_batches(batches, interruptible)
+            received, failure, found = self._next_batches(batches, interruptible)
+            passed = list(passed)
             for number, batch in enumerate(received, start=first):
                 for sample in batch.pop("bad", ()):
                     self.bad.add(sample)
                     passed[number % self._layout.workers] += 1
             worst = distributed.any_rank_soon(found) if self._is_shared else partial(int, found)
-            yield received, list(passed), worst
+            yield _Step(received, passed, failure, worst)
 
     def _next_batches(
         self, batches: Iterator[dict[str, Any]], interruptible: Interruptible
-    ) -> tuple[list[dict[str, Any]], _Found]:
+    ) -> tuple[list[dict[str, Any]], WorkerError | None, _Found]:
         try:
             with interruptible():
                 received = list(itertools.islice(batches, self._layout.accum_freq))
         except WorkerError as error:
-            self._failure = error
-            return [], _Found.FAILED_WORKERS
+            return [], error, _Found.FAILED_WORKERS
         except Interrupted:
-            return [], _Found.INTERRUPTED
-        return received, _Found.TOO_FEW_SAMPLES if any("is_short" in batch for batch in received) else _Found.BATCHES
+            return [], None, _Found.INTERRUPTED
+        is_short = any("is_short" in batch for batch in received)
+        return received, None, _Found.TOO_FEW_SAMPLES if is_short else _Found.BATCHES
+
+
+def _one_ahead(steps: Iterator[_Step]) -> Iterator[_Step]:
+    """Yield all steps, but request each step before the previous step is yielded."""
+    following = next(steps, None)
+    while following is not None:
+        step, following = following, next(steps, None)
+        yield step
 
 
 def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:
