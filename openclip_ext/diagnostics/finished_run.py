@@ -101,7 +101,6 @@ def load_run(
         tokenizer=tokenizer,
         batch_size=batch_size or flags["batch_size"],
         workers=flags["workers"] if workers is None else workers,
-        num_samples=source.num_samples,
     )
     width = compat.embedding_dim(settings.name, model)
     name, options = config["loss"]["name"], config["loss"]["options"]

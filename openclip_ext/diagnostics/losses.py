@@ -4,11 +4,9 @@ import argparse
 from collections.abc import Iterator
 
 from openclip_ext.cli import command_line
-from openclip_ext.losses.options import SUMMARIES
+from openclip_ext.losses.options import PARTS, SUMMARIES
 from openclip_ext.losses.registry import check_options, find_method, list_losses, training_defaults
 from openclip_ext.training.parser import describe_options
-
-_PARTS = ("normalizer", "temperature_scheme")
 
 
 def main(argv: list[str]) -> None:
@@ -27,7 +25,7 @@ def _described(name: str) -> Iterator[str]:
     options = training_defaults(name, {})
     loss = check_options(name, **options)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
-    parts = [f"{part.replace('_', ' ')} {options[part]}" for part in _PARTS if part in options]
+    parts = [f"{part.replace('_', ' ')} {options[part]}" for part in PARTS if part in options]
     yield f"  parts:    {', '.join(parts) or 'none'}"
     yield f"  index:    {'needed for each sample' if loss.needs_index else 'not needed'}"
     replicated, per_sample = loss.state_size()

@@ -20,6 +20,7 @@ from openclip_ext.cli.command_line import count
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.dry_run import ALL_REDUCE, PRECISIONS, DryRun, activation_bytes, dry_run, sent_bytes
 from openclip_ext.losses import registry
+from openclip_ext.losses.options import PARTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
 from openclip_ext.training.parser import add_loss_flags, take_loss_options
@@ -126,7 +127,7 @@ class Plan:
     def _period(self) -> int:
         """Return the number of steps after which the loss's communication repeats (AmorLIP's ``fit_every``)."""
         options = self.training.options
-        parts = {part: options.get(part) for part in ("normalizer", "temperature_scheme", "views")}
+        parts = {part: options.get(part) for part in (*PARTS, "views")}
         return options.get("fit_every", registry.options_used_by(self.training.loss, **parts).get("fit_every", 1))
 
     def warning(self, row: Row) -> str | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.cli.command_line import without_warnings
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -26,10 +27,6 @@ MODEL_OPTIONS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length",
     "image_mean", "image_std", "image_interpolation", "image_resize_mode",
 )  # fmt: skip
-
-
-class ModelError(ValueError):
-    """A model or checkpoint that cannot be loaded."""
 
 
 # A module with the interface of OpenCLIP's models: ``visual``, ``encode_image`` (from images ``(B, 3, H, W)`` to ``(B, d)``)
@@ -71,13 +68,13 @@ def load_model(
         **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
             None replace those in the ``params.txt`` of the checkpoint's run.
 
-    Raise ModelError if the model or checkpoint is unknown, or if the file is unreadable or belongs to another model. Raise
-    HeadsError if the checkpoint has projection heads of an unknown kind.
+    Raise UsageError if the model, the checkpoint or the kind of its projection heads is unknown, or if the file is unreadable
+    or belongs to another model.
     """
     add_model_configs()
     if model_config is not None:
         if not Path(model_config).is_file():
-            raise ModelError(f"--model-config {model_config} not found: expected the JSON of an OpenCLIP model.")
+            raise UsageError(f"--model-config {model_config} not found: expected the JSON of an OpenCLIP model.")
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
     is_file = source is not None and Path(source).is_file()
@@ -107,7 +104,7 @@ def load_model(
         what = f"{name} with {source or 'its own weights'}"
         reason = " ".join(str(error).split())[:400]
         hint = "is it from another --model?"
-        raise ModelError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
+        raise UsageError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     model = with_heads(model, read_heads(source or ""))
     digest = weights_digest(model)
@@ -121,7 +118,7 @@ def _architecture(name: str) -> dict[str, Any]:
     config = open_clip.get_model_config(name.replace("/", "-"))
     if config is None:
         hint = nearest(name, open_clip.list_models())
-        raise ModelError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
+        raise UsageError(f"there is no OpenCLIP model {name!r}{hint} (--model-config FILE adds one)")
     return {"model": config}
 
 
@@ -130,20 +127,20 @@ def _is_folder(name: str) -> bool:
 
 
 def _source(name: str, checkpoint: str | Path | None) -> str | None:
-    """Return the checkpoint as OpenCLIP's argument ``pretrained``; raise ModelError if it is missing or unknown."""
+    """Return the checkpoint as OpenCLIP's argument ``pretrained``; raise UsageError if it is missing or unknown."""
     if checkpoint is not None and Path(checkpoint).is_file():
         return str(checkpoint)
     if _is_folder(name):
         if checkpoint is not None:
-            raise ModelError(f"{name} has its own weights: remove --checkpoint {checkpoint}, which is not a file.")
+            raise UsageError(f"{name} has its own weights: remove --checkpoint {checkpoint}, which is not a file.")
         return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"
     if checkpoint is None:
-        raise ModelError(f"--checkpoint is missing: expected a file, or a pretrained tag ({known}).")
+        raise UsageError(f"--checkpoint is missing: expected a file, or a pretrained tag ({known}).")
     if str(checkpoint) in tags:
         return str(checkpoint)
-    raise ModelError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
+    raise UsageError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
 
 
 def _weight_names(path: Path) -> set[str]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.evaluation.models import LoadedModel, ModelError, weights_digest
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.models import LoadedModel, weights_digest
 
 PREFIX = "transformers:"
 
@@ -61,25 +62,25 @@ def load_transformers_model(name: str, device: str | torch.device, checkpoint: s
     """Load a model with its image processor and tokenizer. ``name`` is ``transformers:`` and a folder or a name on the hub.
 
     Raises:
-        ModelError: transformers is not installed, a file is missing, or the model is no dual encoder. Or ``checkpoint`` is
+        UsageError: transformers is not installed, a file is missing, or the model is no dual encoder. Or ``checkpoint`` is
             given, although the folder contains the weights.
     """
     if checkpoint is not None:
-        raise ModelError(f"--pretrained {checkpoint}: --model {name} includes its weights. Fix: omit --pretrained")
+        raise UsageError(f"--pretrained {checkpoint}: --model {name} includes its weights. Fix: omit --pretrained")
     try:
         from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
     except ImportError as error:
-        raise ModelError(f"--model {name} needs transformers ({error}). Fix: pip install transformers") from error
+        raise UsageError(f"--model {name} needs transformers ({error}). Fix: pip install transformers") from error
     path = name.removeprefix(PREFIX)
     try:
         model, processor, tokenizer = (
             kind.from_pretrained(path) for kind in (AutoModel, AutoImageProcessor, AutoTokenizer)
         )
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+        raise UsageError(f"--model {name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     needed = ("get_image_features", "get_text_features", "logit_scale")
     if missing := [attribute for attribute in needed if not hasattr(model, attribute)]:
-        raise ModelError(
+        raise UsageError(
             f"--model {name} is a {type(model).__name__} without {', '.join(missing)}: expected a model with an image and "
             "a text tower, such as CLIPModel or SiglipModel"
         )

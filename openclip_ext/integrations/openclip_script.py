@@ -11,7 +11,7 @@ from torch import nn
 from openclip_ext import compat
 from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training import flags
 from openclip_ext.training.parser import Parser, add_loss_flags, take_loss_options
 
@@ -123,7 +123,7 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     def value_of(option: str) -> Any:
         return given.get(option, getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None))
 
-    parts = {part: value_of(part) for part in flags.PARTS}
+    parts = {part: value_of(part) for part in (*PARTS, "views")}
     used = [*parts, *registry.options_used_by(name, **parts)]
     # In ``args.loss_options``, None is a value. An attribute of args that is None means that the option was not given.
     return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

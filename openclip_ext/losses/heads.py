@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.losses.registry import METHODS
 
 HEADS_KEY = "heads"
-
-
-class HeadsError(ValueError):
-    """The heads in a checkpoint cannot be used."""
 
 
 class ProjectedModel(nn.Module):
@@ -62,12 +59,12 @@ def heads_entry(heads: nn.Module) -> dict[str, Any]:
 
 
 def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads from a checkpoint entry. Raise HeadsError with ``source`` in the message if their kind is unknown."""
+    """Build the heads from a checkpoint entry. Raise UsageError with ``source`` in the message if their kind is unknown."""
     # Only registered classes are accepted, because a file must not decide which code is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
-        raise HeadsError(f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known")
+        raise UsageError(f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known")
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()

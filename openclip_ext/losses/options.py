@@ -13,6 +13,9 @@ from openclip_ext.cli.options import Option, OptionError, nearest
 # Options that only ablations set.
 _ablation = functools.partial(Option, ablation=True)
 
+# The options that choose parts of a loss.
+PARTS = ("normalizer", "temperature_scheme")
+
 # Options that need a reference model.
 REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 

@@ -29,6 +29,7 @@ from openclip_ext.losses.options import (
     HARD_SHARE,
     OPTIONS,
     PACKAGE_OPTIONS,
+    PARTS,
     REFERENCE_OPTIONS,
     SUMMARIES,
     refuse_unknown_loss,
@@ -52,8 +53,6 @@ _SHARED_PARTS = (
     ),
 )
 _LONG_RUN_STEPS = 700
-# The options that choose parts.
-_PARTS = ("normalizer", "temperature_scheme")
 
 _REQUIREMENTS = {
     "embed_dim": "the embedding dimension of the model",
@@ -268,7 +267,7 @@ def _build(cls: type, arguments: Mapping[str, Any], *parts: Any) -> Any:
 
 def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     method = find_method(name)
-    given = [part for part in _PARTS if options.get(part)]
+    given = [part for part in PARTS if options.get(part)]
     given += sorted(REFERENCE_OPTIONS & options.keys())
     views = options.get("views")
     two_views = views is not None and OPTIONS["views"].check(views) == 2
@@ -295,7 +294,7 @@ def _with_rho(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
-    names = {part: OPTIONS[part].check(options.get(part)) or getattr(method, part) for part in _PARTS}
+    names = {part: OPTIONS[part].check(options.get(part)) or getattr(method, part) for part in PARTS}
     has_own_normalizer = names["normalizer"] == method.normalizer
     has_own_scheme = names["temperature_scheme"] == method.temperature_scheme
     title = method.name

@@ -128,7 +128,7 @@ def _check_evaluation(config: EvaluationConfig) -> None:
     for flag, folder in (("--imagenet-val", config.imagenet_val), ("--imagenet-v2", config.imagenet_v2)):
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder} is not a folder")
-    if config.val_data is not None and config.val_data.resolved_type != "synthetic":
+    if config.val_data is not None:
         files = _local_files(config.val_data)
         missing = [file for file in files if not os.path.isfile(file)]
         if missing:

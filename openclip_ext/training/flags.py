@@ -14,13 +14,12 @@ from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import refuse_url
-from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
+from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
 from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
-PARTS = ("normalizer", "temperature_scheme", "views")
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)e[+-]?\d+", re.IGNORECASE)
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
@@ -153,7 +152,7 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
     if options.get("views", views) != views:
         kind = "images alone" if views == 2 else "images with texts"
         raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {options['views']}: remove one of them")
-    if given := {part: options[part] for part in PARTS if part in options}:
+    if given := {part: options[part] for part in (*PARTS, "views") if part in options}:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
         from openclip_ext.losses import registry  # a late import, because it imports torch
 

@@ -26,7 +26,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
 
@@ -177,7 +177,7 @@ def build_loss(
 ) -> ContrastiveLoss:
     """Create the loss for a model and a data set; raise UsageError if the loss would ignore an output of the model."""
     has_reference = "steer" in config.given
-    has_parts = has_reference or any(config.given.get(part) for part in ("normalizer", "temperature_scheme"))
+    has_parts = has_reference or any(config.given.get(part) for part in PARTS)
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
         parts = " with other parts or a reference model" if has_parts else ""
         raise UsageError(f"--loss {config.name}{parts} would ignore the captioner of {model_name}: use --loss openclip")

@@ -147,7 +147,7 @@ def _parameter_groups(
         if own_logit_scale and name.rsplit(".", 1)[-1] == LOGIT_SCALE:
             logit_scale.append(parameter)
             continue
-        plain = _plain_name(name)
+        plain = name.removeprefix("module.")  # the prefix of DistributedDataParallel
         matching = {glob for glob in excluded if fnmatch.fnmatchcase(plain, glob)}
         unused -= matching
         if listed is None:
@@ -166,11 +166,6 @@ def _parameter_groups(
     if own_logit_scale:
         groups.append({"params": logit_scale, "weight_decay": 0.0})
     return groups
-
-
-def _plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes that wrappers (DDP, ``torch.compile``) add."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _split_by_rate(

@@ -27,7 +27,7 @@ NUM_SAMPLES = 20_000
 def make_candidate(loss_name: str, args: argparse.Namespace) -> TrainStep:
     torch.manual_seed(0)
     device = torch.device(args.device)
-    start = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if loss_name == "siglip" else {}
+    start = compat.SIGLIP_START if loss_name == "siglip" else {}
     model = open_clip.create_model(args.model, output_dict=True, device=device, **start).train()
     loss = harness.create_loss(loss_name, args, compat.embedding_dim(args.model, model), NUM_SAMPLES, device)
     if not loss.learns_logit_scale:

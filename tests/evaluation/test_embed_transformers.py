@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import embed
-from openclip_ext.evaluation.models import ModelError
 from openclip_ext.evaluation.transformers_model import load_transformers_model
 from tests.data.shards import write_shards
 
@@ -90,10 +90,10 @@ def test_rows_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="includes its weights"):
+    with pytest.raises(UsageError, match="includes its weights"):
         load_transformers_model(f"transformers:{folder}", "cpu", "openai")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(UsageError, match="cannot be loaded"):
         load_transformers_model(f"transformers:{tmp_path}/none", "cpu")
     transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_TOWERS["vision_config"])).save_pretrained(folder)
-    with pytest.raises(ModelError, match="CLIPVisionModel without get_image_features"):
+    with pytest.raises(UsageError, match="CLIPVisionModel without get_image_features"):
         load_transformers_model(f"transformers:{folder}", "cpu")

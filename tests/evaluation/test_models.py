@@ -12,8 +12,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from openclip_ext.evaluation.models import ModelError, load_model
-from openclip_ext.losses.heads import HEADS_KEY, HeadsError
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.models import load_model
+from openclip_ext.losses.heads import HEADS_KEY
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
 
@@ -45,7 +46,7 @@ def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     trained = load_model(TINY_MODEL, tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"))
     loaded = load_model(f"local-dir:{tmp_path}", trained.checkpoint)
     assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256
-    with pytest.raises(ModelError, match="has its own weights"):
+    with pytest.raises(UsageError, match="has its own weights"):
         load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
 
 
@@ -58,7 +59,7 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
         ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
     ):
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(UsageError, match=message):
             load_model(name, checkpoint)
 
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
     for name in ("tiny-wide", "tiny-deep"):
-        with pytest.raises(ModelError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
+        with pytest.raises(UsageError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
             load_model(name, tiny_folder / "epoch_1.pt")
 
 
@@ -74,7 +75,7 @@ def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
     """Known kinds of projection heads are tested in tests/training/test_cliplite.py."""
     entry = {"kind": "test", "config": {}, "state_dict": {}}
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
-    with pytest.raises(HeadsError, match="needs heads of the kind 'test', but only cliplite, projector are known"):
+    with pytest.raises(UsageError, match="needs heads of the kind 'test', but only cliplite, projector are known"):
         load_model(TINY_MODEL, tmp_path / "heads.pt")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import openclip_ext
 from openclip_ext.cli.options import Option
-from openclip_ext.losses.options import HARD_SHARE, OPTIONS
+from openclip_ext.losses.options import HARD_SHARE, OPTIONS, PARTS
 from openclip_ext.losses.registry import list_losses, options_used_by
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
@@ -39,8 +39,7 @@ def updated(text: str) -> str:
 
 # Options that no table explains: flags of OpenCLIP, and options in equal-captions.md, reference-model.md or scale.md.
 ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
-# The options that select parts of a loss. Their defaults are in the first table of docs/methods/README.md.
-PARTS = ("normalizer", "temperature_scheme")
+# The defaults of PARTS are in the first table of docs/methods/README.md.
 # Options that are explained in the table of shared options in docs/methods/README.md, not in the tables of the losses.
 SHARED = (
     *PARTS,

@@ -109,19 +109,10 @@ def build_eval_loader(
         urls = expand_shards(spec.source or "")
         spec.storage.reach(urls)
         samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
-        num_samples = spec.num_samples
         _refuse_without_fields(samples, spec)
     else:
         samples = build_source(spec, preprocess)
-        num_samples = samples.num_samples
-    return EvalLoader(
-        samples,
-        preprocess=preprocess,
-        tokenizer=tokenizer,
-        batch_size=batch_size,
-        workers=workers,
-        num_samples=num_samples,
-    )
+    return EvalLoader(samples, preprocess=preprocess, tokenizer=tokenizer, batch_size=batch_size, workers=workers)
 
 
 def build_source(spec: DataSpec, preprocess: Transform) -> Source:

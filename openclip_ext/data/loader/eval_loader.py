@@ -128,7 +128,6 @@ class EvalLoader:
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
         batch_size: Samples of a batch; the last batch may be smaller.
         workers: Worker processes; 0 means this process.
-        num_samples: Number of samples, used only for display. None (default) means unknown.
         span: Range of indices to read from a source: complete shards, including samples that are excluded from training.
             None (default) means all samples that are not excluded.
 
@@ -145,11 +144,9 @@ class EvalLoader:
         tokenizer: Callable[[list[str]], Tensor],
         batch_size: int,
         workers: int = 0,
-        num_samples: int | None = None,
         span: range | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.num_samples = num_samples
         self._loader = DataLoader(
             _EvalDataset(samples, preprocess, tokenizer, batch_size, span),
             batch_size=None,

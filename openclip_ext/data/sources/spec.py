@@ -20,7 +20,7 @@ class DataSpec:
     # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data.
     source: str | Sequence[str] | None = flag(None, dest="train_data")
     dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic" or "auto" (by the ending of the path)
-    # Samples per epoch (--train-num-samples, --val-num-samples). None means all, or 100 for synthetic data.
+    # Samples per epoch (--train-num-samples). None means all, or 100 for synthetic data.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
@@ -66,7 +66,7 @@ class DataSpec:
             cls,
             flags,
             source=flags["val_data"],
-            num_samples=flags["val_num_samples"],
+            num_samples=None,
             manifest=None,
             reference=None,
             resampled=False,

@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.images import split_transform
 from openclip_ext.evaluation.cliplite.image_files import open_image
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import ModelError
 from openclip_ext.files.writing import output_path
 
 
@@ -59,7 +59,7 @@ def find_spatial_layer(visual: Any) -> SpatialLayer:
         if str(getattr(trunk, "output_fmt", "")).endswith("NHWC"):
             return SpatialLayer(name, partial(torch.movedim, source=-1, destination=1))
         return SpatialLayer(name)
-    raise ModelError(
+    raise UsageError(
         f"Grad-CAM does not support a {type(visual).__name__}: expected a ModifiedResNet, a timm convolutional network, "
         "or a vision transformer with patch tokens."
     )
@@ -86,20 +86,20 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise ModelError(f"--layer {layer.name} not found in the visual tower; top-level modules: {known}") from None
+        raise UsageError(f"--layer {layer.name} not found in the visual tower; top-level modules: {known}") from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
             alignment = texts @ F.normalize(encoder.model.encode_image(images).float(), dim=-1)[0]
             if len(caught) != 1:
-                raise ModelError(f"Grad-CAM: expected {layer.name} to run once per image, found {len(caught)} times.")
+                raise UsageError(f"Grad-CAM: expected {layer.name} to run once per image, found {len(caught)} times.")
             (features,) = caught
             gradients = [torch.autograd.grad(value, features, retain_graph=True)[0] for value in alignment]
     finally:
         hook.remove()
     activations = layer.to_map(features.detach())
     if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
-        raise ModelError(
+        raise UsageError(
             f"Grad-CAM: {layer.name} has features of shape {tuple(features.shape)} for images of "
             f"{tuple(image.shape[-2:])}, expected a map of several positions. Choose an earlier --layer."
         )

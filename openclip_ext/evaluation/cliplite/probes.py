@@ -26,12 +26,13 @@ from sklearn.svm import LinearSVC
 from torch import Tensor
 
 from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.cliplite.image_files import encode_files
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.data import CLASSNAMES_FILE, SampleFormat, Samples, find_samples, read_lines
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.imagenet import ClassFolders
-from openclip_ext.evaluation.models import ImageTextModel, ModelError
+from openclip_ext.evaluation.models import ImageTextModel
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path
 
@@ -76,7 +77,7 @@ def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
         finally:
             visual.proj = projection
         return features[0] if isinstance(features, tuple) else features
-    raise ModelError(f"The backbone of a {type(visual).__name__} is unknown. Use --features embedding.")
+    raise UsageError(f"The backbone of a {type(visual).__name__} is unknown. Use --features embedding.")
 
 
 def _compute_features(encoder: Encoder, kind: str) -> Callable[[Samples], dict[str, Tensor]]:

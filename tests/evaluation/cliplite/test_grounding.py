@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
 from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import ModelError
 from tests.evaluation.datasets import tiny_model_config
 
 # Vision tower, the layer for Grad-CAM, the layer's channel axis, and how many of its last positions are patches (0: all).
@@ -106,7 +106,7 @@ def test_equals_finite_differences(tmp_path: Path, name: str) -> None:
 
 
 def test_towers_without_places_are_refused() -> None:
-    with pytest.raises(ModelError, match="convolutional network, or a vision transformer"):
+    with pytest.raises(UsageError, match="convolutional network, or a vision transformer"):
         find_spatial_layer(nn.Linear(3, 3))
 
 

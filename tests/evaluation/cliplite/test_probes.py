@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.svm import LinearSVC
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.cliplite.probes import (
     ABSENT,
     DIFFICULT,
@@ -22,7 +23,6 @@ from openclip_ext.evaluation.cliplite.probes import (
     probe_top1,
     probe_voc07,
 )
-from openclip_ext.evaluation.models import ModelError
 from tests.evaluation import datasets
 
 CLASSES = ("cat", "dog", "owl")
@@ -53,7 +53,7 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
     torch.testing.assert_close(image_features(vit, small, "embedding"), vit.encode_image(small))
 
     vit.visual = torch.nn.Identity()
-    with pytest.raises(ModelError, match="Use --features embedding"):
+    with pytest.raises(UsageError, match="Use --features embedding"):
         image_features(vit, small, "backbone")
 
 
