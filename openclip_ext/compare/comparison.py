@@ -7,7 +7,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     try:
         with held(config.folder):  # locks the folder, including the cache in it
             plan = read_plan(config, training)  # rejects a folder with other flags before the data are decoded
-            if not plan:
+            if plan is None:
                 _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, plan, deadline)
@@ -77,15 +77,25 @@ def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds:
         raise planner.too_short(costs, needed, seconds * (1 - planner.RESERVE), config.minutes)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The content of ``plan.json``."""
+
+    flags: str  # digest of the flags and versions
+    context: str  # digest of the flags, versions and data
+    judged: dict[str, Any]  # errors of a batch's normalizers before training
+    tried: int  # number of settings of each loss in the first stage
+    stages: tuple[planner.Stage, ...]
+
+
 class Comparison:
     """A comparison, stored in one output folder. It stops at ``deadline``, a value of ``time.monotonic()``.
 
-    Attributes:
-        plan: Content of ``plan.json``; empty before the first plan.
+    ``plan`` is None before the first stage is planned.
     """
 
     def __init__(
-        self, config: CompareConfig, training: TrainingConfig, data: PilotData, plan: dict[str, Any], deadline: float
+        self, config: CompareConfig, training: TrainingConfig, data: PilotData, plan: Plan | None, deadline: float
     ) -> None:
         self.config, self.plan, self.deadline = config, plan, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
@@ -101,20 +111,26 @@ class Comparison:
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
-        if plan and plan["context"] != self.context:
+        if plan is not None and plan.context != self.context:
             raise ValueError(_OTHER.format(config.output, "data"))
 
     def run(self) -> bool:
         """Execute all stages until the deadline or a signal; return whether a signal arrived."""
         try:
-            if not self.plan:
+            if self.plan is None:
                 self._plan_tuning()
-            self._drop_unstarted_stage()
+            else:
+                self._drop_unstarted_stage()
             while self._work() and self._plan_next_stage():
                 pass
         except KeyboardInterrupt:
             return True
         return False
+
+    @property
+    def _plan(self) -> Plan:
+        assert self.plan is not None, "run plans the first stage before all others"
+        return self.plan
 
     @property
     def _seconds_left(self) -> float:
@@ -124,17 +140,17 @@ class Comparison:
         """Return the runs of each planned stage. A stage takes its settings from the previous stage, if that is finished."""
         known = self.results.known
         found: list[Contest] = []
-        for stage in self.plan.get("stages", []):
-            length = self._length(stage["samples"])
+        for stage in self._plan.stages:
+            length = self._length(stage.samples)
             if not found:
-                tried = {loss: own[: self.plan["tried"]] for loss, own in self.candidates.items()}
+                tried = {loss: own[: self._plan.tried] for loss, own in self.candidates.items()}
                 families = {loss: [self._make_run(loss, *one, length) for one in own] for loss, own in tried.items()}
             elif found[-1].pending(known):
                 break
             else:
                 best = winners(found[-1], known)
                 families = {loss: [replace(run, **length) for run in runs] for loss, runs in best.items()}
-            found.append(Contest(families, stage["seeds"]))
+            found.append(Contest(families, stage.seeds))
         return found
 
     def _length(self, samples: int) -> dict[str, Any]:
@@ -155,9 +171,9 @@ class Comparison:
             setting={"loss": loss, "options": options},
         )
 
-    def _write_plan(self, **content: Any) -> None:
-        self.plan = {**self.plan, **content}
-        text = json_lines.dumps(self.plan, indent=2) + "\n"
+    def _write_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        text = json_lines.dumps(asdict(plan), indent=2) + "\n"
         write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
 
     def _plan_tuning(self) -> None:
@@ -180,18 +196,17 @@ class Comparison:
             most_tried=min(map(len, self.candidates.values())),
             minutes=self.config.minutes,
         )
-        about = {"flags": self.flags, "context": self.context, "judged": probes[0]}
-        self._write_plan(**about, tried=tried, stages=[asdict(stage)])
+        self._write_plan(Plan(self.flags, self.context, probes[0], tried, (stage,)))
 
     def _drop_unstarted_stage(self) -> None:
         """Remove a stage that an earlier call planned but did not start. This call plans it again for the remaining time."""
-        stages, rows, contests = self.plan["stages"], self.results.rows, self.contests()
+        stages, rows, contests = self._plan.stages, self.results.rows, self.contests()
         if 1 < len(contests) == len(stages) and not any(run.id in rows for run in contests[-1].decided(rows)):
-            self._write_plan(stages=stages[:-1])
+            self._write_plan(replace(self._plan, stages=stages[:-1]))
 
     def _plan_next_stage(self) -> bool:
         """Plan the next stage, unless it is planned, with the measured costs; return False if there is no time for it."""
-        known, stages, last = self.results.known, self.plan["stages"], self.contests()[-1]
+        known, stages, last = self.results.known, self._plan.stages, self.contests()[-1]
         if last.pending(known):
             return True
         costs = measured_costs(last, winners(last, known), known)
@@ -199,9 +214,9 @@ class Comparison:
             return False
         left = self._seconds_left * (1 - planner.RESERVE)
         limits = (self.config.processes, self.pilot.batch, self._most_samples)
-        stage = planner.plan_next(planner.Stage(**stages[-1]), costs, left, *limits)
+        stage = planner.plan_next(stages[-1], costs, left, *limits)
         if stage is not None:
-            self._write_plan(stages=[*stages, asdict(stage)])
+            self._write_plan(replace(self._plan, stages=(*stages, stage)))
         return stage is not None
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
@@ -223,7 +238,7 @@ class Comparison:
     def _work(self) -> bool:
         """Execute the remaining runs of the stage; return False if the deadline comes first."""
         contests, rows = self.contests(), self.results.rows
-        contest, samples = contests[-1], self.plan["stages"][len(contests) - 1]["samples"]
+        contest, samples = contests[-1], self._plan.stages[len(contests) - 1].samples
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
         with command_line.progress_bar(
@@ -247,13 +262,13 @@ class Comparison:
 
     def write_report(self, notes: list[str]) -> bool:
         """Write the report of the finished runs; return whether the report recommends a loss."""
-        if not self.plan:
+        if self.plan is None:
             print("there is no report, because no run is finished yet")
             return False
         found = report.make_report(
             contests=self.contests(),
             results=self.results.known,
-            judged=self.plan["judged"],
+            judged=self.plan.judged,
             about=report.About(
                 data=without_secrets(self.config.shards),
                 model=self.pilot.config.model.name,
@@ -291,16 +306,17 @@ class Comparison:
         return shlex.join(without_secrets([*words, "--train-num-samples", str(samples)]))
 
 
-def read_plan(config: CompareConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the plan in the output folder; empty if there is none. Raise ValueError if it is corrupt or has other flags."""
+def read_plan(config: CompareConfig, training: TrainingConfig) -> Plan | None:
+    """Return the plan in the output folder, if any. Raise ValueError if it is corrupt or has other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
-        return {}
+        return None
     try:
-        plan = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text())
+        plan = Plan(**content | {"stages": tuple(planner.Stage(**stage) for stage in content["stages"])})
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is corrupt ({error}): remove it to plan again") from error
-    if plan.get("flags") != digest_of_flags(config, training):
+    if plan.flags != digest_of_flags(config, training):
         raise ValueError(_OTHER.format(config.output, "flags or versions"))
     return plan
 

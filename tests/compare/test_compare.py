@@ -233,7 +233,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Return a prepared comparison that has not run anything yet."""
     data = write_data(tmp_path_factory.mktemp("compared"))
     config, training = parse(with_val(data, "--warmup", "3", "--wd", "0.1"))
-    return Comparison(config, training, prepare(config, training)[0], {}, 0.0)
+    return Comparison(config, training, prepare(config, training)[0], None, 0.0)
 
 
 @pytest.mark.parametrize(
