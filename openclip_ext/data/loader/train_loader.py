@@ -113,6 +113,8 @@ class TrainLoader:
         self._patience = config.patience
         self._failure: WorkerError | None = None
         self._loaded: Progress = ()
+        self._epoch = 0
+        self._passes = 0  # number of calls of iterate that have started
         # The epoch in progress: its segments in earlier layouts, and in the current layout the number of batches yielded and
         # the number of bad samples that each worker has skipped before them.
         self._is_in_epoch = False
@@ -148,12 +150,14 @@ class TrainLoader:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
 
         ``progress`` is a list of ``loader.layout | {"batches": number on each rank, "bad": number of bad samples that each
-        worker has skipped}``, with an entry for each layout of the epoch.
+        worker has skipped, "epoch": number of the epoch}``, with an entry for each layout of the epoch.
         """
         progress = list(self._loaded)
         if self._is_in_epoch:
             progress = [
-                self.layout | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
+                self.layout
+                | asdict(segment.layout)
+                | {"batches": segment.batches, "bad": list(segment.bad), "epoch": self._epoch}
                 for segment in (*self._seen, self._current_segment())
             ]
         has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
@@ -205,12 +209,18 @@ class TrainLoader:
             and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
 
         Raises:
-            ValueError: The loaded state has more batches than the epoch.
+            ValueError: The loaded state has more batches than the epoch, or belongs to another epoch.
+            RuntimeError: A later call has started another iteration, which ends this one.
             BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
             WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
             Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
         progress, self._loaded = self._loaded, ()
+        if others := {entry.get("epoch", epoch) for entry in progress} - {epoch}:
+            raise ValueError(
+                f"the loaded state is from the middle of epoch {others.pop()}, not {epoch}: iterate that epoch"
+            )
+        self._epoch, self._passes = epoch, self._passes + 1
         self._seen, current = self.check_progress(progress)
         self._done, self._failure, self._is_in_epoch = current.batches, None, True
         bad = current.bad[self.rank * self._layout.workers :][: self._layout.workers]
@@ -237,7 +247,7 @@ class TrainLoader:
         self, epoch: int, numbers: range, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
         """Yield batches in the current layout until the workers of any rank have too few samples for a step."""
-        seen, passed, workers = self._seen, self._passed, self._layout.workers
+        seen, passed, workers, own_pass = self._seen, self._passed, self._layout.workers, self._passes
         self._requests.next_pass = (
             BatchRequest(epoch, seen, number, passed[number % workers], left_out if place < workers else None)
             for place, number in enumerate(numbers)
@@ -260,7 +270,13 @@ class TrainLoader:
                 self.bad.exchange()
             self._done += len(batches)
             self._passed = skipped
-            yield from batches
+            for batch in batches:
+                yield batch
+                if self._passes != own_pass:
+                    raise RuntimeError(
+                        "iterate() was called again during this epoch, but a loader reads one epoch at a time: build a second "
+                        "loader"
+                    )
 
     def _steps(self, numbers: range, interruptible: Interruptible) -> Iterator[_Step]:
         passed = list(self._passed)
