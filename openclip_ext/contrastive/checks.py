@@ -9,6 +9,8 @@ from torch import Tensor
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context that disables the caller's autocast."""
+    if not isinstance(tensor, Tensor):  # check_features raises an error later
+        return contextlib.nullcontext()
     device = tensor.device.type
     if not torch.amp.is_autocast_available(device):
         return contextlib.nullcontext()
@@ -17,6 +19,9 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
     """Raise ValueError unless both features are floating-point ``(B_local, d)``; if given, ``embed_dim`` must equal ``d``."""
+    for name, features in (("image", image_features), ("text", text_features)):
+        if not isinstance(features, Tensor):
+            raise ValueError(f"{name} features: expected a tensor (batch, width), found {described(features)}")
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1]:
         raise ValueError(

@@ -18,7 +18,17 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from openclip_ext.cli.messages import for_people, without_secrets
-from openclip_ext.data.remote import BUFFER, HEADER_BUFFER, PIPE, RemoteFile, file_system, is_final, persist, place_of
+from openclip_ext.data.remote import (
+    BUFFER,
+    HEADER_BUFFER,
+    PIPE,
+    RemoteFile,
+    ReplacedError,
+    file_system,
+    is_final,
+    persist,
+    place_of,
+)
 from openclip_ext.files.writing import write_atomically
 
 _MAX_FILE = 1 << 26  # maximum bytes of a file with counts, because a server may never stop sending
@@ -83,20 +93,24 @@ class Storage:
     cache_dir: str | None = None
     cache_size: float = 100.0
 
-    def open(self, url: str, headers_only: bool = False) -> io.BufferedReader:
+    def open(self, url: str, headers_only: bool = False, version: str | None = None) -> io.BufferedReader:
         """Open a shard or another file to read bytes from its beginning.
 
         Args:
             url: A path, ``pipe:COMMAND`` (run by the shell, as in OpenCLIP), or a URL that fsspec supports (``https://``,
                 ``s3://``, ``gs://``, ``hf://``, ...). The returned file can seek if the storage supports it.
             headers_only: Whether only the headers of a tar will be read. If so, prefetch little, and do not use the cache.
+            version: Expected :attr:`RemoteFile.version`. None (default) accepts every version.
 
         Raises:
+            ReplacedError: The remote file has another version.
             OSError: Opening or reading the file still fails after ``patience`` seconds, or fails with a final error.
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
         file = RemoteFile(url, self.patience)
+        if version and file.version and file.version != version:
+            raise ReplacedError(for_people(f"{url} has the version {file.version}, but had {version}"))
         if self.cache_dir is not None and not headers_only and file.version:
             return self._open_copy(Path(self.cache_dir), file)
         return file.open(headers_only)

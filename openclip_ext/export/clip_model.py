@@ -33,6 +33,7 @@ _IN_BLOCK = {
     "attn.out_proj.": "self_attn.out_proj.",
 }
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
+_CAPTION = "A cat's toys, 2 of them!"  # CLIP's tokenizer only lowers it
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
@@ -169,6 +170,8 @@ def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
     """Return the number of each token, and the merges. Special tokens have the names that ``CLIPTokenizer`` uses."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
+    if tokenizer.clean_fn(_CAPTION) != _CAPTION.lower() or tokenizer.reduction_fn is not None:
+        raise UsageError(_no_counterpart("tokenizer_kwargs: its tokenizer does not clean or shorten texts like CLIP's"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {names.get(token, token): number for token, number in tokenizer.encoder.items()}
     return vocabulary, [" ".join(pair) for pair in tokenizer.bpe_ranks]

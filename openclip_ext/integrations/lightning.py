@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -29,6 +30,8 @@ class ContrastiveModule(lightning.LightningModule):
         model_loss: The loss, which exists after ``configure_model``. It is not a submodule, because
             DistributedDataParallel would then overwrite state that differs between processes.
     """
+
+    _has_started = False
 
     def __init__(
         self,
@@ -74,6 +77,15 @@ class ContrastiveModule(lightning.LightningModule):
                     "the sampler in train_dataloader() with trainer.world_size and global_rank"
                 )
         self.model_loss.check_loop(self.trainer.accumulate_grad_batches, repeats)
+        self._has_started = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx and not self._has_started and not hasattr(self.trainer.train_dataloader, "load_state_dict"):
+            rank_zero_warn(
+                f"the checkpoint is from the middle of an epoch, after {batch_idx} batches: Lightning now repeats these "
+                "batches and omits the last ones. Resume from the end of an epoch, or use a loader with a state"
+            )
+        self._has_started = True
 
     def on_train_epoch_start(self) -> None:
         self.model_loss.loss.start_epoch(self.current_epoch)

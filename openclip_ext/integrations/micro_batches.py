@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
 
     Args:
         model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, which is not yet compiled or wrapped.
-            Its inputs are tensors whose rows are samples. The model is changed in place.
+            Its inputs are tensors whose rows are samples. The model is changed in place. ``torch.compile`` then has no effect.
         size: Number of samples per micro-batch.
 
     Returns:
@@ -39,16 +40,27 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r}: expected a whole number of samples, at least one")
-    original, logit_scale = model.forward, model.get_parameter(LOGIT_SCALE)
+    model.get_parameter(LOGIT_SCALE)
+    model.forward = _MicroBatches(model, model.forward, size)
+    return model
 
-    @functools.wraps(original)
-    def forward(*args: Any, **inputs: Any) -> Any:
+
+class _MicroBatches:
+    """The forward pass of a model in micro-batches. It is no closure, so a copy of the model computes with its own weights."""
+
+    def __init__(self, model: nn.Module, original: Callable[..., Any], size: int) -> None:
+        self._model, self._original, self._size = model, original, size
+        functools.update_wrapper(self, original)
+
+    @torch.compiler.disable  # Dynamo cannot trace checkpoints with a context
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        model, size = self._model, self._size
         if not (model.training and torch.is_grad_enabled()):
-            return original(*args, **inputs)
+            return self._original(*args, **inputs)
         count = next(len(value) for value in (*args, *inputs.values()) if isinstance(value, Tensor))
         parts = [
             checkpoint(
-                embeddings,
+                self._embeddings,
                 *(rows_of(value, first, size, count) for value in args),
                 **{name: rows_of(value, first, size, count) for name, value in inputs.items()},
                 use_reentrant=False,
@@ -58,15 +70,12 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
         # The scalars must be outputs, because DistributedDataParallel searches the outputs for the parameters in use.
-        scalars = {LOGIT_SCALE: logit_scale.exp()} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
-        return rows | scalars
+        logit_scale = model.get_parameter(LOGIT_SCALE).exp()
+        return rows | {LOGIT_SCALE: logit_scale} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
 
-    def embeddings(*args: Any, **inputs: Any) -> dict[str, Tensor]:
-        outputs = original(*args, **inputs)
+    def _embeddings(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        outputs = self._original(*args, **inputs)
         return {name: outputs[name] for name in (*_EMBEDDINGS, *SCALARS) if outputs.get(name) is not None}
-
-    model.forward = forward
-    return model
 
 
 def rows_of(value: Any, first: int, size: int, count: int) -> Any:

@@ -30,7 +30,7 @@ class ModelLoss:
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
-        ValueError: The loss trains its own modules, or compares two views of an image.
+        ValueError: The loss trains its own modules, or compares two views of an image; the model has no ``logit_scale``.
 
     Example:
         >>> model_loss = ModelLoss(openclip_ext.create_loss("neuclip", embed_dim=512), model)
@@ -45,6 +45,11 @@ class ModelLoss:
             raise ValueError(
                 f"{type(loss).__name__} trains its own modules or compares two views of an image: only "
                 "openclip_ext.training.main supports that"
+            )
+        if not hasattr(model, LOGIT_SCALE):
+            raise ValueError(
+                f"{type(model).__name__} has no parameter logit_scale: pass the two-tower model itself, before "
+                "DistributedDataParallel wraps it"
             )
         prepare_for(loss, model, set_logit_scale=True)
         self.loss = loss
@@ -110,20 +115,20 @@ class ModelLoss:
         """Set the temperature's learning rate, which has no schedule. Call this method before ``optimizer.step()``.
 
         Raises:
-            ValueError: The temperature is in a group with other parameters.
+            ValueError: The temperature has no parameter group of its own.
         """
         self._before = self.logit_scale.detach().clone()
         if not self._averages and self.logit_scale.grad is not None:
             self.logit_scale.grad = distributed.all_reduce_sum(self.logit_scale.grad) / distributed.world_size()
         if self.loss.logit_scale_lr is None:
             return
-        (group,) = (g for g in optimizer.param_groups if any(p is self.logit_scale for p in g["params"]))
-        if len(group["params"]) > 1:
+        groups = [g for g in optimizer.param_groups if any(p is self.logit_scale for p in g["params"])]
+        if len(groups) != 1 or len(groups[0]["params"]) > 1:
             raise ValueError(
-                "the loss sets the temperature's learning rate, but logit_scale shares its group with other parameters: call "
+                "the loss sets the temperature's learning rate, but logit_scale has no parameter group of its own: call "
                 "separate_rate(optimizer) once, before you create a schedule"
             )
-        group["lr"] = self.loss.logit_scale_lr
+        groups[0]["lr"] = self.loss.logit_scale_lr
 
     def after_step(self) -> None:
         """Clamp the temperature to its bounds. Call this method after ``optimizer.step()``."""

@@ -61,6 +61,10 @@ class ContrastiveTrainer(Trainer):
 
     def __init__(self, *args: Any, contrastive_loss: ContrastiveLoss, **options: Any) -> None:
         super().__init__(*args, **options)
+        if self.model_init is not None:
+            raise ValueError(
+                "model_init creates another model after the loss has set this model's temperature: pass model= instead"
+            )
         if self.args.remove_unused_columns:
             raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
         self.model_loss = ModelLoss(contrastive_loss, self.model)

@@ -1,5 +1,6 @@
 """Create losses by name. Each file in this folder declares its losses in ``METHOD`` or ``METHODS``."""
 
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -10,6 +11,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+import torch
 
 from openclip_ext import losses
 from openclip_ext.cli.options import OptionError
@@ -225,6 +228,17 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
     return composition.defaults() | composition.training_defaults | of_length
 
 
+@contextlib.contextmanager
+def _wide_default_dtype() -> Iterator[None]:
+    """Create tensors in at least float32. Lightning creates its modules in the dtype of a training in half precision."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 @dataclass(frozen=True)
 class _Composition:
     """The classes of a loss with the defaults of their options, and the options that chose the classes (``part_names``)."""
@@ -247,6 +261,7 @@ class _Composition:
         values = {name: self.classes.defaults.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
+    @_wide_default_dtype()
     def create(
         self, values: dict[str, Any], sizes: Mapping[str, int | None], reference_dim: int = 0
     ) -> ContrastiveLoss:

@@ -73,6 +73,20 @@ def test_resuming_is_bitwise_with_bad_samples(data: str, epoch: int, options: di
         assert loader.bad.counts() == (4, 0)
 
 
+def test_a_state_that_was_json_is_the_state(data: str):
+    first = build_tolerant(data)
+    batches = first.iterate(0)
+    for _ in range(10):
+        next(batches)
+    state = first.state_dict()
+    assert state["bad"]["found"]
+    loader = build_tolerant(data)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    assert loader.state_dict() == state
+    assert_equal(list(loader.iterate(0)), list(batches))
+    assert loader.bad.by_shard() == first.bad.by_shard()
+
+
 def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str):
     loader = build_tolerant(data, workers=2, batch_size=2)
     batches = loader.iterate(0)

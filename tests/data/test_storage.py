@@ -491,6 +491,32 @@ def test_a_journal_is_not_believed_about_a_shard_that_was_replaced(
     assert counts() == [18, *COUNTS[1:]] and len(set(server.fetched())) == 4, "no version: read again"
 
 
+def test_a_remote_shard_that_was_replaced_after_its_scan(
+    folder: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """An index would refer to another sample. A new file with the same members is accepted."""
+    (folder / "sizes.json").unlink()
+    urls, manifest = f"{server.url}/data/{SHARDS}", str(tmp_path / "m.json")
+    assert count_shards([urls, "--output", manifest]) == 0
+
+    def train(**options: Any) -> tuple[list[Any], dict[str, int]]:
+        loader = build(urls, manifest=manifest, max_bad_fraction=0.9, **options)
+        return list(loader.iterate(0)), loader.bad.by_shard()
+
+    expected, _ = train()
+    with (folder / "00000.tar").open("ab") as file:
+        file.write(bytes(10240))
+    batches, bad = train()
+    assert_equal(batches, expected)
+    assert not bad and "00000.tar has changed since the manifest was made: it is scanned again" in caplog.text
+    shutil.copy(folder / "00001.tar", folder / "00000.tar")
+    for options in ({}, {"cache_dir": str(tmp_path / "copies")}):
+        assert train(**options)[1] == {f"{server.url}/data/00000.tar": 20}
+    assert "was replaced by a file with other samples" in caplog.text
+    shutil.copytree(folder, tmp_path / "moved")
+    assert Manifest.load(manifest).verify(expand_shards(f"{server.url}/moved/{SHARDS}"))
+
+
 def test_a_scan_that_was_killed_goes_on(
     folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):

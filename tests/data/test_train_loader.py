@@ -162,3 +162,27 @@ def test_what_cannot_be_resumed_is_refused(data: str, tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             rest_of(build(path, **options), 0, [progress[0] | entry])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_one_epoch_at_a_time(data: str, workers: int):
+    """With workers, both iterations would end early, each with samples of the other."""
+    loader = build(data, workers=workers)
+    first = loader.iterate(0)
+    next(first)
+    whole = list(loader.iterate(1))
+    assert_equal(whole, list(build(data, workers=workers).iterate(1)))
+    with pytest.raises(RuntimeError, match="build a second loader"):
+        next(first)
+
+
+def test_a_state_belongs_to_its_epoch(data: str):
+    loader = build(data)
+    batches = loader.iterate(2)
+    next(batches)
+    state, rest = loader.state_dict(), list(batches)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="of epoch 2, not 3"):
+        next(loader.iterate(3))
+    loader.load_state_dict(state)
+    assert_equal(list(loader.iterate(2)), rest)

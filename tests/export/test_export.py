@@ -211,11 +211,20 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
 def test_models_without_a_counterpart_are_refused(tmp_path):
     """The second model has the right weight names, but pools image features differently from transformers."""
     add_model_configs()
-    content = open_clip.get_model_config("demo-vit")
-    content["vision_cfg"]["pool_type"] = "avg"
-    (tmp_path / "demo-avg.json").write_text(json.dumps(content))
-    open_clip.add_model_config(tmp_path / "demo-avg.json")
+    for name, tower, change in (
+        ("demo-avg", "vision_cfg", {"pool_type": "avg"}),
+        ("demo-cased", "text_cfg", {"tokenizer_kwargs": {"clean": "whitespace"}}),
+        ("demo-plain", "text_cfg", {"tokenizer_kwargs": {"clean": "canonicalize"}}),
+        ("demo-cut", "text_cfg", {"tokenizer_kwargs": {"reduction_mask": "simple"}}),
+    ):
+        content = open_clip.get_model_config("demo-vit")
+        content[tower] |= change
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        open_clip.add_model_config(tmp_path / f"{name}.json")
     for name, message in (
+        ("demo-cased", "tokenizer_kwargs"),
+        ("demo-plain", "tokenizer_kwargs"),
+        ("demo-cut", "tokenizer_kwargs"),
         ("demo-resnet", r"no counterpart of this model .*visual\.bn1.*--to safetensors"),
         ("demo-avg", r"its embeddings would differ by 0\."),
     ):

@@ -99,6 +99,11 @@ def test_what_does_not_fit_a_loss_is_refused():
         loss({"logits": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"separate_rate\(optimizer\)"):
         loss.step(torch.optim.AdamW(model.parameters()))
+    towers_only = [parameter for name, parameter in model.named_parameters() if name != "logit_scale"]
+    with pytest.raises(ValueError, match=r"separate_rate\(optimizer\)"):
+        loss.step(torch.optim.AdamW(towers_only))
+    with pytest.raises(ValueError, match="Sequential has no parameter logit_scale"):
+        ModelLoss(stateful_loss(), torch.nn.Sequential(model))
     with pytest.raises(ValueError, match="the saved loss has per-sample state of"):
         loss.load_state_dict(ModelLoss(create_loss("openclip"), tiny_model()).state_dict())
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext.integrations.lightning import ContrastiveModule
@@ -23,14 +24,14 @@ class Module(ContrastiveModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def train(folder, epochs=2, resume=None, rank=0, processes=1, **options):
+def train(folder, epochs=2, resume=None, rank=0, processes=1, weights_only=None, **options):
     train_set = pairs()
     sampler = DistributedSampler(train_set, processes, rank, drop_last=True)
     loader = DataLoader(train_set, BATCH // processes, sampler=sampler)
     module = Module(tiny_model(), stateful_loss)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
-    trainer.fit(module, loader, DataLoader(pairs(index=False), BATCH), ckpt_path=resume)
+    trainer.fit(module, loader, DataLoader(pairs(index=False), BATCH), ckpt_path=resume, weights_only=weights_only)
     return trainer, module, towers.final_state(module.model, module.model_loss.loss)
 
 
@@ -57,3 +58,11 @@ def test_accumulation_and_a_sampler_of_another_number_of_processes_are_refused(t
         train(tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="for 2 processes, not 1"):
         train(tmp_path, processes=2)
+
+
+def test_a_checkpoint_from_the_middle_of_an_epoch_warns(tmp_path, recwarn):
+    saved = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    train(tmp_path / "whole", callbacks=[saved])
+    assert not any("middle of an epoch" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match="after 2 batches"):
+        train(tmp_path / "resumed", resume=tmp_path / "saved" / "step=2.ckpt", weights_only=False)

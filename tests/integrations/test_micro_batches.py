@@ -51,3 +51,29 @@ def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
 def test_a_size_of_0_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         in_micro_batches(tiny_model(), 0)
+
+
+def test_a_copy_computes_with_its_own_weights():
+    """An average of the weights and Lightning's WeightAveraging copy the model."""
+    model = in_micro_batches(tiny_model(), SIZE)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    batch = tiny_batch(0)
+    for mode in (True, False):
+        assert twin.train(mode)(batch["image"], batch["text"])["image_features"].norm() > 0
+    assert twin.train()(batch["image"], batch["text"])["logit_scale"] > 1
+
+
+def test_a_compiled_model_gives_the_same_gradients():
+    batch = tiny_batch(0)
+    model = in_micro_batches(tiny_model(), SIZE)
+    value, gradients = step(model, batch)
+    model.zero_grad()
+    torch.manual_seed(0)
+    outputs = torch.compile(model, backend="eager")(batch["image"], batch["text"])
+    found = ModelLoss(stateful_loss().double(), model)(outputs, batch["index"] % SAMPLES)
+    found.backward()
+    torch.testing.assert_close(found.detach(), value)
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, gradients)

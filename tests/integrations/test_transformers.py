@@ -127,6 +127,13 @@ def test_what_would_train_wrongly_is_refused(tmp_path, options, message):
         trainer(tmp_path, **options).train()
 
 
+def test_a_model_that_the_trainer_would_replace_is_refused(tmp_path):
+    """The loss would bound and train the temperature of the first model, and the trainer would save the second."""
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match="pass model="):
+        ContrastiveTrainer(args=arguments, model_init=clip, contrastive_loss=stateful_loss())
+
+
 def test_a_head_is_refused():
     with pytest.raises(ValueError, match=r"only openclip_ext\.training\.main"):
         ModelLoss(create_loss("cliplite", embed_dim=WIDTH), clip())

@@ -81,6 +81,20 @@ def test_a_training_call_in_inference_mode_and_a_state_in_float16(name: str) -> 
 
 
 @pytest.mark.parametrize("name", kinds())
+def test_a_default_dtype_of_half_precision_does_not_round_the_state(name: str) -> None:
+    """Lightning sets this dtype with precision="bf16-true" when it calls ``configure_model``."""
+    torch.manual_seed(0)
+    expected = create_any(name)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        loss = create_any(name)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(loss.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", kinds())
 def test_double_features_make_the_state_double(name: str) -> None:
     explicit, implicit = CASES[name].create().double(), CASES[name].create()
     for step in make_steps(3):

@@ -47,7 +47,9 @@ class BadSamples:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict`; ignore it if it belongs to another data set."""
         if state.get("data") == self._source.digest:
-            self._found, self._unread = dict(state["found"]), set(state["unread"])
+            # JSON turns the indices into strings.
+            self._found = {int(index): epoch for index, epoch in state["found"].items()}
+            self._unread = set(state["unread"])
 
     def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
         """Start or continue an epoch; return the indices that it excludes: ``(k,)`` int64, ascending."""

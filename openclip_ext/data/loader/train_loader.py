@@ -58,6 +58,7 @@ class _Step(NamedTuple):
 class _Position:
     """The position in an epoch."""
 
+    epoch: int
     seen: tuple[Segment, ...]  # the segments in earlier layouts
     done: int  # number of batches yielded in the current layout
     passed: list[int]  # number of bad samples that each worker has skipped before them
@@ -157,13 +158,14 @@ class TrainLoader:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
 
         ``progress`` is a list of ``loader.layout | {"batches": number on each rank, "bad": number of bad samples that each
-        worker has skipped}``, with an entry for each layout of the epoch.
+        worker has skipped, "epoch": number of the epoch}``, with an entry for each layout of the epoch.
         """
-        progress = list(self._loaded)
-        if self._position is not None:
+        progress, position = list(self._loaded), self._position
+        if position is not None:
+            common = self.layout | {"epoch": position.epoch}
             progress = [
-                self.layout | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
-                for segment in (*self._position.seen, self._current_segment(self._position))
+                common | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
+                for segment in (*position.seen, self._current_segment(position))
             ]
         has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
         return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
@@ -214,16 +216,21 @@ class TrainLoader:
             and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
 
         Raises:
-            ValueError: The loaded state has more batches than the epoch.
+            ValueError: The loaded state has more batches than the epoch, or belongs to another epoch.
+            RuntimeError: A later call has started another iteration, which ends this one.
             BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
             WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
             Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
         progress, self._loaded = self._loaded, ()
+        if others := {entry.get("epoch", epoch) for entry in progress} - {epoch}:
+            raise ValueError(
+                f"the loaded state is from the middle of epoch {others.pop()}, not {epoch}: iterate that epoch"
+            )
         seen, current = self.check_progress(progress)
         workers = self._layout.workers
         passed = list(current.bad[self.rank * workers :][:workers]) or [0] * workers
-        self._position = position = _Position(seen, current.batches, passed)
+        self._position = position = _Position(epoch, seen, current.batches, passed)
         left_out = self.bad.begin(epoch, is_fresh=not progress)
         while True:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
@@ -231,7 +238,7 @@ class TrainLoader:
                 raise ValueError(
                     f"cannot resume: the checkpoint has {position.done} batches, the epoch only {order.batches}"
                 )
-            yield from self._until_short(epoch, position, order.batches, left_out, interruptible)
+            yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
             if position.done in (0, order.batches):
                 break
@@ -243,13 +250,13 @@ class TrainLoader:
         self.bad.log_epoch()
 
     def _until_short(
-        self, epoch: int, position: _Position, end: int, left_out: np.ndarray, interruptible: Interruptible
+        self, position: _Position, end: int, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the batches up to ``end`` until the workers of any rank have too few samples for a step."""
         numbers, workers = range(position.done, end), self._layout.workers
         seen, passed = position.seen, position.passed
         self._requests.next_pass = (
-            BatchRequest(epoch, seen, number, passed[number % workers], left_out if place < workers else None)
+            BatchRequest(position.epoch, seen, number, passed[number % workers], left_out if place < workers else None)
             for place, number in enumerate(numbers)
         )
         steps = self._steps(numbers, passed, interruptible)
@@ -268,7 +275,13 @@ class TrainLoader:
                 self.bad.exchange()
             position.done += len(step.batches)
             position.passed = step.passed
-            yield from step.batches
+            for batch in step.batches:
+                yield batch
+                if self._position is not position:
+                    raise RuntimeError(
+                        "iterate() was called again during this epoch, but a loader reads one epoch at a time: build a second "
+                        "loader"
+                    )
 
     def _steps(self, numbers: range, passed: list[int], interruptible: Interruptible) -> Iterator[_Step]:
         batches = watched_batches(self._loader, self._patience)

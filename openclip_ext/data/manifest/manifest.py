@@ -7,6 +7,7 @@ before training starts. They do not change, and do not depend on the names in th
 import copy
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -238,6 +239,17 @@ class Manifest:
         if _is_touched(shard) and self._rescan([shard]):
             raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
 
+    def check_remote_unchanged(self, shard_number: int, storage: Storage) -> None:
+        """Scan a remote shard again; raise ReplacedError if its members changed, OSError if it is unreadable."""
+        shard = self.shards[shard_number]
+        logging.warning(f"{shard.url} has changed since the manifest was made: it is scanned again.")
+        scanned = scan.scan_shard(shard.url, self.image_key, self.caption_key, storage)
+        if scanned.digest is None:
+            raise OSError(scanned.problems.get("error"))
+        if (shard.digest, shard.num_samples) != (scanned.digest, scanned.num_samples):
+            raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
+        shard.version = None  # the new version is accepted
+
     def _rescan(self, shards: Sequence[Shard]) -> list[str]:
         """Scan shards again; return descriptions of the shards whose members differ."""
         scans = scan.scan_local([shard.url for shard in shards], self.image_key, self.caption_key)
@@ -257,7 +269,7 @@ class Manifest:
         names = [name_of(shard.url) for shard in self.shards]
         if len(by_name) == len(urls) and sorted(names) == sorted(by_name):
             for shard, name in zip(self.shards, names, strict=True):
-                shard.url = by_name[name]
+                shard.url, shard.version = by_name[name], None if has_moved else shard.version
             return has_moved
         given, known = set(urls), {shard.url for shard in self.shards}
         extra, missing = sorted(given - known), sorted(known - given)

@@ -66,7 +66,8 @@ class Shard:
     first_index: int = 0
     size: int | None = None  # bytes of the local file when it was scanned; None if remote
     mtime_ns: int | None = None
-    digest: str | None = None  # hash of the names and sizes of its members; None if remote
+    version: str | None = None  # RemoteFile.version of the remote file when it was scanned; None if local or unknown
+    digest: str | None = None  # hash of the names and sizes of its members; None if it was not scanned
     problems: Problems = field(default_factory=Problems)
 
     @property
@@ -197,6 +198,7 @@ def scan_remote(
         if version and identity in written:
             return (), Shard(**written[identity] | {"url": url})
         shard = scan_shard(url, image_key=image_key, caption_key=caption_key, storage=storage)
+        shard.version = version or None
         return identity if version and "error" not in shard.problems else (), shard
 
     done: dict[str, Shard] = {}

@@ -132,7 +132,11 @@ class ShardSource(Source):
         """
         shard = self.manifest.shards[number]
         if not shard.is_local:
-            file = self._storage.open(shard.url)
+            try:
+                file = self._storage.open(shard.url, version=shard.version)
+            except ReplacedError:
+                self.manifest.check_remote_unchanged(number, self._storage)
+                file = self._storage.open(shard.url)
             file.peek()
             return file
 
