@@ -277,12 +277,14 @@ class Comparison:
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the ``openclip-ext train`` command of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in ("--lr", "--epochs", "--warmup"):  # removed here, because they are set below
+        for flag in ("--lr", "--epochs", "--warmup", "--reference"):  # removed here, because they are set below
             ours.add_argument(flag)
-        _, kept = ours.parse_known_args(list(self.config.training))
+        own, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
+        if "steer" in row["setting"]["options"]:  # in training, --reference would also steer the baseline
+            words += ["--reference", own.reference]
         for name, value in row["setting"]["options"].items():
             words += option_as_words(OPTIONS[name], value)
         epochs, samples = row["epochs"], row["epoch_samples"]

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,12 @@ from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.statistics import Difference
 from openclip_ext.losses import registry
+from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training import flags
 from openclip_ext.training.model import with_loss_options
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
+from tests.data.test_reference import write_store
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
@@ -203,6 +206,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
         (["--rho", "5"], "--rho is tuned by compare"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
+        (["--distill", "0.5"], "--distill: needs --reference FOLDER"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):
@@ -393,6 +397,23 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
         assert with_loss_options(flags.parse(words[2:])).loss.options.items() >= setting["options"].items()
     again = execute(compared.pilot, run)
     assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
+
+
+@pytest.mark.parametrize(("more", "steers"), [((), True), (("--no-steer", "--distill", "0.5"), False)])
+def test_a_reference_model_is_in_every_loss_except_the_baseline(data, more, steers):
+    store = write_store(data / "reference", str(data / "train" / "00000.tar"), width=7)
+    config, training = parse(with_val(data, "--reference", str(store), *more))
+    compared = Comparison(config, training, prepare(config, training)[0], {}, 0.0)
+    for loss, own in compared.candidates.items():
+        run = replace(make_run(loss), setting={"loss": loss, "options": own[0][0]})
+        used = PilotRun(training, compared.pilot.data, run, CPU).loss
+        words = shlex.split(compared.command_line(asdict(run)))
+        trained = flags.parse(words[2:])
+        if loss == BASELINE:
+            assert isinstance(used, OpenClipLoss) and trained.data.reference is None
+        else:
+            assert (used.reference_dim, used.steers, used.distill) == (7, steers, 0.0 if steers else 0.5)
+            assert (trained.data.reference, trained.loss.given["steer"]) == (str(store), steers)
 
 
 def test_losses_see_the_same_samples_from_the_same_start(compared):

@@ -19,14 +19,14 @@ WIDTH = 5
 
 
 def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
-    """Write a reference folder with random embeddings for the demo shards; return its path."""
+    """Write a reference folder with random embeddings for some shards; return its path."""
     folder.mkdir()
+    source = build_source(DataSpec(shards), str)
     random = np.random.default_rng(0)
     for name in (IMAGES, TEXTS):
-        rows = random.normal(size=(NUM_SAMPLES, width))
+        rows = random.normal(size=(source.num_samples, width))
         np.save(folder / name, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16))
-    data = build_source(DataSpec(shards), str).index_digest
-    about = {"samples": NUM_SAMPLES, "width": width, "data": data, "logit_scale": 20.0} | changed
+    about = {"samples": source.num_samples, "width": width, "data": source.index_digest, "logit_scale": 20.0} | changed
     (folder / ABOUT).write_text(json.dumps(about))
     return folder
 
