@@ -128,9 +128,9 @@ def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, 3)
 
 
-def result(loss: str, gain: float, half: float) -> Any:
+def result(loss: str, gain: float, half: float, epochs: float = 8.0) -> Any:
     """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``."""
-    return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half))
+    return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half), epochs=epochs)
 
 
 BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
@@ -150,6 +150,12 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
             ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
+            "neuclip",
+        ),
+        (  # a loss that a later call added has only the first, shorter runs
+            [result("neuclip", 0.02, 0.01), BASE, result("amorlip", 0.05, 0.01, epochs=2.0)],
+            {"neuclip": gap(0, 0)},
+            ["neuclip, +2.0 (1.0 to 3.0) R@1 over openclip at batch 64."],
             "neuclip",
         ),
         ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
