@@ -281,11 +281,17 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     @torch.no_grad()
     def anchor_temperatures(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        index: Tensor | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
-        batch = gather_batch(self._batch(image_features, text_features, logit_scale, index), gather=False)
-        return self.temperature.temperatures(batch)
+        batch = self._batch(image_features, text_features, logit_scale, index)
+        batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
+        return self.temperature.temperatures(gather_batch(batch, gather=False))
 
     def start_epoch(self, epoch: int) -> None:
         is_new = epoch != self.epoch
