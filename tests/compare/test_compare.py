@@ -360,7 +360,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
 
     # A command that is rejected removes no cache.
     caches = set((out / "cache").iterdir())
-    with pytest.raises(ValueError, match="comparison with other flags or versions"):
+    with pytest.raises(ValueError, match="comparison with other flags, versions or pretrained weights"):
         main([*argv, "--wd", "0.1"])
     assert set((out / "cache").iterdir()) == caches
     write_tar(data / "train" / "00000.tar", members(90))
@@ -432,6 +432,14 @@ def test_losses_see_the_same_samples_from_the_same_start(compared):
             seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
     assert seen["openclip"] == seen["queueclip"]
     assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
+    weights, found = data / "weights.pt", []
+    for content in (b"a", b"a", b"b"):
+        weights.write_bytes(content)
+        found.append(comparison.digest_of_flags(*parse(arguments(data, "--pretrained", str(weights)))))
+    assert found[0] == found[1] != found[2]
 
 
 def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
