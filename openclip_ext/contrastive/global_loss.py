@@ -247,11 +247,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch = (
-                batch_at_tau.batch if self.steers else gather_batch(steered, gather=batch_at_tau.batch.world_size > 1)
-            )
+            batch, tau, is_local = batch_at_tau.batch, batch_at_tau.tau, self.normalizer.contrasts_locally
+            if is_local or not self.steers:
+                batch = gather_batch(steered, gather=True)
+            tau = batch.gather_local(tau) if is_local else tau
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), batch_at_tau.tau, self.reference_temperature)
+            found = distill(batch, model, torch.stack([image, -text]), tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
             for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
