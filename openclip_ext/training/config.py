@@ -52,6 +52,11 @@ class LoraConfig:
         choices=("image", "text", "both"),
     )
 
+    @property
+    def scale(self) -> float | None:
+        """``--lora-alpha`` with its default; None without adapters."""
+        return 2.0 * self.rank if self.alpha is None and self.rank is not None else self.alpha
+
 
 @dataclass(frozen=True)
 class ModelConfig:

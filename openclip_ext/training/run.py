@@ -208,6 +208,7 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
         optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
         data=source.index_digest,
         lora=f"rank {lora.rank}, targets {lora.targets}" if lora.rank else None,
+        lora_alpha=lora.scale,
         settings=run_folder.settings(config.stored_flags, config.loss.options)
         | {"reference_weights": reference and reference.about.get("weights")},
     )

@@ -121,6 +121,8 @@ def test_a_resume_is_exact(base, shards, whole, tmp_path):
         run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
     with pytest.raises(UsageError, match=r"lora: checkpoint rank 4, targets both, run rank 8, targets both"):
         run([*argv, "--lora-rank", "8"])
+    with pytest.raises(UsageError, match=r"lora_alpha: checkpoint 8.0, run 64.0"):
+        run([*argv, "--lora-alpha", "64"])
     assert run(argv) == 0
     runs.assert_same_run(tmp_path / "run", whole)
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

@@ -57,6 +57,7 @@ class RunIdentity:
     seed: int
     data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
     lora: str | None = None  # rank and targets of the adapters
+    lora_alpha: float | None = None  # another scale would change the weights; earlier versions did not store it
     settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
