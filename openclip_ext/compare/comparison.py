@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -32,6 +34,7 @@ from openclip_ext.evaluation.statistics import group_numbers, half_width
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 from openclip_ext.losses.options import OPTIONS
+from openclip_ext.training.checkpoint.format import checksum
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 
@@ -292,12 +295,14 @@ class Comparison:
     def command_line(self, row: Mapping[str, Any]) -> str:
         """Return the ``openclip-ext train`` command of a run."""
         ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in ("--lr", "--epochs", "--warmup"):  # removed here, because they are set below
+        for flag in ("--lr", "--epochs", "--warmup", "--reference"):  # removed here, because they are set below
             ours.add_argument(flag)
-        _, kept = ours.parse_known_args(list(self.config.training))
+        own, kept = ours.parse_known_args(list(self.config.training))
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
+        if "steer" in row["setting"]["options"]:  # in training, --reference would also steer the baseline
+            words += ["--reference", own.reference]
         for name, value in row["setting"]["options"].items():
             words += option_as_words(OPTIONS[name], value)
         epochs, samples = row["epochs"], row["epoch_samples"]
@@ -317,7 +322,7 @@ def read_plan(config: CompareConfig, training: TrainingConfig) -> Plan | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is corrupt ({error}): remove it to plan again") from error
     if plan.flags != digest_of_flags(config, training):
-        raise ValueError(_OTHER.format(config.output, "flags or versions"))
+        raise ValueError(_OTHER.format(config.output, "flags, versions or pretrained weights"))
     return plan
 
 
@@ -348,7 +353,9 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
 
 
 def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
-    """Return a digest of the flags and versions that apply to all runs, without the data."""
+    """Return a digest of the flags, the pretrained file and the versions that apply to all runs, without the data."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
-    parts = [asdict(getattr(training, name)) for name in names]
+    parts: list[Any] = [asdict(getattr(training, name)) for name in names]
+    if (weights := training.model.pretrained) is not None and os.path.isfile(weights):
+        parts.append(checksum(Path(weights)))
     return config_digest([parts, config.anchors, config.population, versions()])

@@ -1,6 +1,7 @@
 """Read the command line of ``openclip-ext compare``."""
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import flag, from_flags, own_options
+from openclip_ext.cli.options import flag, from_flags, option_as_words, own_options
 from openclip_ext.compare import space
 from openclip_ext.compare.process_pool import default_processes
 from openclip_ext.compare.space import BASELINE
 from openclip_ext.files.writing import refuse_url
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.checks import check, check_device
@@ -79,6 +80,10 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         raise UsageError("--slurm has no effect without --executor slurm")
     refuse_url(args.output)
     options = take_loss_options(vars(args))
+    # The parser of training sets --steer, and checks these options together with --reference.
+    about_reference = [option_as_words(OPTIONS[name], options[name]) for name in REFERENCE_OPTIONS & options.keys()]
+    found = _training_config(args.shards, [*training, *itertools.chain(*about_reference)])
+    options |= found.loss.given
     losses = sorted((loss.strip() for loss in args.losses.split(",")), key=lambda loss: loss != BASELINE)
     config = from_flags(
         CompareConfig,
@@ -90,7 +95,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         processes=args.processes or default_processes(),
     )
     _check(config.losses, options)
-    return config, _training_config(args.shards, training)
+    return config, found
 
 
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:

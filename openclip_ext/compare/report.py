@@ -125,8 +125,8 @@ def make_report(
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
     found.sort(key=lambda result: (-result.epochs, -_gain(result)))
-    longest = [result for result in found if result.epochs == found[0].epochs]
-    best = chosen[_leader(longest).loss][0] if found else {}
+    longest = _longest(found)
+    best = chosen[_leader(longest).loss][0] if longest else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
     sentence, recommended = conclude(found, about.batch, to_best, failures)
@@ -233,6 +233,12 @@ def _difference(
     return paired_difference(stacked[0], stacked[1], groups)
 
 
+def _longest(found: Sequence[LossResult]) -> list[LossResult]:
+    """Return the results with an interval whose runs are the longest. Gains of shorter runs are not comparable with them."""
+    certain = [result for result in found if result.difference is not None]
+    return [result for result in certain if result.epochs == max(one.epochs for one in certain)]
+
+
 def _leader(found: Sequence[LossResult]) -> LossResult:
     """Return the best loss among those whose gain has an interval above 0, or among all if there is none."""
     sure = [result for result in found if result.difference is not None and result.difference.low > 0]
@@ -253,7 +259,7 @@ def conclude(
 
     ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages.
     """
-    others = [result for result in found if result.difference is not None]
+    others = _longest(found)
     if not any(result.loss == BASELINE for result in found) or not others:
         if not failures:
             return "No result yet: there are fewer than two paired runs; the same command continues from here.", None

@@ -247,11 +247,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch = (
-                batch_at_tau.batch if self.steers else gather_batch(steered, gather=batch_at_tau.batch.world_size > 1)
-            )
+            batch, tau, is_local = batch_at_tau.batch, batch_at_tau.tau, self.normalizer.contrasts_locally
+            if is_local or not self.steers:
+                batch = gather_batch(steered, gather=True)
+            tau = batch.gather_local(tau) if is_local else tau
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), batch_at_tau.tau, self.reference_temperature)
+            found = distill(batch, model, torch.stack([image, -text]), tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
             for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
@@ -281,11 +282,17 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     @torch.no_grad()
     def anchor_temperatures(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        index: Tensor | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
-        batch = gather_batch(self._batch(image_features, text_features, logit_scale, index), gather=False)
-        return self.temperature.temperatures(batch)
+        batch = self._batch(image_features, text_features, logit_scale, index)
+        batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
+        return self.temperature.temperatures(gather_batch(batch, gather=False))
 
     def start_epoch(self, epoch: int) -> None:
         is_new = epoch != self.epoch

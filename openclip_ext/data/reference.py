@@ -59,8 +59,10 @@ class EmbeddingStore:
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, TypeError, KeyError) as error:
+            # A folder with this file is complete, so openclip-ext embed would not repair its other files.
+            fix = "Remove the folder, and start" if (path / ABOUT).exists() else "Start"
             raise UsageError(
-                f"--reference {path / name}: missing or truncated, or the folder is not finished ({error!r}). Start "
+                f"--reference {path / name}: missing or truncated, or the folder is not finished ({error!r}). {fix} "
                 "openclip-ext embed again"
             ) from None
         for what, wanted in {"samples": num_samples, "data": data, **keys}.items():

@@ -148,6 +148,8 @@ class Doctor:
             return
         if self.config.data is not None and self.config.data.hard_negative_key is not None:
             yield WARNING, "memory: the plan has no hard negatives, which double the memory of the text tower"
+        if model.lora.rank is not None:
+            yield WARNING, "memory: the plan trains all weights; --lora-rank needs less memory"
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},

@@ -215,11 +215,18 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
         raise ValueError("normalizers of a steered loss are not supported: they depend on its reference model")
 
 
-def anchor_temperatures(loss: ContrastiveLoss, image: Tensor, text: Tensor, scale: Tensor, index: Tensor) -> Tensor:
+def anchor_temperatures(
+    loss: ContrastiveLoss,
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    index: Tensor,
+    reference: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's or, if it has none, the model's."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
-    return loss.anchor_temperatures(image, text, scale, index)
+    return loss.anchor_temperatures(image, text, scale, index, reference)
 
 
 def table(title: str, result: EstimationError) -> str:

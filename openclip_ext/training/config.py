@@ -52,6 +52,11 @@ class LoraConfig:
         choices=("image", "text", "both"),
     )
 
+    @property
+    def scale(self) -> float:
+        """``--lora-alpha`` with its default, twice the rank."""
+        return 2.0 * (self.rank or 0) if self.alpha is None else self.alpha
+
 
 @dataclass(frozen=True)
 class ModelConfig:

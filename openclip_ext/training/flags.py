@@ -74,7 +74,8 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     flags = vars(args)
     options = parsing.take_loss_options(flags)
     if args.reference is not None:
-        options.setdefault("steer", True)
+        if not options.setdefault("steer", True) and not options.get("distill"):
+            raise OptionError("distill", "steer=False: --reference then has no effect without distill=")
     elif given := sorted(REFERENCE_OPTIONS & options.keys()):
         raise OptionError(given[0], f"{given[0]}=: needs --reference FOLDER, which openclip-ext embed writes")
     return flags, LossConfig(args.loss, options)

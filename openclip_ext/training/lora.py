@@ -37,7 +37,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
     names = adaptable_layers(model, config.targets)
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=2.0 * (config.rank or 0) if config.alpha is None else config.alpha,
+        lora_alpha=config.scale,
         # A regular expression matches full names. A list would match the ends of names, which are equal in both towers.
         target_modules="|".join(map(re.escape, names)),
         base_model_name_or_path=weights,

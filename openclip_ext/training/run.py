@@ -207,7 +207,7 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
         seed=config.loading.seed,
         optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
         data=source.index_digest,
-        lora=f"rank {lora.rank}, targets {lora.targets}" if lora.rank else None,
+        lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=run_folder.settings(config.stored_flags, config.loss.options)
         | {"reference_weights": reference and reference.about.get("weights")},
     )

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,12 @@ from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.statistics import Difference
 from openclip_ext.losses import registry
+from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training import flags
 from openclip_ext.training.model import with_loss_options
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
+from tests.data.test_reference import write_store
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
@@ -125,9 +128,9 @@ def gap(mean: float, half: float) -> Difference:
     return Difference(mean, mean - half, mean + half, 3)
 
 
-def result(loss: str, gain: float, half: float) -> Any:
+def result(loss: str, gain: float, half: float, epochs: float = 8.0) -> Any:
     """Return a loss's result: its gain over ``openclip``, with an interval of ± ``half``."""
-    return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half))
+    return SimpleNamespace(loss=loss, gain=gain, difference=gap(gain, half), epochs=epochs)
 
 
 BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
@@ -147,6 +150,12 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},
             ["neuclip, +4.0 (3.0 to 5.0) R@1", "no difference between neuclip and amorlip"],
+            "neuclip",
+        ),
+        (  # a loss that a later call added has only the first, shorter runs
+            [result("neuclip", 0.02, 0.01), BASE, result("amorlip", 0.05, 0.01, epochs=2.0)],
+            {"neuclip": gap(0, 0)},
+            ["neuclip, +2.0 (1.0 to 3.0) R@1 over openclip at batch 64."],
             "neuclip",
         ),
         ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
@@ -203,6 +212,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
         (["--rho", "5"], "--rho is tuned by compare"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
+        (["--distill", "0.5"], "--distill: needs --reference FOLDER"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):
@@ -350,7 +360,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
 
     # A command that is rejected removes no cache.
     caches = set((out / "cache").iterdir())
-    with pytest.raises(ValueError, match="comparison with other flags or versions"):
+    with pytest.raises(ValueError, match="comparison with other flags, versions or pretrained weights"):
         main([*argv, "--wd", "0.1"])
     assert set((out / "cache").iterdir()) == caches
     write_tar(data / "train" / "00000.tar", members(90))
@@ -395,6 +405,23 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
     assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
 
 
+@pytest.mark.parametrize(("more", "steers"), [((), True), (("--no-steer", "--distill", "0.5"), False)])
+def test_a_reference_model_is_in_every_loss_except_the_baseline(data, more, steers):
+    store = write_store(data / "reference", str(data / "train" / "00000.tar"), width=7)
+    config, training = parse(with_val(data, "--reference", str(store), *more))
+    compared = Comparison(config, training, prepare(config, training)[0], {}, 0.0)
+    for loss, own in compared.candidates.items():
+        run = replace(make_run(loss), setting={"loss": loss, "options": own[0][0]})
+        used = PilotRun(training, compared.pilot.data, run, CPU).loss
+        words = shlex.split(compared.command_line(asdict(run)))
+        trained = flags.parse(words[2:])
+        if loss == BASELINE:
+            assert isinstance(used, OpenClipLoss) and trained.data.reference is None
+        else:
+            assert (used.reference_dim, used.steers, used.distill) == (7, steers, 0.0 if steers else 0.5)
+            assert (trained.data.reference, trained.loss.given["steer"]) == (str(store), steers)
+
+
 def test_losses_see_the_same_samples_from_the_same_start(compared):
     pilot = compared.pilot
     seen: dict[str, list[Any]] = {}
@@ -405,6 +432,14 @@ def test_losses_see_the_same_samples_from_the_same_start(compared):
             seen[loss] += [batch["index"].tolist(), batch["image"].sum().item()]
     assert seen["openclip"] == seen["queueclip"]
     assert len(seen["openclip"]) == 1 + 2 * 6
+
+
+def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
+    weights, found = data / "weights.pt", []
+    for content in (b"a", b"a", b"b"):
+        weights.write_bytes(content)
+        found.append(comparison.digest_of_flags(*parse(arguments(data, "--pretrained", str(weights)))))
+    assert found[0] == found[1] != found[2]
 
 
 def test_training_images_beyond_the_cache_are_read_from_their_shards(data):

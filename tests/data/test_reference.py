@@ -19,14 +19,14 @@ WIDTH = 5
 
 
 def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
-    """Write a reference folder with random embeddings for the demo shards; return its path."""
+    """Write a reference folder with random embeddings for some shards; return its path."""
     folder.mkdir()
+    source = build_source(DataSpec(shards), str)
     random = np.random.default_rng(0)
     for name in (IMAGES, TEXTS):
-        rows = random.normal(size=(NUM_SAMPLES, width))
+        rows = random.normal(size=(source.num_samples, width))
         np.save(folder / name, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16))
-    data = build_source(DataSpec(shards), str).index_digest
-    about = {"samples": NUM_SAMPLES, "width": width, "data": data, "logit_scale": 20.0} | changed
+    about = {"samples": source.num_samples, "width": width, "data": source.index_digest, "logit_scale": 20.0} | changed
     (folder / ABOUT).write_text(json.dumps(about))
     return folder
 
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         with pytest.raises(UsageError, match=match):
             build_source(DataSpec(shards, reference=folder), str)
 
-    refused(tmp_path / "nowhere", "not finished .*Start openclip-ext embed again")
+    refused(tmp_path / "nowhere", r"not finished .*\. Start openclip-ext embed again")
     refused(write_store(tmp_path / "other", shards, data="of others"), "other data than --train-data.*of others")
     refused(
         write_store(tmp_path / "fewer", shards, samples=NUM_SAMPLES - 1),
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         )
     cut = write_store(tmp_path / "cut", shards)
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])
-    refused(cut, "texts.npy: missing or truncated")
+    refused(cut, "texts.npy: missing or truncated.*Remove the folder, and start openclip-ext embed again")
     for key in ("logit_scale", "samples"):
         refused(write_store(tmp_path / key, shards, **{key: None}), "embeddings.json: missing or truncated")
     (broken := write_store(tmp_path / "broken", shards)).joinpath(ABOUT).write_text("[1]")

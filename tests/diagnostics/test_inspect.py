@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics import finished_run
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
@@ -138,6 +139,20 @@ def test_difficulty_is_the_exact_log_normalizer_or_the_stored_one(monkeypatch, n
     found, is_stored = log_normalizers(loss, embeddings, anchors, CPU)
     assert is_stored == (name == "isogclr")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_steered_loss_predicts_temperatures_with_its_reference_model():
+    embeddings, anchors = make_embeddings(), torch.tensor([0, 3, 9, 59])
+    loss = create_loss("tempnet", embed_dim=WIDTH, num_samples=2 * ROWS, reference_dim=3).eval()
+    sides = np.random.default_rng(0).normal(size=(2, 2 * ROWS, 3)).astype(np.float16)
+    store = EmbeddingStore(Path(), *sides, about={})
+    index = embeddings.index[anchors]
+    rows, scale = (embeddings.image[anchors], embeddings.text[anchors]), torch.tensor(embeddings.logit_scale)
+    tau = loss.anchor_temperatures(*rows, scale, index, store.rows(index))
+    exact = reference.exact_log_normalizers(embeddings.image, embeddings.text, anchors.tolist(), tau.double(), 0.0)
+    found, is_stored = log_normalizers(loss, embeddings, anchors, CPU, store)
+    assert not is_stored
+    torch.testing.assert_close(found, exact.mean(dim=0), rtol=1e-5, atol=1e-5)
 
 
 # --- the command, on a run --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Losses on two processes equal losses on one process with the full batch: values, gradients (averaged) and state."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,17 @@ import torch.distributed as dist
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
-from tests.losses.cases import CASES, STEERED, Case, Step, assert_close, make_steps, reference_of, run_step
+from tests.losses.cases import (
+    CASES,
+    REFERENCE_WIDTH,
+    STEERED,
+    Case,
+    Step,
+    assert_close,
+    make_steps,
+    reference_of,
+    run_step,
+)
 from tests.references import networks
 
 STEPS = 5
@@ -19,6 +30,7 @@ STEPS = 5
 LOCAL_AMORLIP = "amorlip-local"
 # Suffixes of cases with NaN or inf, with samples whose reference embeddings are zero, and with anchors in chunks.
 NONFINITE, UNREAD, CHUNKS = "-nonfinite", "-unread", "-chunks"
+DISTILLED = "-distilled"
 _SPOILT = [
     "fastclip",
     "fastclip-v2",
@@ -43,6 +55,10 @@ def _case(name: str) -> Case:
     if name == LOCAL_AMORLIP:
         gathered = CASES["amorlip"]
         return Case(gathered.loss, None, gathered.options | {"gather_stage2": False}, gathered.tolerance)
+    if name == LOCAL_AMORLIP + DISTILLED:
+        local = _case(LOCAL_AMORLIP)
+        distilled = {"steer": False, "distill": 0.3, "reference_dim": REFERENCE_WIDTH}
+        return replace(local, options=local.options | distilled)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
     return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS)]
@@ -174,3 +190,16 @@ def test_amorlip_stays_in_its_process_by_default() -> None:
         assert_close(images, expected.images, 1e-8)
         assert_close(texts, expected.texts, 1e-8)
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)
+
+
+def test_amorlip_distills_over_the_global_batch() -> None:
+    names = (LOCAL_AMORLIP + DISTILLED, LOCAL_AMORLIP)
+    ranks = [two_processes(name) for name in names]
+    single = [_run(_case(name).create().double(), _steps(name)) for name in names]
+    for step in range(STEPS):
+        values = [sum(rank["values"][step] for rank in of_case) / WORLD_SIZE for of_case in ranks]
+        assert_close(values[0] - values[1], single[0]["values"][step] - single[1]["values"][step], 1e-9)
+        gradients = [_averaged(of_case, step) for of_case in ranks]
+        expected = [of_case["gradients"][step] for of_case in single]
+        for ours, without, one, one_without in zip(*gradients, *expected, strict=True):
+            assert_close(ours - without, one - one_without, 1e-9)

@@ -119,8 +119,12 @@ def test_a_resume_is_exact(base, shards, whole, tmp_path):
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     with pytest.raises(UsageError, match="was trained with --lora-rank: resume with the same flags"):
         run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
-    with pytest.raises(UsageError, match=r"lora: checkpoint rank 4, targets both, run rank 8, targets both"):
+    with pytest.raises(
+        UsageError, match=r"lora: checkpoint rank 4, alpha 8, targets both, run rank 8, alpha 16, targets both"
+    ):
         run([*argv, "--lora-rank", "8"])
+    with pytest.raises(UsageError, match=r"lora: checkpoint rank 4, alpha 8, .* run rank 4, alpha 64,"):
+        run([*argv, "--lora-alpha", "64"])
     assert run(argv) == 0
     runs.assert_same_run(tmp_path / "run", whole)
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

@@ -72,5 +72,7 @@ def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, referen
 def test_flags_that_need_a_reference_or_cannot_have_one(shards, reference):
     with pytest.raises(UsageError, match="--distill: needs --reference FOLDER"):
         config_of("--train-data", shards, "--loss", "queueclip", "--distill", "1")
+    with pytest.raises(UsageError, match="--no-steer: --reference then has no effect without --distill"):
+        config_of("--train-data", shards, "--loss", "queueclip", "--reference", reference, "--no-steer")
     config = config_of("--train-data", shards, "--loss", "queueclip", "--reference", reference)
     assert config.loss.given == {"steer": True} and config.data.reference == reference

@@ -54,7 +54,7 @@ def _inspect(
     embeddings = embed_training_set(run, folder)
     order = torch.randperm(len(embeddings.index), generator=torch.Generator().manual_seed(args.seed))
     anchors = order[: args.anchors].sort().values
-    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device)
+    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device, run.source.reference)
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     about = _about(run, embeddings, len(anchors), is_stored)

@@ -11,6 +11,7 @@ from torch import Tensor
 from openclip_ext.cli.options import flag
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
 from openclip_ext.evaluation.embeddings import Embeddings
 
@@ -140,12 +141,16 @@ class _Best:
 
 @torch.no_grad()
 def log_normalizers(
-    loss: ContrastiveLoss, embeddings: Embeddings, anchors: Tensor, device: torch.device
+    loss: ContrastiveLoss,
+    embeddings: Embeddings,
+    anchors: Tensor,
+    device: torch.device,
+    reference: EmbeddingStore | None = None,
 ) -> tuple[Tensor, bool]:
     """Return log-normalizers ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
 
     A sample's log-normalizer is the mean over its image and its text. If the loss does not store log-normalizers, they are
-    computed exactly over all samples, with the loss's temperatures.
+    computed exactly over all samples, with the loss's temperatures, which a steered loss may predict with its ``reference``.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
@@ -156,7 +161,8 @@ def log_normalizers(
         if is_stored:
             alpha = torch.stack(loss.log_normalizers(image, text, scale, index))
         else:
-            tau = anchor_temperatures(loss, image, text, scale, index)
+            rows_of_reference = None if reference is None else reference.rows(embeddings.index[rows])
+            tau = anchor_temperatures(loss, image, text, scale, index, rows_of_reference)
             alpha = exact_log_normalizers(embeddings.image, embeddings.text, rows.to(device), tau)
         parts.append(alpha.double().mean(dim=0).cpu())
     return torch.cat(parts), is_stored

@@ -56,7 +56,7 @@ class RunIdentity:
     global_batch: int  # samples per optimizer step
     seed: int
     data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
-    lora: str | None = None  # rank and targets of the adapters
+    lora: str | None = None  # rank, alpha and targets of the adapters
     settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
 
 
