@@ -409,7 +409,7 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
 def test_a_reference_model_is_in_every_loss_except_the_baseline(data, more, steers):
     store = write_store(data / "reference", str(data / "train" / "00000.tar"), width=7)
     config, training = parse(with_val(data, "--reference", str(store), *more))
-    compared = Comparison(config, training, prepare(config, training)[0], {}, 0.0)
+    compared = Comparison(config, training, prepare(config, training)[0], None, 0.0)
     for loss, own in compared.candidates.items():
         run = replace(make_run(loss), setting={"loss": loss, "options": own[0][0]})
         used = PilotRun(training, compared.pilot.data, run, CPU).loss
