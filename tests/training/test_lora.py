@@ -119,9 +119,7 @@ def test_a_resume_is_exact(base, shards, whole, tmp_path):
     assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
     with pytest.raises(UsageError, match="was trained with --lora-rank: resume with the same flags"):
         run(small_command(shards, tmp_path, "run", "fastclip", "--resume", "latest"))
-    with pytest.raises(
-        UsageError, match=r"lora: checkpoint rank 4, alpha 8, targets both, run rank 8, alpha 16,"
-    ):
+    with pytest.raises(UsageError, match=r"lora: checkpoint rank 4, alpha 8, targets both, run rank 8, alpha 16,"):
         run([*argv, "--lora-rank", "8"])
     with pytest.raises(UsageError, match=r"lora: checkpoint rank 4, alpha 8, .* run rank 4, alpha 64,"):
         run([*argv, "--lora-alpha", "64"])
