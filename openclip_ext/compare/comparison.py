@@ -208,7 +208,7 @@ class Comparison:
             self._write_plan(replace(self._plan, stages=stages[:-1]))
 
     def _plan_next_stage(self) -> bool:
-        """Plan the next stage, unless it is planned, with the measured costs; return False if there is no time for it."""
+        """Plan the next stage from the measured costs, unless it is planned; return False if there is no time for it."""
         known, stages, last = self.results.known, self._plan.stages, self.contests()[-1]
         if last.pending(known):
             return True

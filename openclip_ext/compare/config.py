@@ -46,7 +46,7 @@ class CompareConfig:
     training: tuple[str, ...]
     val: str | None = flag(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
     classes: str | None = flag(
-        None, "file with one class name per line; each sample's member cls contains a line number, from 0"
+        None, "file with one class name per line; each sample's file .cls contains the number of its line, from 0"
     )
     minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
@@ -122,7 +122,9 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         raise UsageError(f"--losses {','.join(losses)}: expected {BASELINE} and at least one other loss")
     for name in options:
         if name in ("normalizer", *space.SEARCHED_OPTIONS):
-            reason = "would replace what the losses differ in" if name == "normalizer" else "is tuned by compare"
+            reason = (
+                "would replace the part in which the losses differ" if name == "normalizer" else "is tuned by compare"
+            )
             raise UsageError(f"{OPTIONS[name].flag} {reason}; remove it")
     used: set[str] = set()
     refusals: list[str] = []

@@ -98,7 +98,7 @@ def divide(count: int, share: float) -> tuple[list[int], list[int]]:
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
-            f"{size} of {count} samples are too few to score with: give at least 40 with --val, or at least 400 training "
+            f"{size} of {count} samples are too few for the scores: give at least 40 with --val, or at least 400 training "
             "samples without it"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()

@@ -9,8 +9,8 @@ RESERVE = 0.1
 SEEDS = (0, 1, 2)
 # Maximum number of seeds. More than three are only used if time is left.
 MOST_SEEDS = 6
-# Number of settings per loss that enter the next stage. In docs/benchmarks/icons, the best final setting was one of the two
-# best after a quarter of the runs in 83 % of 46 cases.
+# Number of settings per loss that enter the next stage. In 83 % of 46 cases in docs/benchmarks/icons, the setting
+# that was best at the end was among the best two after a quarter of the training.
 FINALISTS = 2
 # Number of losses that enter the next stage, in addition to the baseline.
 CONTENDERS = 2

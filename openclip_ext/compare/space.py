@@ -53,7 +53,7 @@ _BASELINE_SETTINGS: Sequence[Options] = (
     *({}, {"temperature_scheme": "global", "temperature": 0.03}, _constant(0.1), _constant(0.05)),
     *(_solved(4.0), _solved(5.0), _constant(0.03)),
 )
-# Settings of losses that always use their default temperature scheme, by scheme.
+# The settings for losses that always use their default temperature scheme. The keys are these schemes.
 _OWN_SCHEME: Mapping[str, Sequence[Options]] = {
     "constant": (_constant(0.05), _constant(0.1), _constant(0.03), {}),
     **{

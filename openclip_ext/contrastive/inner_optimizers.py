@@ -1,7 +1,8 @@
 """Adam for the networks inside a loss.
 
-An optimizer of ``torch.optim`` is not a module, so ``state_dict``, ``.double()`` and ``.to()`` of the loss do not include its
-state. It also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same formulas and neither problem.
+An optimizer of ``torch.optim`` is not a module, so the loss's ``state_dict``, ``.double()`` and ``.to()`` do not cover the
+optimizer's state. It also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same formulas, and is a
+module that can.
 """
 
 from collections.abc import Callable, Iterable, Sequence

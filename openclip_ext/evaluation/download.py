@@ -123,7 +123,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
     try:
         samples = count_items(folder, task, any_size)
         if samples != task.size and not any_size:
-            problems.append(f"{samples:,} samples, DataComp's has {task.size:,}")
+            problems.append(f"found {samples:,} samples, but DataComp's data set has {task.size:,}")
     except data.DataError as error:
         problems.append(str(error))
     return (BROKEN if problems else UNPROVEN if records is None else OK), problems

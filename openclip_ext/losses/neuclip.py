@@ -148,10 +148,10 @@ def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
 class PrototypeNormalizer(Normalizer):
     """``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ))`` with trained prototypes [NeuCLIP 10, 11, Algorithm 1].
 
-    A step with valid samples restarts the prototypes from the ``m`` most recent embeddings if ``t mod T_r = 0`` (also in the
-    first step), makes ``T_u`` AdaGrad updates on the batch, and predicts. Prototypes are stored without normalization, because
-    the cosine normalizes them. With a reference model (see ``contrastive/steering.py``), prototypes have two blocks, and a
-    difference of two cosines replaces the cosine.
+    A step with valid samples makes ``T_u`` AdaGrad updates on the batch, and then predicts. If ``t mod T_r = 0``, as in the
+    first step, it restarts the prototypes from the ``m`` most recent embeddings before the updates. Prototypes are stored
+    without normalization, because the cosine normalizes them. With a reference model (see ``contrastive/steering.py``),
+    prototypes have two blocks, and a difference of two cosines replaces the cosine.
 
     AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
     paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they

@@ -1,4 +1,4 @@
-"""Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) from the library peft.
+"""Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) with the library peft.
 
 A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume needs the unmerged base
 weights and adapters. The same file contains them under :data:`UNMERGED`. Tensors without an adapter are stored only once.

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.step [--model demo-resnet] [--batch-size 64] [--losses neuclip fastclip] [--output results.json]
 
-The losses alternate in blocks of steps. A ratio is the median over rounds. Options other than --prototypes have their
+The losses alternate in blocks of steps. Each ratio is the median over all rounds. All options except --prototypes keep their
 defaults.
 """
 

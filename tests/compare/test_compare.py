@@ -250,7 +250,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     ("more", "message"),
     [
         (["--val", "{val}", "--batch-size", "50"], "80 training samples are too few for batches of 50"),
-        ([], "8 of 80 samples are too few to score with"),
+        ([], "8 of 80 samples are too few for the scores"),
         (["--val", "{bad}"], r"8 of the 80 samples .* allowed 5\.0% \(--max-bad-fraction\)"),
     ],
 )
@@ -353,7 +353,7 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     main([*argv, "--losses", "openclip,queueclip,sogclr"])
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()[len(lines) :]]
     assert {row["family"] for row in rows} == {"sogclr"}
-    # Some of these runs may not be stopped: a fast run may end before it can be compared with a parallel run.
+    # Not all of these runs are stopped: a fast run can end before it can be compared with a parallel run.
     stopped = [row for row in rows if "stopped" in row]
     assert stopped and all(row["stopped"] == 16 and row["val"]["mean"] < 0 for row in stopped)
     assert len(stopped) == json.loads((out / "report.json").read_text())["stopped"]

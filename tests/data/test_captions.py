@@ -1,4 +1,4 @@
-"""Captions: left and right swapped for mirrored images, one of several captions sampled per epoch, and hashes."""
+"""Captions: swap left and right for mirrored images, sample one of several captions per epoch, and hash captions."""
 
 import json
 from pathlib import Path

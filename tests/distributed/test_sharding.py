@@ -49,8 +49,8 @@ LOOKAHEAD = replace(
     tiny.OPTIMIZER, name="timm/lookahead_sgd", beta1=None, beta2=None, momentum=0.9, lookahead_steps=2, lr=0.1
 )
 
-# These losses, one of each kind, also use micro-batches. The first cases test every loss with one layer, which is fast and
-# sufficient, because a loss does not depend on how parameters are sharded. The other cases have two layers.
+# These losses, one of each kind, also use micro-batches. The first cases test all other losses with one layer, which is fast
+# and sufficient, because a loss does not depend on how parameters are sharded. The other cases have two layers.
 ACCUMULATED = ("siglip", "fastclip-v2", "neuclip", "simclr", "cliplite")
 CASES = {
     **{loss: _case(loss, layers=1) for loss in tiny.LOSSES if loss not in ACCUMULATED},

@@ -137,7 +137,7 @@ def test_verify_finds_what_is_broken(tmp_path: Path, key: str, capsys: pytest.Ca
     assert verify(tmp_path, key) == MISSING
     folder = datasets.make_task(tmp_path, key, count=24)
     assert verify(tmp_path, key) == UNPROVEN and count_items(folder, task, any_size=True) == 24
-    assert "24 samples, DataComp's has" in " ".join(check_set(tmp_path, task)[1]) or task.classes != 10
+    assert "24 samples, but DataComp's data set has" in " ".join(check_set(tmp_path, task)[1]) or task.classes != 10
     assert status("--data-dir", str(tmp_path), "--tasks", key, "--verify", "--allow-size-mismatch") == 0
     assert status("--data-dir", str(tmp_path), "--tasks", key, "--verify") == 1
     assert "0 of 1 data sets" in capsys.readouterr().out

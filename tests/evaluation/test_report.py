@@ -41,7 +41,7 @@ def all_scores(offset: float, keys: Iterable[str] = AVERAGED) -> dict[str, float
 
 
 def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
-    """Write ``metrics.jsonl`` like the trainer: an epoch has ten steps of 64 samples, and logs steps 0, 5 and 9."""
+    """Write ``metrics.jsonl`` as the trainer would: epochs have ten steps of 64 samples; steps 0, 5 and 9 are logged."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as stream:
         for step in range(10 * epochs):

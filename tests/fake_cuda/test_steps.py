@@ -67,7 +67,7 @@ _CASES = [(way, name) for way in WAYS for name in WAYS[way].losses if _takes(nam
 
 
 def run_steps(name: str, way: Way, device: torch.device = CUDA) -> list[int]:
-    """Take steps, and assert that they do not sync; return the number of launches of each step."""
+    """Take steps, and assert that they do not sync; return the number of kernel launches in each step."""
     model, loss = tiny_model(way.tower, layers=1), tiny_loss(name, **way.options)
     prepare(model, loss)
     pairs = mock.patch.object(similarities, "MAX_PAIRS", 32 if way.chunked else similarities.MAX_PAIRS)

@@ -1,4 +1,4 @@
-"""Exact log-normalizers of NeuCLIP (9) in float64 loops, without the package's code."""
+"""Exact log-normalizers of NeuCLIP, equation (9), in float64 loops, without the package's code."""
 
 import math
 

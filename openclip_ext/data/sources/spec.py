@@ -102,7 +102,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``; for ``auto``, the path's ending decides. Raise ValueError if unknown."""
+        """``webdataset``, ``csv`` or ``synthetic``. The path's extension replaces ``auto``. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":

@@ -26,7 +26,7 @@ _CHANCE_SHARE = 0.999
 
 
 class Stopwatch:
-    """Timer of data waits and full steps, in seconds, since the last report and since the start."""
+    """Measures the seconds of waiting for data and of full steps, since the last report and since the start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
