@@ -84,8 +84,8 @@ def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds:
 class Plan:
     """The content of ``plan.json``."""
 
-    flags: str  # digest of the flags and versions
-    context: str  # digest of the flags, versions and data
+    flags: str  # result of digest_of_flags
+    context: str  # digest of `flags` and the data
     judged: dict[str, Any]  # errors of a batch's normalizers before training
     tried: int  # number of settings of each loss in the first stage
     stages: tuple[planner.Stage, ...]
@@ -102,7 +102,7 @@ class Comparison:
     ) -> None:
         self.config, self.plan, self.deadline = config, plan, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
-        self.flags = digest_of_flags(config, training)
+        self.flags = digest_of_flags(config, training) if plan is None else plan.flags
         self.context = config_digest([self.flags, data.digest])
         self.pilot = ComparePilot(training, data, config.population, config.anchors)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}

@@ -247,10 +247,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch, tau, is_local = batch_at_tau.batch, batch_at_tau.tau, self.normalizer.contrasts_locally
-            if is_local or not self.steers:
+            batch, tau = batch_at_tau.batch, batch_at_tau.tau
+            if self.normalizer.contrasts_locally or not self.steers:
                 batch = gather_batch(steered, gather=True)
-            tau = batch.gather_local(tau) if is_local else tau
+            if self.normalizer.contrasts_locally:
+                tau = batch.gather_local(tau)
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
             found = distill(batch, model, torch.stack([image, -text]), tau, self.reference_temperature)
         pairs = [
@@ -275,8 +276,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """Return the log-normalizers that the normalizer predicts for these samples. Collective: all ranks call it."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
-            batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
-            batch_at_tau, _ = self._contrast(batch, gather=True)
+            batch_at_tau, _ = self._contrast(self._steered(batch, reference), gather=True)
             alpha = self.normalizer.predict(batch_at_tau).alpha[:, batch_at_tau.batch.local]
         return alpha[0], alpha[1]
 
@@ -291,8 +291,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     ) -> Tensor:
         """Return the temperatures ``(2, B_local)`` of these samples' anchors, from the stored state."""
         batch = self._batch(image_features, text_features, logit_scale, index)
-        batch = with_reference(batch, reference, self.reference_dim) if self.steers else batch
-        return self.temperature.temperatures(gather_batch(batch, gather=False))
+        return self.temperature.temperatures(gather_batch(self._steered(batch, reference), gather=False))
+
+    def _steered(self, batch: LocalBatch, reference: tuple[Tensor, Tensor] | None) -> LocalBatch:
+        return with_reference(batch, reference, self.reference_dim) if self.steers else batch
 
     def start_epoch(self, epoch: int) -> None:
         is_new = epoch != self.epoch

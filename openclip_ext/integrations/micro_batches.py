@@ -40,7 +40,7 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r}: expected a whole number of samples, at least one")
-    model.get_parameter(LOGIT_SCALE)
+    model.get_parameter(LOGIT_SCALE)  # raises AttributeError now if the model has no such parameter
     model.forward = _MicroBatches(model, model.forward, size)
     return model
 
