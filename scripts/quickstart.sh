@@ -22,10 +22,10 @@ say "1/4 Demo set: 20,000 images to train on, 4,000 to test on"
 "$python" -m openclip_ext.data.shapes --output demo/train --num-samples 20000 --split train
 "$python" -m openclip_ext.data.shapes --output demo/test --num-samples 4000 --split test
 
-checkpoints=()
-for loss in "${losses[@]}"; do
-  say "2/4 Training with --loss $loss"
-  train=(
+say "2/4 Training with ${losses[*]}: two runs at a time"
+train() {
+  local loss="$1"
+  local command=(
     "$python" -m openclip_ext.training.main
     --loss "$loss"
     --train-data 'demo/train/{00000..00019}.tar'
@@ -34,9 +34,19 @@ for loss in "${losses[@]}"; do
     --precision fp32 --device cpu --workers 1
     --logs demo/runs --name "$loss" --resume latest --save-every-steps 100 --log-every-n-steps 20
   )
-  printf '%q ' "${train[@]/#"$root/"/}"
-  printf '\n'
-  "${train[@]}"
+  # Two runs print at the same time, so each line starts with its loss.
+  {
+    printf '%q ' "${command[@]/#"$root/"/}"
+    printf '\n'
+    "${command[@]}"
+  } 2>&1 | (trap '' INT && sed -u "s/^/$loss: /")
+}
+export -f train
+export python root epochs
+# Ctrl-C ends xargs at once. cat ends after the last training, so this script waits until all have reported where they stopped.
+printf '%s\n' "${losses[@]}" | xargs -P 2 -I '{}' bash -c 'set -euo pipefail; train "$1"' bash '{}' | (trap '' INT && cat)
+checkpoints=()
+for loss in "${losses[@]}"; do
   checkpoints+=("demo/runs/$loss/checkpoints/epoch_$epochs.pt")
 done
 
