@@ -46,11 +46,11 @@ class CompareConfig:
     training: tuple[str, ...]
     val: str | None = flag(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
     classes: str | None = flag(
-        None, "file with one class name per line; each sample's file .cls contains the number of its line, from 0"
+        None, "file with one class name per line; a sample's file .cls contains the line number of its class, from 0"
     )
     minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
-    processes: int = flag(0, "number of runs at a time; 0 means one per GPU, or one per core without a GPU", minimum=0)
+    processes: int = flag(0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0)
     executor: str = flag(
         "local", "execute runs on this machine, or as SLURM jobs (submitit)", choices=("local", "slurm")
     )

@@ -116,7 +116,7 @@ class ComparePilot:
 
         The model and the loss stay in evaluation mode.
         """
-        # The population must be larger than a batch: compared with the batch itself, its normalizers have no error.
+        # The population must be larger than a batch, because a batch's normalizers are exact for a population of this batch.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()

@@ -52,7 +52,7 @@ def plan_tuning(
     """Plan the first stage of a comparison that takes ``seconds``; return the number of candidates per loss and the stage.
 
     There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
-    second stage is needed. If the time is too short, raise ValueError with the minimum of --minutes, now ``minutes``.
+    second stage is needed. If the time is too short, raise ValueError with the necessary ``minutes``.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
@@ -90,14 +90,14 @@ def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> Va
     """Return the error for a comparison of ``minutes`` that leaves ``seconds`` for its runs, less than ``needed``."""
     least = math.ceil(minutes + (needed - seconds) / (1 - RESERVE) / 60)
     return ValueError(
-        f"--minutes {minutes:g} is too short: expected at least {needed / 60:.1f} minutes for runs of "
-        f"{len(costs.per_sample)} losses, found {max(0, seconds) / 60:.1f}. Give at least --minutes {least}, or better "
-        f"{2 * least}; or fewer --losses, or a smaller --model"
+        f"--minutes {minutes:g} is too short: runs of {len(costs.per_sample)} losses need at least {needed / 60:.1f} minutes, "
+        f"but only {max(0, seconds) / 60:.1f} are left for them. Give at least --minutes {least} (better {2 * least}), fewer "
+        "--losses or a smaller --model"
     )
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
-    """Plan the next stage from the costs of its losses: longer runs or, if the time is too short, more seeds; else None."""
+    """Plan the next stage: longer runs or, if the time is too short, more seeds. Return None without time for either."""
     fitting = costs.fitting(seconds * processes, _STAGE_RUNS)
     longer = int(min(fitting, most_samples) // batch) * batch
     if longer >= _LONGER * last.samples:

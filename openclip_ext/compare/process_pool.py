@@ -21,8 +21,8 @@ _POLL_SECONDS = 0.3
 _PRELOADED = "openclip_ext.compare.pilot"
 # The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
-# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, and with
-# intermediate results, which are dictionaries.
+# A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step. It
+# also calls ``seen`` with intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
 # Receives a task's name and intermediate result; returns a final result to stop the task, else None.

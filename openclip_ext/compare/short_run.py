@@ -1,4 +1,4 @@
-"""Perform one run on decoded data with the trainer's parts, in one process, without checkpoints or logs."""
+"""Perform one run on decoded data in one process, with the trainer's components, but without checkpoints or logs."""
 
 import math
 import time
@@ -165,7 +165,7 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median temperature of the last step's anchors, or the model's temperature if the loss has none."""
+        """Return the median temperature of the last step's anchors, or the model's if the loss reports none."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @torch.no_grad()

@@ -42,7 +42,8 @@ def _learned(rho: float) -> Options:
     return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
-# Settings of the losses that consist of parts, the most promising first (see docs/results.md). {} is the published setting.
+# Settings of losses whose temperature scheme can be chosen, the most promising first (see docs/results.md). {} is the
+# published setting.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),

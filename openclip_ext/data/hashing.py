@@ -1,4 +1,4 @@
-"""A counter-based hash: the only source of randomness in the data package.
+"""A counter-based hash: the only source of randomness in the training loader.
 
 Sample orders, augmentations and sampled captions depend only on the hash of numbers such as (seed, epoch, index). The hash
 needs no state, works on arrays, and has the same values with every numpy version.
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What random bits are used for: the first input of :func:`hash64`, so each use of a seed has its own random bits."""
+    """The use of random bits. It is the first input of :func:`hash64`, so each use of one seed gets other random bits."""
 
     SEQUENCE = 1
     ROTATION = 2

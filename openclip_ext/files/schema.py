@@ -1,4 +1,4 @@
-"""Check the types of what was read from a file."""
+"""Check the types of values that were read from a file."""
 
 from typing import Any
 

@@ -30,12 +30,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="path of the manifest (default: manifest.json in the shards' common folder, or manifest-HASH.json if "
         "manifest.json belongs to other shards)",
     )
-    add("--workers", type=int, help="processes (default: one per core)")
-    add("--image-key", default=DEFAULT_IMAGE_KEY, help="fields that contain the image (default: %(default)s)")
+    add("--workers", type=int, help="number of worker processes (default: one per core)")
+    add("--image-key", default=DEFAULT_IMAGE_KEY, help="field of the image, or alternatives (default: %(default)s)")
     add(
         "--caption-key",
         default=DEFAULT_CAPTION_KEY,
-        help="fields that contain the caption, or json:ENTRY (default: %(default)s)",
+        help="field of the caption, or json:ENTRY, or alternatives separated by ; (default: %(default)s)",
     )
     add("--sizes", help='JSON file with the sample counts of remote shards: {"00000.tar": count, ...}')
     add(

@@ -25,7 +25,7 @@ class DataSpec:
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
     caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
     hard_negative_key: str | None = flag(
-        None, "like --caption-key: captions that do not fit the image, which become more negatives of --loss openclip"
+        None, "like --caption-key, for captions that do not fit the image: additional negatives of --loss openclip"
     )
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
@@ -51,7 +51,7 @@ class DataSpec:
     remote_patience: float = flag(
         300.0, "seconds for which an unreadable shard is retried before its samples count as bad", minimum=0.0
     )
-    cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
+    cache_dir: str | None = flag(None, "folder that keeps copies of remote shards for all processes of the node")
     cache_size: float = flag(
         100.0,
         "maximum size of --cache-dir in GiB; the least recently used shards are removed",
