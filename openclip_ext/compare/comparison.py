@@ -140,7 +140,7 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def contests(self) -> list[Contest]:
-        """Return the runs of each planned stage, without stages whose previous stage is unfinished, as it selects settings."""
+        """Return the runs of each planned stage, up to the first unfinished stage, whose results select the next runs."""
         known = self.results.known
         found: list[Contest] = []
         for stage in self._plan.stages:
@@ -301,7 +301,7 @@ class Comparison:
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
-        if "steer" in row["setting"]["options"]:  # in training, --reference would also steer the baseline
+        if "steer" in row["setting"]["options"]:  # without this check, --reference would also steer the baseline
             words += ["--reference", own.reference]
         for name, value in row["setting"]["options"].items():
             words += option_as_words(OPTIONS[name], value)

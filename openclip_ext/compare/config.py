@@ -48,7 +48,7 @@ class CompareConfig:
     classes: str | None = flag(
         None, "file with one class name per line; a sample's file .cls contains the line number of its class, from 0"
     )
-    minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
+    minutes: float = flag(30.0, "maximum duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
     processes: int = flag(0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0)
     executor: str = flag(

@@ -154,7 +154,7 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of random guessing, averaged over both directions. Samples of a group have one caption."""
+    """Return R@1 of random guessing, averaged over both directions. Samples in one group have equal captions."""
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
@@ -264,7 +264,7 @@ def conclude(
     others = _longest(found)
     if not any(result.loss == BASELINE for result in found) or not others:
         if not failures:
-            return "No result yet: there are fewer than two paired runs; the same command continues from here.", None
+            return "No result yet: there are fewer than two paired runs. Run the same command again to continue.", None
         killed = sum(failure.startswith(KILLED) for failure in failures)
         counts = {"were killed": killed, "failed": len(failures) - killed}
         ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)

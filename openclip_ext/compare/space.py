@@ -106,7 +106,7 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return pairs ``(setting, learning rate factor)`` in the order of trial: settings first, because they matter more."""
+    """Return pairs ``(setting, learning rate factor)`` in the order of trial; settings matter more than rates."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]

@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The use of random bits. It is the first input of :func:`hash64`, so each use of one seed gets other random bits."""
+    """A use of random bits, and the first input of :func:`hash64`: each use of a seed gets different random bits."""
 
     SEQUENCE = 1
     ROTATION = 2
@@ -27,7 +27,7 @@ class Purpose(IntEnum):
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
-    """Hash integers to 64 random bits each; return a ``uint64`` array of the broadcast shape, at least 1-d.
+    """Hash integers to 64-bit random words; return a ``uint64`` array of the broadcast shape, at least 1-d.
 
     Args:
         purpose: What the random bits are used for.

@@ -44,8 +44,8 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
     """Return a pipeline with the same operations as a transform of ``open_clip.create_model_and_transforms``.
 
     Args:
-        backend: ``pil`` gives exactly the pixels of ``transform``. ``torchvision`` decodes JPEG files, crops and resizes; its
-            pixels differ by rounding errors. Pillow then only decodes other files and applies the other operations.
+        backend: ``pil`` gives exactly the pixels of ``transform``. ``torchvision`` decodes JPEG files, crops and resizes,
+            and rounds pixels differently. Even then, Pillow decodes other formats and applies all other operations.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
@@ -106,7 +106,7 @@ def _is_plain_jpeg(content: bytes) -> bool:
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Adapt the steps of a transform to tensors. A crop as first step receives tensors; all other steps get Pillow images."""
+    """Adapt the steps of a transform to tensors. A crop as the first step gets tensors; other steps get Pillow images."""
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
     last = [steps.pop()] if steps[-1] is _to_bytes else []

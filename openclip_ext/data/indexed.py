@@ -36,7 +36,7 @@ def with_index(
 ) -> Any:
     """Give every sample of a data set an index that is dense from 0, unique, and the same in every epoch.
 
-    - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, tuples one more element.
+    - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, and tuples get one more element.
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
       ``filter`` and ``select``. Call ``with_index`` before these methods: otherwise the index has gaps, and ``num_samples``
       of the loss must be larger than the highest index.
@@ -46,7 +46,7 @@ def with_index(
 
     Args:
         dataset: A data set or pipeline of one of the kinds above.
-        shards: All shards of a WebDataset pipeline. None (default) means that the pipeline lists them itself.
+        shards: All shards of a WebDataset pipeline. None (default) means to read them from the pipeline.
         manifest: Path of the manifest of a WebDataset pipeline. None (default) means to find or create one.
 
     Returns:

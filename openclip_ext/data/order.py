@@ -21,7 +21,7 @@ EpochSequence = Callable[[np.ndarray], np.ndarray]
 
 
 def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> EpochSequence:
-    """Return all samples shard by shard, starting at position ``begin`` and wrapping around at the end."""
+    """Return a sequence of all samples shard by shard, starting at position ``begin`` and wrapping around at the end."""
     first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)[shards]
     starts = np.concatenate([[0], np.cumsum(counts[shards])])
 
@@ -34,10 +34,10 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
 
 
 def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarray | None = None) -> EpochSequence:
-    """Return all samples, with the shards (of ``counts`` samples) in random order, starting at a random sample.
+    """Return a sequence of all samples, with the shards in random order, starting at a random sample.
 
-    Because of the random start, the samples that an epoch leaves out at its end differ between epochs. ``shards`` are the
-    numbers of the shards to use; None (default) means all.
+    Because of the random start, the samples that an epoch leaves out at its end differ between epochs. ``counts`` are the
+    sample counts of all shards, and ``shards`` are the numbers of the shards to use; None (default) means all.
     """
     shards = np.arange(len(counts)) if shards is None else shards
     shards = shards[permutation(hash64(Purpose.SEQUENCE, seed, epoch, shards))]
@@ -47,7 +47,7 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarra
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | np.ndarray | None = None
 ) -> EpochSequence:
-    """Return at least ``num_slots`` samples: all samples of shards that are drawn with replacement.
+    """Return a sequence of at least ``num_slots`` samples: all samples of shards that are drawn with replacement.
 
     ``weights`` are the shards' relative probabilities; None (default) means equal probabilities.
     """
@@ -67,7 +67,7 @@ def resampled_shards(
 
 
 def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
-    """Turn a sequence of numbers of kept samples (from 0) into their indices, which skip ``left_out`` ``(k,)`` (ascending)."""
+    """Convert a sequence of kept samples, numbered from 0, to sample indices, which skip ``left_out`` ``(k,)`` (ascending)."""
     kept_before = left_out - np.arange(len(left_out))
 
     def indices(slots: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence
 
 
 def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
-    """Return a random permutation of samples that can be read in any order."""
+    """Return a sequence of all samples in random order, for data that can be read in any order."""
     return permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples))).__getitem__
 
 
@@ -138,7 +138,7 @@ class Layout:
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return the start and the end of a worker's piece, as positions from 0 to ``slots``."""
+        """Return the start and the end (exclusive) of a worker's piece of the positions ``0 .. slots - 1``."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -270,7 +270,7 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment did not use. A worker's seed is (seed, words, rank, worker)."""
+    """Return the slots that a segment did not use. Each worker's shuffle has the seed (seed, words, rank, worker)."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):

@@ -73,7 +73,10 @@ class EmbeddingStore:
                     f"expected {what} {wanted}, found {found}. Write the embeddings of this data set with openclip-ext embed"
                 )
         if any(values.shape != shape or values.dtype != np.float16 for values in arrays):
-            raise UsageError(f"--reference {path}: expected arrays of {shape} float16. Write them again")
+            raise UsageError(
+                f"--reference {path}: expected arrays of {shape} float16, found {arrays[0].shape} {arrays[0].dtype} and "
+                f"{arrays[1].shape} {arrays[1].dtype}. Remove the folder, and start openclip-ext embed again"
+            )
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -191,7 +191,7 @@ class RemoteFile:
         if data is None and begin == 0:
             return None
         if data is None or len(data) != end - begin:
-            raise OSError(f"{'all' if data is None else len(data)} bytes received, expected {end - begin:,}")
+            raise OSError(f"expected {end - begin:,} bytes, received {'the full file' if data is None else len(data)}")
         if begin and end == self.size and self._describe() != (self.size, self.version):
             raise ReplacedError("it was replaced by another file while it was read")
         return data

@@ -111,7 +111,7 @@ class Storage:
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
         file = RemoteFile(url, self.patience)
         if version and file.version and file.version != version:
-            raise ReplacedError(for_people(f"{url} has the version {file.version}, but had {version}"))
+            raise ReplacedError(for_people(f"{url}: expected version {version}, found {file.version}"))
         if self.cache_dir is not None and not headers_only and file.version:
             return self._open_copy(Path(self.cache_dir), file)
         return file.open(headers_only)
@@ -141,7 +141,9 @@ class Storage:
         with _as_value_error():
             file = RemoteFile(url, self.patience)
         if not file.version:
-            logging.warning(f"--cache-dir keeps no copy of {url}: it has no version (length, ETag, date).")
+            logging.warning(
+                f"--cache-dir keeps no copy of {url}, because the server reports no version (length, ETag, date)."
+            )
         need = multiple * (file.size or 0) / 2**30
         if need > self.cache_size:
             raise ValueError(

@@ -96,7 +96,7 @@ class BadSamples:
         if (met or self._unread) and distributed.is_master():
             logging.warning(
                 f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
-                f"could not be read, which the next epoch retries. All so far: {dict(self.by_shard().most_common(5))}"
+                f"could not be read, which the next epoch retries. By shard so far: {dict(self.by_shard().most_common(5))}"
             )
 
     def _known(self) -> set[int]:

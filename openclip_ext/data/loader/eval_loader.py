@@ -90,10 +90,10 @@ class _EvalDataset(IterableDataset):
             if bad and not usable and not self._span:  # all samples of a span may be bad
                 raise BadDataError(f"{name} has no usable sample: {reason}")
             if bad:
-                logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
+                logging.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
 
     def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
-        """Yield the name and the samples of each group of this worker. A group is a shard, or a data set with an index."""
+        """Yield the name and the samples of each group of this worker. A group is one shard, or a whole ``Source``."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):

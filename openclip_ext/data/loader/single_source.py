@@ -15,7 +15,7 @@ from openclip_ext.data.sources.source import Source
 class SingleSourceLoader:
     """Training batches like those of :class:`TrainLoader`, but each step's samples, on all ranks, come from one source.
 
-    Each source has a loader with its own workers. Its order, bad samples and progress do not depend on the other sources.
+    Each source has a loader with its own workers. A source's order, bad samples and progress ignore the other sources.
     The source of a step is drawn with probabilities proportional to the samples that each source has left in the epoch, as
     if the steps of all sources were shuffled. Every rank draws the same source without communication.
 
@@ -64,7 +64,7 @@ class SingleSourceLoader:
         """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it.
 
         Raises:
-            ValueError: The state belongs to other sources, or to a loader that mixes them.
+            ValueError: The state belongs to other sources, or to a loader that mixes sources.
         """
         progress, bad = state_dict.get("progress", ()), state_dict.get("bad", {})
         if any(entry["data"] not in self._digests for entry in progress):

@@ -1,4 +1,4 @@
-"""Training batches with sample indices. A resumed run continues exactly. Pixels depend only on (seed, epoch, index)."""
+"""Training batches with sample indices. An interrupted epoch resumes exactly. Pixels depend only on (seed, epoch, index)."""
 
 import enum
 import itertools
@@ -245,14 +245,16 @@ class TrainLoader:
             # Distribute the remaining samples of all ranks again.
             position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
         if not any(segment.batches for segment in (*position.seen, current)):
-            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
+            raise BadDataError(
+                f"epoch {epoch} has no step: its usable samples do not fill a global batch. Lower --batch-size"
+            )
         self._position = None
         self.bad.log_epoch()
 
     def _until_short(
         self, position: _Position, end: int, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the batches up to ``end`` until the workers of any rank have too few samples for a step."""
+        """Yield the batches up to ``end``, or fewer if the workers of any rank have too few samples for a step."""
         numbers, workers = range(position.done, end), self._layout.workers
         seen, passed = position.seen, position.passed
         self._requests.next_pass = (
@@ -322,7 +324,7 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
         raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
     if not layout.batches(layout.epoch_samples):
         raise ValueError(
-            f"too few samples: the epoch has {layout.epoch_samples:,}, one global batch is batch size "
+            f"too few samples: the epoch has {layout.epoch_samples:,}, but one global batch is batch size "
             f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
             f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
         )

@@ -136,7 +136,7 @@ def _reason(error: BaseException, workers: list[Any]) -> str | None:
     exited = {worker.pid: worker.exitcode for worker in workers if not worker.is_alive()}
     if _NO_SHARED_MEMORY.search(str(error)) or -signal.SIGBUS in exited.values():
         return (
-            "the shared memory /dev/shm is too small for the batches, of which each worker holds two. Increase it (docker: "
+            "the shared memory /dev/shm is too small: each worker stores two batches there. Increase it (docker: "
             "--shm-size), or lower --workers or --batch-size; --workers 0 needs no shared memory"
         )
     if not exited:

@@ -102,7 +102,7 @@ def _save_first_writable(manifest: Manifest, paths: Sequence[Path]) -> None:
             continue
         logging.info(f"Wrote the manifest {path}.")
         return
-    logging.warning("The manifest could not be written anywhere: the shards will be scanned again next time.")
+    logging.warning("The manifest could not be written anywhere: the shards will be scanned again in the next run.")
 
 
 def _log_report(manifest: Manifest) -> None:
@@ -113,5 +113,5 @@ def _log_report(manifest: Manifest) -> None:
         logging.warning(f"... and {len(report) - _MAX_LINES} more shards with problems")
     if len(manifest.left_out):
         logging.info(
-            f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
+            f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples, and changes no index."
         )

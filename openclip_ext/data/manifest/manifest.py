@@ -34,7 +34,7 @@ _PROBLEM_TEXTS = {
     "bad_positions": "at positions {}",
     "gaps": "corrupt: no readable header in the bytes {}",
     "lost": "about {:,} samples lost",
-    "error": "corrupt or truncated, by an unknown amount: {}",
+    "error": "corrupt or truncated, so more samples may be lost: {}",
 }
 
 
@@ -341,7 +341,7 @@ def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     if wrong := [
         run for run in runs if int(run[2] or run[0]) >= num_samples
     ]:  # checked here, because np.arange of a huge range would fill the memory
-        raise ValueError(f"it excludes the samples {''.join(wrong[0])[:80]}, but has only {num_samples:,}")
+        raise ValueError(f"it excludes the samples {''.join(wrong[0])[:80]}, but has only {num_samples:,} samples")
     return np.concatenate([np.empty(0, np.int64), *(np.arange(int(a), int(b or a) + 1) for a, _, b in runs)])
 
 

@@ -103,7 +103,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
     """
 
     def keep(probability: float) -> bool:
-        # Complete captions also draw a random number here, so that they get the same order and synonyms as incomplete ones.
+        # Complete captions also draw a random number here, for the same order and synonyms as in incomplete captions.
         return generator.random() < probability or complete
 
     items, relation = scene.items, scene.relation

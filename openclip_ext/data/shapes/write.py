@@ -113,7 +113,7 @@ def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: 
     if workers == 1:
         yield from map(write, shards)
         return
-    # "fork" would be unsafe, because the progress bar runs in a thread, and the caller may have more threads.
+    # "fork" would be unsafe, because the progress bar starts a thread, and the caller may have more threads.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         yield from pool.imap_unordered(write, shards)
 

@@ -223,7 +223,7 @@ class _ShardReader(Reader):
                     self._warn_of_more()
                 return sample
         count = self._source.manifest.shards[self._shard].num_samples
-        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest has {count}")
+        raise EOFError(f"it has {count - (self._end - self._next)} samples, but the manifest has {count}")
 
     def _warn_of_more(self) -> None:
         with contextlib.suppress(*tar.STREAM_ERRORS):

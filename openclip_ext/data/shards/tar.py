@@ -280,7 +280,7 @@ class TarArchive:
             self.gaps.append(Gap(zeros, file_end))
 
     def samples(self, wanted: frozenset[str] | None, members: Iterable[Member] | None = None) -> Iterator[TarSample]:
-        """Yield the samples with the content of the wanted fields (None means all), up to 256 MiB each.
+        """Yield the samples with the content of the wanted fields (None means all). A field above 256 MiB is not read.
 
         A repeated field starts a new sample, even if the key is equal. ``members`` replaces :meth:`members`, for example to
         handle its errors. If the file ends within a field, raise TarError.

@@ -105,7 +105,7 @@ class Source(ABC):
         """
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
-        """Return a caption that does not fit the image: number ``draw``, modulo the number of these captions.
+        """Return one of the captions that do not fit the image, selected by ``draw`` modulo the number of these captions.
 
         Raises:
             BadSampleError: The sample has no such caption.
@@ -117,7 +117,7 @@ class Source(ABC):
         """Return the name, the first index and the number of samples of the shard (or file) that contains a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """Return a sample's name in its shard (or file) and its caption, for messages. Either is empty if it is missing."""
+        """Return a sample's name in its shard (or file) and its caption, for messages. A missing text is empty."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
@@ -156,7 +156,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
-        raise ValueError(f"gray values up to {largest}, expected finite values from 0")
+        raise ValueError(f"expected finite gray values of at least 0, found a maximum of {largest}")
     if values.dtype.kind == "f":
         return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
     depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)
