@@ -133,7 +133,9 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         used |= {option for setting in settings for option in setting}
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
-            raise UsageError(f"--losses: {name} compares two views of an image, which retrieval cannot score")
+            raise UsageError(
+                f"--losses: {name} compares two views of an image, which retrieval cannot score; remove it"
+            )
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")

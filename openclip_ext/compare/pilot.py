@@ -94,7 +94,7 @@ class ComparePilot:
         rest = time.perf_counter() - start
         found = self.normalizer_errors(training)
         if found is None:
-            raise ValueError("the model's embeddings are not finite before the first step")
+            raise ValueError("the embeddings are not finite before the first step: check --pretrained and --precision")
         training.loss.train()
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():

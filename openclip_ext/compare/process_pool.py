@@ -1,6 +1,7 @@
 """Execute several runs in parallel, each in its own process. There is one process per GPU or core.
 
-Processes start fast, because they are forked from a server that has imported all modules. If a run fails, others continue.
+Processes start fast, because they are forked from a server that has imported all modules. The failure of a
+run does not stop the other runs.
 """
 
 import contextlib

@@ -276,7 +276,7 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
     if not 0 <= segment.batches <= layout.batches(number):
         raise ValueError(
             f"cannot resume: the checkpoint has {segment.batches} batches on each rank, but its layout allows only "
-            f"{layout.batches(number)} ({layout})"
+            f"{layout.batches(number)} ({layout}). Use an end-of-epoch checkpoint"
         )
     begins, ends, end = [], [], 0
     for rank in range(layout.world_size):

@@ -224,7 +224,10 @@ class Manifest:
             except OSError:
                 gone.append(shard.url)
         if gone:
-            raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest do not exist: {_some(gone)}")
+            raise ManifestError(
+                f"{len(gone)} of {len(self.shards)} shards of the manifest do not exist: {_some(gone)}. Restore "
+                "these files"
+            )
         if touched and not changed:
             changed = self._rescan(touched)
         if changed:
