@@ -151,7 +151,7 @@ def check_augmentation(settings: Mapping[str, Any]) -> None:
 def create_model(
     name: str, device: torch.device, *, pretrained: str | None, precision: str, siglip_start: bool, **options: Any
 ) -> tuple[Any, Callable, Callable]:
-    """Build the model and its transforms in the same way as ``open_clip_train.main``.
+    """Build the model and its transforms as ``open_clip_train.main`` does.
 
     Args:
         name: Value of ``--model``.
@@ -174,9 +174,9 @@ def create_model(
     )
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
-        # OpenCLIP 3.3 does not initialize this parameter, because it never calls its function with this formula.
+        # OpenCLIP 3.3 has an initialization with this formula, but never calls it.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
-        logging.info("text_decoder.text_projection initialized: OpenCLIP leaves it uninitialized")
+        logging.info("text_decoder.text_projection is initialized here, because OpenCLIP leaves it uninitialized")
     return built
 
 

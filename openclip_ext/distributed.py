@@ -51,7 +51,7 @@ def check_world_size(created_with: int) -> None:
 
 
 def unconnected_processes() -> int:
-    """Return the number of processes that a launcher started, if there are several but no process group; else 0."""
+    """Return the number of processes that a launcher started; 0 if it is 1, or if there is a process group."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched if launched > 1 and not is_initialized() else 0
 
@@ -196,7 +196,7 @@ def on_master(action: Callable[[], T]) -> T:
 
 
 def any_rank(flag: int) -> int:
-    """Return the maximum of a non-negative number over all ranks, without a GPU sync. Collective: all ranks call it."""
+    """Return the maximum of an integer over all ranks, without a GPU sync. Collective: all ranks call it."""
     return any_rank_soon(flag)()
 
 

@@ -38,13 +38,13 @@ from openclip_ext.training.checkpoint.format import checksum
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 
-# Fraction of --minutes for measuring the throughput, and the maximum of this time in seconds.
+# Time to measure the throughput: as a fraction of --minutes, and its maximum in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A run may stop early after the fraction _EARLIEST of its steps, if another setting is better by more than _CLEARLY half
-# widths of the interval over samples. One half width is not enough: the interval of one seed does not cover other seeds. In
-# docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and 7 of these pairs
-# changed order later.
+# A run may stop early after the fraction _EARLIEST of its steps, if another setting is better by more than _CLEARLY times the
+# half width of the confidence interval. One half width is not enough, because this interval ignores the variation between
+# seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and only 7 of
+# these pairs changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
 
@@ -140,7 +140,7 @@ class Comparison:
         return self.deadline - time.monotonic() - _REPORT_SECONDS
 
     def contests(self) -> list[Contest]:
-        """Return the runs of each planned stage. A stage takes its settings from the previous stage, if that is finished."""
+        """Return the runs of each planned stage, up to the first unfinished stage, whose results select the next runs."""
         known = self.results.known
         found: list[Contest] = []
         for stage in self._plan.stages:
@@ -208,7 +208,7 @@ class Comparison:
             self._write_plan(replace(self._plan, stages=stages[:-1]))
 
     def _plan_next_stage(self) -> bool:
-        """Plan the next stage from the measured costs, unless it is planned; return False if there is no time for it."""
+        """Plan the next stage from the measured costs, if it has no plan yet; return False if there is no time for it."""
         known, stages, last = self.results.known, self._plan.stages, self.contests()[-1]
         if last.pending(known):
             return True
@@ -301,7 +301,7 @@ class Comparison:
         words = ["openclip-ext", "train", "--train-data", self.config.shards]
         words += ["--val-data", self.config.val] if self.config.val else []
         words += [*kept, "--loss", row["family"]]
-        if "steer" in row["setting"]["options"]:  # in training, --reference would also steer the baseline
+        if "steer" in row["setting"]["options"]:  # without this check, --reference would also steer the baseline
             words += ["--reference", own.reference]
         for name, value in row["setting"]["options"].items():
             words += option_as_words(OPTIONS[name], value)

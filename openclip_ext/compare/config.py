@@ -46,11 +46,11 @@ class CompareConfig:
     training: tuple[str, ...]
     val: str | None = flag(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
     classes: str | None = flag(
-        None, "file with one class name per line; each sample's file .cls contains the number of its line, from 0"
+        None, "file with one class name per line; a sample's file .cls contains the line number of its class, from 0"
     )
-    minutes: float = flag(30.0, "duration of this call in minutes", exclusive_minimum=0)
+    minutes: float = flag(30.0, "maximum duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
-    processes: int = flag(0, "number of runs at a time; 0 means one per GPU, or one per core without a GPU", minimum=0)
+    processes: int = flag(0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0)
     executor: str = flag(
         "local", "execute runs on this machine, or as SLURM jobs (submitit)", choices=("local", "slurm")
     )
@@ -133,7 +133,9 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         used |= {option for setting in settings for option in setting}
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
-            raise UsageError(f"--losses: {name} compares two views of an image, which retrieval cannot score")
+            raise UsageError(
+                f"--losses: {name} compares two views of an image, which retrieval cannot score; remove it"
+            )
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:
         raise UsageError(f"{unused[0]}: {[*refusals, 'not used by any of --losses ' + ','.join(losses)][0]}")

@@ -89,17 +89,19 @@ def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -
     """Return the number and the digest of training samples that each run reads from their files."""
     loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
-        raise ValueError(f"the manifest excludes samples, and this needs a --cache larger than {config.cache:g}")
+        raise ValueError(
+            f"the manifest excludes samples: expected a --cache for all images, more than {config.cache:g} GiB"
+        )
     return loader.num_samples, loader.source.digest
 
 
 def divide(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Sample a fraction ``share`` of ``count`` positions with a fixed seed; return these and the other positions, sorted."""
+    """Sample a fraction ``share`` of ``count`` positions with a fixed seed; return the sampled and the other positions."""
     size = min(round(count * share), _MOST_VALIDATION)
     if size < _FEWEST_VALIDATION:
         raise ValueError(
             f"{size} of {count} samples are too few for the scores: give at least 40 with --val, or at least 400 training "
-            "samples without it"
+            "samples without --val"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     return sorted(order[:size]), sorted(order[size:])

@@ -29,7 +29,7 @@ from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.text import find_causal_tower, shrink
 from openclip_ext.files.writing import write_atomically
 
-# Maximum shorter side of stored images, as a multiple of the model's input side. With 2, crops lose no visible detail.
+# Maximum length of a stored image's shorter side, in units of the model's input side. With 2, crops lose no visible detail.
 _LARGEST = 2
 _PIXELS, _TABLE = "pixels.bin", "samples.json"
 # Number of images from which the total size of the cache is estimated.

@@ -94,7 +94,7 @@ class ComparePilot:
         rest = time.perf_counter() - start
         found = self.normalizer_errors(training)
         if found is None:
-            raise ValueError("the model's embeddings are not finite before the first step")
+            raise ValueError("the embeddings are not finite before the first step: check --pretrained and --precision")
         training.loss.train()
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
@@ -116,7 +116,7 @@ class ComparePilot:
 
         The model and the loss stay in evaluation mode.
         """
-        # The population must be larger than a batch: compared with the batch itself, its normalizers have no error.
+        # The population must be larger than a batch, because a batch's normalizers are exact for a population of this batch.
         most = min(max(self.population, _BATCHES * self.batch), self.data.num_samples)
         samples = most // self.batch * self.batch
         training.model.eval()

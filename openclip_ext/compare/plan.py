@@ -19,8 +19,8 @@ _PLANNED_LONGER, _LONGER = 2.5, 1.5
 # Minimum number of steps of a run. The results of shorter runs are hardly better than chance.
 _LEAST_STEPS = 20
 # Each pair has a number of candidates per loss in the first stage, and the minimum steps per run for it (fewer if --epochs
-# is shorter). Long runs matter more than many candidates: on icons, queueclip's gain grew from 0.1 points after 1,700 steps
-# to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
+# is shorter). Long runs matter more than many candidates: on the icons data, queueclip's gain grew from 0.1 points after
+# 1,700 steps to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
 _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
 # Number of runs per loss in a later stage: one run of every finalist, and the other seeds of the best finalist.
 _STAGE_RUNS = FINALISTS + len(SEEDS) - 1
@@ -28,7 +28,7 @@ _STAGE_RUNS = FINALISTS + len(SEEDS) - 1
 
 @dataclass(frozen=True)
 class Costs:
-    """Training seconds per sample, by loss, and seconds per run for everything else, while all processes are busy."""
+    """Costs while all processes are busy: training seconds per sample of each loss, and other seconds per run."""
 
     per_sample: Mapping[str, float]
     per_run: float
@@ -52,7 +52,8 @@ def plan_tuning(
     """Plan the first stage of a comparison that takes ``seconds``; return the number of candidates per loss and the stage.
 
     There are up to ``most_tried`` candidates. The stage has one seed, or all seeds if there are so few candidates that no
-    second stage is needed. If the time is too short, raise ValueError with the minimum of --minutes, now ``minutes``.
+    second stage is needed. If the time is too short, raise ValueError, which compares ``minutes`` with the
+    necessary time.
     """
     losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
@@ -90,14 +91,14 @@ def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> Va
     """Return the error for a comparison of ``minutes`` that leaves ``seconds`` for its runs, less than ``needed``."""
     least = math.ceil(minutes + (needed - seconds) / (1 - RESERVE) / 60)
     return ValueError(
-        f"--minutes {minutes:g} is too short: expected at least {needed / 60:.1f} minutes for runs of "
-        f"{len(costs.per_sample)} losses, found {max(0, seconds) / 60:.1f}. Give at least --minutes {least}, or better "
-        f"{2 * least}; or fewer --losses, or a smaller --model"
+        f"--minutes {minutes:g} is too short: runs of {len(costs.per_sample)} losses need at least {needed / 60:.1f} minutes, "
+        f"but only {max(0, seconds) / 60:.1f} are left for them. Give at least --minutes {least} (better {2 * least}), fewer "
+        "--losses or a smaller --model"
     )
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
-    """Plan the next stage from the costs of its losses: longer runs or, if the time is too short, more seeds; else None."""
+    """Plan the next stage: longer runs or, if the time is too short, more seeds. Return None without time for either."""
     fitting = costs.fitting(seconds * processes, _STAGE_RUNS)
     longer = int(min(fitting, most_samples) // batch) * batch
     if longer >= _LONGER * last.samples:

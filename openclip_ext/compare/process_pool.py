@@ -1,6 +1,7 @@
 """Execute several runs in parallel, each in its own process. There is one process per GPU or core.
 
-Processes start fast, because they are forked from a server that has imported all modules. If a run fails, others continue.
+Processes start fast, because they are forked from a server that has imported all modules. The failure of a
+run does not stop the other runs.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ _POLL_SECONDS = 0.3
 _PRELOADED = "openclip_ext.compare.pilot"
 # The failure text of a task that was killed by a signal starts with this word.
 KILLED = "killed"
-# A process calls ``task(device, seen)``. The task calls ``seen`` with the number of samples after each step, and with
-# intermediate results, which are dictionaries.
+# A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step. It
+# also calls ``seen`` with intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
 # Receives a task's name and intermediate result; returns a final result to stop the task, else None.

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """Training and data of a comparison."""
+    """Data, model and settings of a comparison, for the report."""
 
     data: str
     model: str
@@ -44,10 +44,12 @@ class LossResult:
         scores: Mean over seeds, by metric. ``R@1`` is averaged over both directions.
         each_seed: R@1 of each seed.
         gain: R@1 minus ``openclip``'s R@1 in runs of the same length, averaged over common seeds; None without common seeds.
-        difference, zero_shot_difference: Gains with intervals; None with fewer than two common seeds.
+        difference, zero_shot_difference: Gain in R@1 and in zero-shot accuracy, with intervals. None with fewer than two
+            common seeds.
         gains: ``(epochs, gain, number of seeds)`` for each run length, the shortest first.
         curves: ``(samples, seconds, R@1)`` for each seed.
-        normalizers: Errors of the loss's and the batch's log-normalizers at the end of the run with the second seed.
+        normalizers: Errors of the loss's and the batch's log-normalizers at the end of the run with the second seed. None
+            without this run.
         command: The command line that trains with this setting.
     """
 
@@ -120,7 +122,7 @@ def make_report(
     for loss in contests[0].families:
         own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
         if own:
-            # An interval needs two common seeds. Choose the last stage that has them, or else the last stage with one.
+            # An interval needs two common seeds. Choose the last stage with two, or else the last stage with one.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
@@ -152,7 +154,7 @@ def make_report(
 
 
 def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of random guessing, averaged over both directions. Equal captions, which form a group, are ranked once."""
+    """Return R@1 of random guessing, averaged over both directions. Samples in one group have equal captions."""
     counts = Counter(groups).values()
     return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
@@ -234,7 +236,7 @@ def _difference(
 
 
 def _longest(found: Sequence[LossResult]) -> list[LossResult]:
-    """Return the results with an interval whose runs are the longest. Gains of shorter runs are not comparable with them."""
+    """Return the results with an interval and the longest runs, because gains of shorter runs are not comparable."""
     certain = [result for result in found if result.difference is not None]
     return [result for result in certain if result.epochs == max(one.epochs for one in certain)]
 
@@ -257,12 +259,12 @@ def conclude(
 ) -> tuple[str, str | None]:
     """Return a sentence about the result, and the recommended loss.
 
-    ``to_best`` contains the best loss's gain over each loss in runs of the same length, and ``failures`` error messages.
+    ``to_best`` contains the best loss's gain over each loss in runs of equal length. ``failures`` are error messages.
     """
     others = _longest(found)
     if not any(result.loss == BASELINE for result in found) or not others:
         if not failures:
-            return "No result yet: there are fewer than two paired runs; the same command continues from here.", None
+            return "No result yet: there are fewer than two paired runs. Run the same command again to continue.", None
         killed = sum(failure.startswith(KILLED) for failure in failures)
         counts = {"were killed": killed, "failed": len(failures) - killed}
         ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)

@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Contest:
-    """A comparison of equally tuned families with paired seeds.
+    """A comparison of families of settings. All families are tuned equally and use the same seeds.
 
     ``families`` contains, for each family, the runs of all its settings with the first seed. The first family is the baseline.
     """

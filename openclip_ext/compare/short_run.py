@@ -1,4 +1,4 @@
-"""Perform one run on decoded data with the trainer's parts, in one process, without checkpoints or logs."""
+"""Perform one run on decoded data in one process, with the trainer's components, but without checkpoints or logs."""
 
 import math
 import time
@@ -61,7 +61,7 @@ def warmup_steps(asked: int, steps: int) -> int:
 
 
 class PilotRun:
-    """One run, with the training program's steps. Subclasses in experiments override some methods.
+    """One run that executes the steps of the training program. Subclasses in experiments override some methods.
 
     Args:
         config: The training configuration. The run replaces its loss, learning rate and length.
@@ -151,8 +151,8 @@ class PilotRun:
     ) -> list[list[float]]:
         """Train to the end; return a curve of points ``[samples, training seconds, score]``.
 
-        ``seen`` is called with the number of samples of each step, and ``score`` with the number of samples so far. With
-        ``each_epoch``, there is a point at the end of each epoch.
+        ``seen`` is called with the number of samples of each step, and ``score`` with the number of samples so far. Points are
+        at the fractions ``_CURVE`` of the run, or with ``each_epoch`` at the end of each epoch.
         """
         points = {max(1, round(share * self.steps)) for share in _CURVE}
         if each_epoch:
@@ -165,7 +165,7 @@ class PilotRun:
         return curve
 
     def temperature(self) -> float:
-        """Return the median temperature of the last step's anchors, or the model's temperature if the loss has none."""
+        """Return the median temperature of the last step's anchors, or the model's if the loss reports none."""
         return self.loss.metrics().get("temperature_median", math.exp(-self.model.logit_scale.item()))
 
     @torch.no_grad()

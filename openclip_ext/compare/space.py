@@ -42,7 +42,8 @@ def _learned(rho: float) -> Options:
     return {"temperature_scheme": "global", "rho": rho, "rho_end": None}
 
 
-# Settings of the losses that consist of parts, the most promising first (see docs/results.md). {} is the published setting.
+# Settings of losses whose temperature scheme can be chosen, the most promising first (see docs/results.md). {} is the
+# published setting.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
@@ -105,7 +106,7 @@ def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def candidates(loss: str, fixed: Mapping[str, Any]) -> list[tuple[Options, float]]:
-    """Return pairs ``(setting, learning rate factor)`` in the order of trial: settings first, because they matter more."""
+    """Return pairs ``(setting, learning rate factor)`` in the order of trial; settings matter more than rates."""
     found, _ = settings(loss, fixed)
     first = [(setting, LR_FACTORS[0]) for setting in found[:_BEFORE_RATES]]
     every = [(setting, factor) for setting in found for factor in LR_FACTORS]

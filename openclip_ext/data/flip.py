@@ -15,7 +15,7 @@ _OPPOSITE = {"left": "right", "right": "left"}
 def flip_at_random(image: DecodedImage, caption: str) -> tuple[DecodedImage, str]:
     """Mirror an image with probability 1/2 and exchange 'left' and 'right' in its caption (CLIP-Lite, section 4.1).
 
-    The decision needs one number from :mod:`random`, which the loader seeds for each sample.
+    The decision uses one random number from :mod:`random`. The loader seeds this module for each sample.
     """
     if random.random() < 0.5:
         return image, caption

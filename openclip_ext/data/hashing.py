@@ -1,4 +1,4 @@
-"""A counter-based hash: the only source of randomness in the data package.
+"""A counter-based hash: the only source of randomness in the training loader.
 
 Sample orders, augmentations and sampled captions depend only on the hash of numbers such as (seed, epoch, index). The hash
 needs no state, works on arrays, and has the same values with every numpy version.
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What random bits are used for: the first input of :func:`hash64`, so each use of a seed has its own random bits."""
+    """A use of random bits, and the first input of :func:`hash64`: each use of a seed gets different random bits."""
 
     SEQUENCE = 1
     ROTATION = 2
@@ -27,7 +27,7 @@ class Purpose(IntEnum):
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:
-    """Hash integers to 64 random bits each; return a ``uint64`` array of the broadcast shape, at least 1-d.
+    """Hash integers to 64-bit random words; return a ``uint64`` array of the broadcast shape, at least 1-d.
 
     Args:
         purpose: What the random bits are used for.

@@ -44,8 +44,8 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
     """Return a pipeline with the same operations as a transform of ``open_clip.create_model_and_transforms``.
 
     Args:
-        backend: ``pil`` gives exactly the same pixels. ``torchvision`` decodes JPEG files and crops and resizes uint8
-            tensors; its pixels differ by rounding. Pillow decodes other files and does the other operations.
+        backend: ``pil`` gives exactly the pixels of ``transform``. ``torchvision`` decodes JPEG files, crops and resizes,
+            and rounds pixels differently. Even then, Pillow decodes other formats and applies all other operations.
     """
     if backend not in IMAGE_BACKENDS:
         raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
@@ -63,7 +63,7 @@ def split_transform(
 
     Returns:
         PIL image -> ``(3, H, W)`` uint8, and ``(B, 3, H, W)`` uint8 -> float32. A transform that ends differently is
-        returned unchanged, with None.
+        returned unchanged, with None as the second part.
     """
     steps = transform.transforms if isinstance(transform, Compose) else []
     if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
@@ -72,7 +72,7 @@ def split_transform(
 
 
 class _BatchNormalize:
-    """``ToTensor`` and ``Normalize`` for a batch; the result is bitwise the same."""
+    """``ToTensor`` and ``Normalize`` for a batch, with bitwise equal results."""
 
     def __init__(self, normalize: Normalize) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float32) for values in (normalize.mean, normalize.std))
@@ -106,7 +106,7 @@ def _is_plain_jpeg(content: bytes) -> bool:
 
 
 def _for_tensors(steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """Adapt the steps of a transform to tensors. Only a first step that crops uses tensors; other steps get Pillow images."""
+    """Adapt the steps of a transform to tensors. A crop as the first step gets tensors; other steps get Pillow images."""
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
     last = [steps.pop()] if steps[-1] is _to_bytes else []
@@ -128,7 +128,7 @@ class _TensorCrop:
             return self.crop(image)
         box = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
         interpolation = self.crop.interpolation
-        if isinstance(interpolation, tuple):  # timm's "random"
+        if isinstance(interpolation, tuple):  # timm's interpolation "random"
             interpolation = random.choice(interpolation)
         return resized_crop(image, *box, size=list(self.size), interpolation=interpolation, antialias=True)
 

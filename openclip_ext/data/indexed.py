@@ -1,4 +1,4 @@
-"""Add the sample index that losses with per-sample state need to the data sets of other libraries."""
+"""Add a sample index to data sets of other libraries, because losses with per-sample state need it."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ class IndexedDataset:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            # This error ends a for loop over the data set.
+            # A for loop over the data set ends at this error.
             raise IndexError(f"index {position} is out of range: the data set has {len(self)} samples")
         sample = self.dataset[position]
         if isinstance(sample, dict):
@@ -36,7 +36,7 @@ def with_index(
 ) -> Any:
     """Give every sample of a data set an index that is dense from 0, unique, and the same in every epoch.
 
-    - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, tuples one more element.
+    - **Map-style sets** (PyTorch, torchvision): dictionaries get the entry ``"index"``, and tuples get one more element.
     - **Hugging Face** ``datasets.Dataset``: gets the column ``"index"``, which stays with its row under ``shuffle``,
       ``filter`` and ``select``. Call ``with_index`` before these methods: otherwise the index has gaps, and ``num_samples``
       of the loss must be larger than the highest index.
@@ -45,9 +45,9 @@ def with_index(
       ``DataPipeline``, ``decode`` needs ``partial=True``, because the index is not bytes.
 
     Args:
-        dataset: A data set or pipeline of one of these kinds.
-        shards: All shards of a WebDataset pipeline. None (default) means that the pipeline lists them itself.
-        manifest: Path of the manifest of a WebDataset pipeline. By default, a manifest is found or created.
+        dataset: A data set or pipeline of one of the kinds above.
+        shards: All shards of a WebDataset pipeline. None (default) means to read them from the pipeline.
+        manifest: Path of the manifest of a WebDataset pipeline. None (default) means to find or create one.
 
     Returns:
         A data set of the same kind. A map-style set is wrapped in :class:`IndexedDataset`.
@@ -79,10 +79,10 @@ def with_index(
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:
-    """Yield the batches of one epoch; raise ValueError if an index is repeated, because its state would be updated twice.
+    """Yield the batches of one epoch; raise ValueError if an index is repeated: the loss would update its state twice.
 
     Args:
-        batches: One pass over a loader. Batches are dictionaries or tuples.
+        batches: The batches of one epoch, such as a DataLoader. Each batch is a dictionary or a tuple.
         key: Key of the index in a batch. None (default) means ``"index"`` for dictionaries and the last element for tuples.
     """
     seen: set[int] = set()
@@ -141,7 +141,7 @@ class _WebDatasetIndex:
 
 @functools.cache
 def _with_partial_decode(pipeline: type) -> type:
-    """Return a subclass of a pipeline whose ``decode`` skips values that are not bytes, such as the index."""
+    """Return a subclass of a pipeline class. Its ``decode`` skips values that are not bytes, such as the index."""
 
     class Indexed(pipeline):
         def decode(self, *handlers: Any, **options: Any) -> Any:

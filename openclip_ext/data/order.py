@@ -1,6 +1,6 @@
-"""The order of samples, which depends only on the seed, the epoch, the layout, and the part of the epoch that is done.
+"""The order of samples. It depends only on the seed, the epoch, the layout, and the part of the epoch already trained on.
 
-An epoch is a *sequence* of slots, with one sample each (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the
+An epoch is a *sequence* of slots, each with one sample (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the
 slots into contiguous pieces of whole batches, one for each worker of each rank. A worker shuffles its piece within a window.
 Random numbers are hashes without a state. So every worker can compute, without opening a file, where a run stopped and which
 samples were used in other layouts.
@@ -14,14 +14,14 @@ import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-_SHUFFLE_BLOCK = 1 << 18  # slots processed at a time, to limit memory; the result does not depend on it
+_SHUFFLE_BLOCK = 1 << 18  # slots processed at a time, to limit memory; the order does not depend on this number
 
 # Maps slots to the global indices of their samples, both int64 arrays.
 EpochSequence = Callable[[np.ndarray], np.ndarray]
 
 
 def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> EpochSequence:
-    """Return all samples shard by shard, starting at position ``begin`` and wrapping around at the end."""
+    """Return a sequence of all samples shard by shard, starting at position ``begin`` and wrapping around at the end."""
     first_indices = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)[shards]
     starts = np.concatenate([[0], np.cumsum(counts[shards])])
 
@@ -34,10 +34,10 @@ def _shard_sequence(counts: np.ndarray, shards: np.ndarray, begin: int = 0) -> E
 
 
 def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarray | None = None) -> EpochSequence:
-    """Return all samples, with the shards (of ``counts`` samples) in random order, starting at a random sample.
+    """Return a sequence of all samples, with the shards in random order, starting at a random sample.
 
-    Because of the random start, the samples that an epoch leaves out at its end differ between epochs. ``shards`` are the
-    numbers of the shards to use; None (default) means all.
+    Because of the random start, the samples that an epoch leaves out at its end differ between epochs. ``counts`` are the
+    sample counts of all shards, and ``shards`` are the numbers of the shards to use; None (default) means all.
     """
     shards = np.arange(len(counts)) if shards is None else shards
     shards = shards[permutation(hash64(Purpose.SEQUENCE, seed, epoch, shards))]
@@ -47,7 +47,10 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarra
 def resampled_shards(
     counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | np.ndarray | None = None
 ) -> EpochSequence:
-    """Return at least ``num_slots`` samples, from full shards that are sampled with replacement by ``weights``."""
+    """Return a sequence of at least ``num_slots`` samples: all samples of shards that are drawn with replacement.
+
+    ``weights`` are the shards' relative probabilities; None (default) means equal probabilities.
+    """
     shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
         raise ValueError(
@@ -64,7 +67,7 @@ def resampled_shards(
 
 
 def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence:
-    """Return a sequence without the samples ``left_out`` ``(k,)`` (ascending). Other samples keep their indices."""
+    """Convert a sequence of kept samples, numbered from 0, to sample indices, which skip ``left_out`` ``(k,)`` (ascending)."""
     kept_before = left_out - np.arange(len(left_out))
 
     def indices(slots: np.ndarray) -> np.ndarray:
@@ -75,7 +78,7 @@ def kept_samples(sequence: EpochSequence, left_out: np.ndarray) -> EpochSequence
 
 
 def shuffled_rows(num_samples: int, seed: int, epoch: int) -> EpochSequence:
-    """Return a random permutation of samples that can be read in any order."""
+    """Return a sequence of all samples in random order, for data that can be read in any order."""
     return permutation(hash64(Purpose.SEQUENCE, seed, epoch, np.arange(num_samples))).__getitem__
 
 
@@ -135,7 +138,7 @@ class Layout:
         return max(0, (batches - worker + self.workers - 1) // self.workers)
 
     def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return the start and the end of a worker's piece, as positions in this number of slots."""
+        """Return the start and the end (exclusive) of a worker's piece of the positions ``0 .. slots - 1``."""
         batches = self.batches(slots)
         before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
         begin = before * self.batch_size
@@ -166,7 +169,7 @@ class EpochOrder:
     """The order of the samples in the rest of an epoch.
 
     Args:
-        sequence: The epoch's samples.
+        sequence: Maps the epoch's slots to sample indices.
         seed, epoch: Seeds of the shuffles.
         seen: The completed segments in other layouts, in order.
         layout: The layout of the rest of the epoch, in which each rank gets ``batches`` micro-batches.
@@ -208,7 +211,7 @@ class EpochOrder:
         return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
 
     def shuffled(self, rank: int, worker: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield the positions of a worker's piece in shuffled order, without the first ``start``."""
+        """Yield the positions of a worker's piece in shuffled order, without the first ``start`` positions."""
         words = (self._epoch, self._segment, rank, worker)
         window = self._layout.shuffle_window
         return shuffled_positions(self.piece_length(rank, worker), window, self._seed, *words, start=start)
@@ -250,7 +253,7 @@ class _Slots:
         return int(self.ends[-1]) if self.ends.size else 0
 
     def number_below(self, slot: int) -> int:
-        """Return how many slots are smaller than this one."""
+        """Return how many of these slots are smaller than ``slot``."""
         return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
 
     def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
@@ -267,13 +270,13 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment did not use. Its shuffles are seeded with ``seed``, ``words``, rank and worker."""
+    """Return the slots that a segment did not use. Each worker's shuffle has the seed (seed, words, rank, worker)."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
         raise ValueError(
-            f"cannot resume: the checkpoint has {segment.batches} batches on each rank, but its layout only "
-            f"{layout.batches(number)} ({layout})"
+            f"cannot resume: the checkpoint has {segment.batches} batches on each rank, but its layout allows only "
+            f"{layout.batches(number)} ({layout}). Use an end-of-epoch checkpoint"
         )
     begins, ends, end = [], [], 0
     for rank in range(layout.world_size):

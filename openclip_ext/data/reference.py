@@ -1,7 +1,7 @@
-"""Embeddings of a frozen reference model by sample index, in a folder that ``openclip-ext embed`` writes.
+"""Embeddings that a frozen reference model computed for each sample, in a folder that ``openclip-ext embed`` writes.
 
 ``images.npy`` and ``texts.npy`` are ``(n, d)`` float16 with unit-norm rows; the rows of unreadable samples are zero.
-``embeddings.json`` describes the model and the data. It is written last, so it marks a complete folder.
+``embeddings.json`` describes the model and the data. It is written last, so a folder that contains it is complete.
 """
 
 import json
@@ -24,11 +24,11 @@ REFERENCE_KEYS = ("reference_image", "reference_text")
 
 @dataclass(frozen=True)
 class EmbeddingStore:
-    """Embeddings of a data set by sample index, memory-mapped from their files.
+    """Embeddings of the samples of a data set, memory-mapped from their files.
 
     Attributes:
         images, texts: Embeddings ``(n, d)`` float16, from files in ``folder``.
-        positions: Row of each sample of a subset. None (default) means that row i belongs to sample i.
+        positions: For a subset of the data set, the row of each sample. None (default) means that row i belongs to sample i.
         about: Content of ``embeddings.json``: ``model``, ``pretrained``, ``weights`` (SHA-256), ``preprocess``,
             ``image_key``, ``caption_key``, ``samples`` (number of samples), ``unreadable`` (number of
             samples with rows of zeros), ``width``, ``data`` (``index_digest`` of the source; null if unknown) and
@@ -59,7 +59,7 @@ class EmbeddingStore:
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            # A folder with this file is complete, so openclip-ext embed would not repair its other files.
+            # If embeddings.json exists, openclip-ext embed treats the folder as complete and would not repair its other files.
             fix = "Remove the folder, and start" if (path / ABOUT).exists() else "Start"
             raise UsageError(
                 f"--reference {path / name}: missing or truncated, or the folder is not finished ({error!r}). {fix} "
@@ -70,14 +70,17 @@ class EmbeddingStore:
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
                     f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
-                    f"expected {what} {wanted}, found {found}. Write it for this data set with openclip-ext embed"
+                    f"expected {what} {wanted}, found {found}. Write the embeddings of this data set with openclip-ext embed"
                 )
         if any(values.shape != shape or values.dtype != np.float16 for values in arrays):
-            raise UsageError(f"--reference {path}: expected arrays of {shape} float16. Write them again")
+            raise UsageError(
+                f"--reference {path}: expected arrays of {shape} float16, found {arrays[0].shape} {arrays[0].dtype} and "
+                f"{arrays[1].shape} {arrays[1].dtype}. Remove the folder, and start openclip-ext embed again"
+            )
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled array would be a copy, so another process maps the files again.
+        # Pickle would copy the arrays, so the receiving process maps the files again.
         return _reopen, (self.folder, self.positions)
 
     @property
@@ -105,7 +108,7 @@ class EmbeddingStore:
         return replace(self, positions=np.asarray(positions))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the image and text embeddings, each ``(B, d)`` float16, at positions ``index`` ``(B,)``."""
+        """Return the image and text embeddings, each ``(B, d)`` float16, of the samples ``index`` ``(B,)``."""
         positions = index.numpy() if self.positions is None else self.positions[index.numpy()]
         return torch.from_numpy(self.images[positions]), torch.from_numpy(self.texts[positions])
 

@@ -38,7 +38,7 @@ _VERSIONS = (
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime"),
 )
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
-# Servers and buckets from which this process has read. Their connection failures count as temporary and are retried.
+# Servers and buckets from which this process has read. Later connection failures there are retried.
 _reached: set[str] = set()
 
 
@@ -56,7 +56,11 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, futures.TimeoutError)  # three 
 
 
 def persist(url: str, patience: float, is_final: Callable[[Exception], bool], action: Callable[[], T]) -> T:
-    """Call an action; retry it for ``patience`` seconds, with doubling waits. Raise OSError if no try succeeds."""
+    """Call an action. After an error, retry it for ``patience`` seconds, with doubling waits.
+
+    Raises:
+        OSError: The last attempt failed, or ``is_final`` returned True for an error.
+    """
     start, failures = time.monotonic(), 0
     while True:
         try:
@@ -187,7 +191,7 @@ class RemoteFile:
         if data is None and begin == 0:
             return None
         if data is None or len(data) != end - begin:
-            raise OSError(f"{'all' if data is None else len(data)} bytes received, expected {end - begin:,}")
+            raise OSError(f"expected {end - begin:,} bytes, received {'the full file' if data is None else len(data)}")
         if begin and end == self.size and self._describe() != (self.size, self.version):
             raise ReplacedError("it was replaced by another file while it was read")
         return data
@@ -257,7 +261,7 @@ class _Blocks(io.RawIOBase):
 
 
 class _Stream(io.RawIOBase):
-    """A file that is read as a stream. If the connection breaks, the stream is opened again and read up to the position."""
+    """A file that is read as a stream. After a lost connection, it is opened again and read up to the current position."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file

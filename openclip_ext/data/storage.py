@@ -31,11 +31,11 @@ from openclip_ext.data.remote import (
 )
 from openclip_ext.files.writing import write_atomically
 
-_MAX_FILE = 1 << 26  # maximum bytes of a file with counts, because a server may never stop sending
+_MAX_FILE = 1 << 26  # maximum size of a file with sample counts, in bytes, because a server may never stop sending
 
 
 def is_local(url: str) -> bool:
-    """Return whether a shard is a path on this machine, and not a ``pipe:`` command or a URL."""
+    """Return whether a shard is a path or ``file:`` URL. Other URLs and ``pipe:`` commands are remote."""
     return ":" not in url or len(urlparse(url).scheme) <= 1 or url.startswith("file:")
 
 
@@ -46,7 +46,7 @@ def local_path(url: str) -> str:
 
 
 def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a file to read bytes. Raise OSError also for a named pipe, because opening it would block."""
+    """Open a file to read bytes. A named pipe raises OSError, because opening it would block."""
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is not a regular file (it is a folder, named pipe or device)")
     return io.BufferedReader(io.FileIO(path), buffer)
@@ -99,18 +99,19 @@ class Storage:
         Args:
             url: A path, ``pipe:COMMAND`` (run by the shell, as in OpenCLIP), or a URL that fsspec supports (``https://``,
                 ``s3://``, ``gs://``, ``hf://``, ...). The returned file can seek if the storage supports it.
-            headers_only: Whether only the headers of a tar will be read. If so, prefetch little, and do not use the cache.
+            headers_only: Whether only the headers of a tar will be read. If so, read small blocks, and do not prefetch or use
+                the cache.
             version: Expected :attr:`RemoteFile.version`. None (default) accepts every version.
 
         Raises:
             ReplacedError: The remote file has another version.
-            OSError: Opening or reading the file still fails after ``patience`` seconds, or fails with a final error.
+            OSError: Opening or reading still fails after ``patience`` seconds, or a retry cannot help (see ``is_final``).
         """
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
         file = RemoteFile(url, self.patience)
         if version and file.version and file.version != version:
-            raise ReplacedError(for_people(f"{url} has the version {file.version}, but had {version}"))
+            raise ReplacedError(for_people(f"{url}: expected version {version}, found {file.version}"))
         if self.cache_dir is not None and not headers_only and file.version:
             return self._open_copy(Path(self.cache_dir), file)
         return file.open(headers_only)
@@ -135,12 +136,14 @@ class Storage:
     def check_cache(self, url: str, multiple: float, in_use: str) -> None:
         """Warn if the cache cannot keep copies; raise ValueError if it is too small for the shards in use at the same time.
 
-        ``in_use`` describes these shards in the message. Together, they are ``multiple`` times as large as ``url``.
+        ``in_use`` describes the shards in use for the message. Their total size is ``multiple`` times the size of ``url``.
         """
         with _as_value_error():
             file = RemoteFile(url, self.patience)
         if not file.version:
-            logging.warning(f"--cache-dir keeps no copy of {url}: it has no version (length, ETag, date).")
+            logging.warning(
+                f"--cache-dir keeps no copy of {url}, because the server reports no version (length, ETag, date)."
+            )
         need = multiple * (file.size or 0) / 2**30
         if need > self.cache_size:
             raise ValueError(
@@ -169,14 +172,14 @@ class Storage:
                 with FileLock(folder / ".lock"):
                     self._remove_oldest(folder)
         except OSError as error:
-            if error.errno is None:  # the remote file failed, not the cache folder
+            if error.errno is None:  # the error comes from the remote file, not from the cache folder
                 raise
             logging.warning(f"--cache-dir {folder} fails ({error}): {file.url} is read without a copy.")
             return file.open()
         return copy
 
     def _remove_oldest(self, folder: Path) -> None:
-        """Remove the oldest copies, including unfinished copies of killed runs, until the folder is small enough.
+        """Remove the oldest copies, including unfinished copies of killed runs, until the folder has at most ``cache_size``.
 
         A locked copy stays, because a process is writing or opening it. An open copy can be read even after its removal.
         """

@@ -1,10 +1,10 @@
-"""Check the types of what was read from a file."""
+"""Check the types of values that were read from a file."""
 
 from typing import Any
 
 
 def checked_dict(value: Any, where: str, kind: type = object) -> dict[str, Any]:
-    """Return a dictionary whose values have the type ``kind``; raise ValueError with the name ``where`` otherwise."""
+    """Return a dictionary whose values have the type ``kind``; otherwise raise ValueError. ``where`` names it."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {str(value)[:80]!r}, expected dict")
     for name, entry in value.items():

@@ -95,7 +95,9 @@ def test_too_short_a_time_is_told_with_the_least(losses, processes, per_run, mos
         left = 60 * (minutes - spent) * (1 - plan.RESERVE)
         return plan_tuning(costs, left, processes, 16, most_samples, 18, minutes)
 
-    with pytest.raises(ValueError, match=r"--minutes 3 is too short: .* found 0\.[45]\..* fewer --losses") as error:
+    with pytest.raises(
+        ValueError, match=r"--minutes 3 is too short: .* only 0\.[45] are left .* fewer --losses"
+    ) as error:
         plan_minutes(3)
     least = int(re.search(r"at least --minutes (\d+)", str(error.value))[1])
     assert plan_minutes(least)[1].samples >= min(most_samples, 20 * 16)
@@ -301,7 +303,7 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
     argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
     with pytest.raises(
         ValueError,
-        match=r"--minutes 0.001 is too short: .* for runs of 4 losses.*Give at least --minutes \d+",
+        match=r"--minutes 0.001 is too short: runs of 4 losses need .*Give at least --minutes \d+",
     ):
         main(argv)
 

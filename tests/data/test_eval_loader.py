@@ -63,7 +63,7 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         Path(paths[0]).read_bytes().replace(b"000002.jpg", b"000102.jpg")
     )  # with the old checksum
     assert numbers(build(paths[0])) == [0, 1, 3]
-    assert "2 bad samples or places in" in caplog.text
+    assert "2 bad samples or corrupt parts in" in caplog.text
     csv = write_csv(tmp_path)
     (tmp_path / "4.jpg").unlink()
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]

@@ -91,12 +91,12 @@ class BadSamples:
         return Counter(self._source.group_of(index)[0] for index in self._known())
 
     def log_epoch(self) -> None:
-        """Log how many bad samples were found in the epoch that ends."""
+        """Log how many bad samples were found in the current epoch."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
         if (met or self._unread) and distributed.is_master():
             logging.warning(
                 f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
-                f"could not be read, which the next epoch retries. All so far: {dict(self.by_shard().most_common(5))}"
+                f"could not be read, which the next epoch retries. By shard so far: {dict(self.by_shard().most_common(5))}"
             )
 
     def _known(self) -> set[int]:
@@ -109,7 +109,7 @@ class BadSamples:
             logging.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
-        if self._has_refused:  # it has raised once, and the final save must not fail
+        if self._has_refused:  # after the first error, the final save must not fail
             return
         known = len(self._known())
         met = known - sum(met < self._epoch for met in self._found.values())

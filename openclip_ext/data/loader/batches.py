@@ -39,7 +39,7 @@ class BatchRequest(NamedTuple):
 
 
 class BatchRequests(Sampler[BatchRequest]):
-    """A sampler with the requests of the next pass over the DataLoader, which are set before the pass."""
+    """A sampler of batch requests. Set ``next_pass`` before each pass over the DataLoader."""
 
     next_pass: Iterator[BatchRequest] = iter(())
 
@@ -80,7 +80,7 @@ class BatchDataset(Dataset):
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
     def _make_batch(self, epoch: int) -> dict[str, Any]:
-        """Make a batch of the next usable samples. The key ``is_short`` means that too few were left."""
+        """Make a batch of the next usable samples. The key ``is_short`` means that too few samples were left."""
         images, indices, captions, negatives = [], [], [], []
         bad: list[BadSample] = []
         for raw in self._stream:

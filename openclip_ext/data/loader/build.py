@@ -32,7 +32,7 @@ from openclip_ext.data.sources.source import (
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 
-# Number of first validation samples, one of which must have an image and a caption.
+# At least one of this many first validation samples must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
@@ -102,7 +102,7 @@ def build_eval_loader(
     """Build the loader of validation data for one rank. Shards need no manifest. See :class:`EvalLoader`.
 
     Raises:
-        BadDataError: The first shard cannot be read, or its first samples lack an image or a caption.
+        BadDataError: The first shard cannot be read, or all of its first samples lack an image or a caption.
     """
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
@@ -146,7 +146,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
-    """Raise BadDataError before training if the first validation samples lack an image or a caption."""
+    """Raise BadDataError before training if all of the first validation samples lack an image or a caption."""
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))

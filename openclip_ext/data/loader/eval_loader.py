@@ -1,4 +1,4 @@
-"""Batches for evaluation. They contain each usable sample once, in order, and the last batch may be smaller."""
+"""Batches for evaluation. They contain each usable sample once. The last batch of each worker may be smaller."""
 
 import itertools
 import logging
@@ -75,7 +75,7 @@ class _EvalDataset(IterableDataset):
             yield {"error": str(error)}
 
     def _usable(self) -> Iterator[dict[str, Any]]:
-        """Yield the usable samples and log the bad samples; raise BadDataError if a group has no usable sample."""
+        """Yield the usable samples and log the bad samples; raise BadDataError if all samples of a group are bad."""
         for name, raws in self._groups():
             usable, bad, reason = 0, 0, ""
             for raw in raws:
@@ -87,13 +87,13 @@ class _EvalDataset(IterableDataset):
                 usable += 1
                 sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
-            if bad and not usable and not self._span:  # a span may have no usable sample
+            if bad and not usable and not self._span:  # all samples of a span may be bad
                 raise BadDataError(f"{name} has no usable sample: {reason}")
             if bad:
-                logging.warning(f"{bad} bad samples or places in {name} are skipped; the first: {reason}")
+                logging.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
 
     def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
-        """Yield the name and the samples of each group of this worker. A group is a shard, or a data set with an index."""
+        """Yield the name and the samples of each group of this worker. A group is one shard, or a whole ``Source``."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if isinstance(self._samples, Source):
@@ -103,7 +103,7 @@ class _EvalDataset(IterableDataset):
                 yield url, read_shard(url, self._samples.keys.fields, self._samples.storage)
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield the samples that are not excluded. Workers take turns by shard, or by batch if there are too few shards."""
+        """Yield this worker's samples. Workers take turns by shard, or by batch if there are too few shards."""
         read, span = source.reader(), self._span or range(source.num_samples)
         first = source.group_of(span.start)[2]
         by_shard = first < len(span) if self._span else first * workers <= len(span)
@@ -121,12 +121,12 @@ class _EvalDataset(IterableDataset):
 
 
 class EvalLoader:
-    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have one. Bad samples are skipped and logged.
+    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have indices. Bad samples are skipped and logged.
 
     Args:
         samples: A source, or shards without a manifest.
         preprocess, tokenizer: As for :class:`~openclip_ext.data.loader.train_loader.TrainLoader`.
-        batch_size: Samples of a batch; the last batch may be smaller.
+        batch_size: Samples of a batch; the last batch of each worker may be smaller.
         workers: Worker processes; 0 means this process.
         span: Range of indices to read from a source: complete shards, including samples that are excluded from training.
             None (default) means all samples that are not excluded.

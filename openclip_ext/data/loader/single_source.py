@@ -15,7 +15,7 @@ from openclip_ext.data.sources.source import Source
 class SingleSourceLoader:
     """Training batches like those of :class:`TrainLoader`, but each step's samples, on all ranks, come from one source.
 
-    Each source has a loader with its own workers. Its order, bad samples and progress do not depend on the other sources.
+    Each source has a loader with its own workers. A source's order, bad samples and progress ignore the other sources.
     The source of a step is drawn with probabilities proportional to the samples that each source has left in the epoch, as
     if the steps of all sources were shuffled. Every rank draws the same source without communication.
 
@@ -31,7 +31,7 @@ class SingleSourceLoader:
         layout = loaders[0].layout
         self._accum_freq = layout["accum_freq"]
         self._step_samples = layout["batch_size"] * layout["accum_freq"] * layout["world_size"]
-        # Samples of each source that the epoch in progress has left, None if its loader is done. Empty between epochs.
+        # Number of samples that each source has left in the epoch; None if its loader is done. Empty between epochs.
         self._left: list[int | None] = []
         self._loaded: dict[str, int | None] = {}
 
@@ -54,7 +54,7 @@ class SingleSourceLoader:
         """Return the progress of each source, in plain types. Collective: all ranks call it."""
         states = [loader.state_dict() for loader in self._loaders]
         return {
-            # A loader of all sources would find here the progress of other data, and would refuse it.
+            # A TrainLoader of all sources rejects this progress, because the entries belong to other data.
             "progress": [entry for state in states for entry in state["progress"]],
             "bad": {state["bad"]["data"]: state["bad"] for state in states},
             "left": dict(zip(self._digests, self._left, strict=True)) if self._left else self._loaded,
@@ -64,7 +64,7 @@ class SingleSourceLoader:
         """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it.
 
         Raises:
-            ValueError: The state belongs to other sources, or to a loader that mixes them.
+            ValueError: The state belongs to other sources, or to a loader that mixes sources.
         """
         progress, bad = state_dict.get("progress", ()), state_dict.get("bad", {})
         if any(entry["data"] not in self._digests for entry in progress):
@@ -82,7 +82,7 @@ class SingleSourceLoader:
         whole = {loader.layout["data"]: loader.layout["epoch_samples"] for loader in self._loaders}
         self._left, self._loaded = [self._loaded.get(digest, whole[digest]) for digest in self._digests], {}
         for loader, digest, left in zip(self._loaders, self._digests, self._left, strict=True):
-            loader.bad.begin(epoch, is_fresh=left == whole[digest])  # a loader's own epoch begins with its first step
+            loader.bad.begin(epoch, is_fresh=left == whole[digest])  # iterate does this only at the loader's first step
         epochs = [loader.iterate(epoch, interruptible) for loader in self._loaders]
         while (number := self._draw(epoch)) is not None:
             batch, left = next(epochs[number], None), self._left[number]

@@ -1,4 +1,4 @@
-"""Training batches with sample indices, which can be resumed exactly. Pixels depend only on (seed, epoch, index)."""
+"""Training batches with sample indices. An interrupted epoch resumes exactly. Pixels depend only on (seed, epoch, index)."""
 
 import enum
 import itertools
@@ -33,7 +33,7 @@ Interruptible = Callable[[], AbstractContextManager[Any]]
 
 
 class Interrupted(BaseException):
-    """Raised by a signal handler while the training process waits for a batch. Code that retries must not catch it."""
+    """Raised by a signal handler while the training process waits for a batch. ``except Exception`` does not catch it."""
 
 
 class _Found(enum.IntEnum):
@@ -61,7 +61,7 @@ class _Position:
     epoch: int
     seen: tuple[Segment, ...]  # the segments in earlier layouts
     done: int  # number of batches yielded in the current layout
-    passed: list[int]  # number of bad samples that each worker has skipped before them
+    passed: list[int]  # number of bad samples that each worker has skipped in the current layout
 
 
 class TrainLoader:
@@ -167,7 +167,7 @@ class TrainLoader:
                 common | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
                 for segment in (*position.seen, self._current_segment(position))
             ]
-        has_begun = any(entry["batches"] for entry in progress)  # otherwise, a resume may have other data
+        has_begun = any(entry["batches"] for entry in progress)  # if not, a resume may use other data
         return {"progress": progress if has_begun else [], "bad": self.bad.state_dict()}
 
     def bad_counts(self) -> tuple[int, int]:
@@ -192,7 +192,7 @@ class TrainLoader:
                 if entry.get(name, self.layout[name]) != self.layout[name]:
                     raise ValueError(
                         f"cannot resume mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
-                        f"{self.layout[name]}. Use the same, or --resume an end-of-epoch checkpoint under a new --name"
+                        f"{self.layout[name]}. Use the same {what}, or --resume an end-of-epoch checkpoint under a new --name"
                     )
             segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
         if segments and segments[-1].layout == self._layout:
@@ -225,7 +225,7 @@ class TrainLoader:
         progress, self._loaded = self._loaded, ()
         if others := {entry.get("epoch", epoch) for entry in progress} - {epoch}:
             raise ValueError(
-                f"the loaded state is from the middle of epoch {others.pop()}, not {epoch}: iterate that epoch"
+                f"the loaded state is from the middle of epoch {others.pop()}, not {epoch}: iterate the epoch of the state"
             )
         seen, current = self.check_progress(progress)
         workers = self._layout.workers
@@ -236,7 +236,8 @@ class TrainLoader:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
             if order.batches < position.done:
                 raise ValueError(
-                    f"cannot resume: the checkpoint has {position.done} batches, the epoch only {order.batches}"
+                    f"cannot resume: the checkpoint has {position.done} batches, but the epoch has only {order.batches}. Use "
+                    "an end-of-epoch checkpoint"
                 )
             yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
@@ -245,14 +246,16 @@ class TrainLoader:
             # Distribute the remaining samples of all ranks again.
             position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
         if not any(segment.batches for segment in (*position.seen, current)):
-            raise BadDataError(f"epoch {epoch} has no step: its usable samples do not fill a global batch")
+            raise BadDataError(
+                f"epoch {epoch} has no step: its usable samples do not fill a global batch. Lower --batch-size"
+            )
         self._position = None
         self.bad.log_epoch()
 
     def _until_short(
         self, position: _Position, end: int, left_out: np.ndarray, interruptible: Interruptible
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the batches up to ``end`` until the workers of any rank have too few samples for a step."""
+        """Yield the batches up to ``end``, or fewer if the workers of any rank have too few samples for a step."""
         numbers, workers = range(position.done, end), self._layout.workers
         seen, passed = position.seen, position.passed
         self._requests.next_pass = (
@@ -322,7 +325,7 @@ def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, 
         raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
     if not layout.batches(layout.epoch_samples):
         raise ValueError(
-            f"too few samples: the epoch has {layout.epoch_samples:,}, one global batch is batch size "
+            f"too few samples: the epoch has {layout.epoch_samples:,}, but one global batch is batch size "
             f"{layout.batch_size} x {layout.world_size} ranks x {layout.accum_freq} accumulated = "
             f"{layout.global_batch:,}. Lower the batch size or use fewer ranks"
         )

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 
-# A timeout consists of this many waits. If the run is stopped (SIGSTOP), only one wait passes, and not the whole timeout.
+# A timeout consists of this many waits. While the run is stopped (SIGSTOP), only one wait can pass.
 _INTERVALS = 10
 _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 # Timeout factor for the first batch of each worker, which waits until the shuffle buffer is full.
 _FIRST_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
-_EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # torch's error, and those of a dead worker's sockets
+_EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # errors of torch, and of a dead worker's sockets
 _started: WeakSet[Any] = WeakSet()  # the workers of all loaders in this process
 
 
@@ -30,14 +30,14 @@ class WorkerError(RuntimeError):
 
 
 def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``, without torch's signal handler for worker exits: it may raise within an optimizer step.
+    """Return ``iter(loader)``, but remove torch's signal handler, because it may raise within an optimizer step.
 
-    The DataLoader detects the exit at the next batch.
+    Without this handler, the DataLoader detects the exit of a worker at the next batch.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
     if loader.num_workers and threading.current_thread() is threading.main_thread():
-        is_torchs = getattr(handler, "__module__", "").startswith("torch.")  # from another DataLoader
+        is_torchs = getattr(handler, "__module__", "").startswith("torch.")  # set by another DataLoader
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else handler)
     _started.update(_workers(batches))
     return batches
@@ -45,7 +45,7 @@ def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @atexit.register
 def _kill_all() -> None:
-    """Kill all workers at exit: Python waits for them, and a stopped or hanging worker does not end by SIGTERM."""
+    """Kill all workers at exit, because Python waits for them, and SIGTERM does not end a stopped or hanging worker."""
     for worker in [*_started]:
         if worker._parent_pid == os.getpid() and worker.is_alive():
             worker.kill()
@@ -61,14 +61,15 @@ def leave_process_group(worker: int) -> None:
 
 
 def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator[Any]:
-    """Yield the batches of one pass over a DataLoader. On an error, kill all workers, because a worker may never exit.
+    """Yield the batches of one pass over a DataLoader. On an error, kill all workers, which may never exit otherwise.
 
-    ``patience`` is the timeout for a batch in seconds. For the first batch of each worker it is six times as long.
+    ``patience`` is the timeout for a batch in seconds; None means no timeout. It is six times as long for the first batch of
+    each worker.
 
     Raises:
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
     """
-    received, workers = 0, _workers(getattr(loader, "_iterator", None))  # those of an earlier pass, if they persist
+    received, workers = 0, _workers(getattr(loader, "_iterator", None))  # workers of an earlier pass, if any
     first = None if patience is None else patience * _FIRST_FACTOR
     try:
         with _killed_after(first, workers):
@@ -94,10 +95,10 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
 
 @contextmanager
 def _killed_after(seconds: float | None, workers: list[Any]) -> Iterator[None]:
-    """If the block takes longer, kill all workers, and raise WorkerError.
+    """Kill all workers and raise WorkerError if the block takes longer than ``seconds``. None means no limit.
 
-    DataLoader's own timeout does not end a wait for a stopped process. It may wait for any worker, because it receives
-    batches in the order in which they are ready.
+    DataLoader's own timeout does not end a wait for a stopped process. All workers are killed, because DataLoader may wait
+    for any of them.
     """
     if seconds is None or not workers:
         yield
@@ -135,7 +136,7 @@ def _reason(error: BaseException, workers: list[Any]) -> str | None:
     exited = {worker.pid: worker.exitcode for worker in workers if not worker.is_alive()}
     if _NO_SHARED_MEMORY.search(str(error)) or -signal.SIGBUS in exited.values():
         return (
-            "the shared memory /dev/shm is too small for the batches, of which each worker holds two. Increase it (docker: "
+            "the shared memory /dev/shm is too small: each worker stores two batches there. Increase it (docker: "
             "--shm-size), or lower --workers or --batch-size; --workers 0 needs no shared memory"
         )
     if not exited:

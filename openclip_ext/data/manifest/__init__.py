@@ -4,5 +4,5 @@ from openclip_ext.data.manifest.find import find_or_create_manifest as find_or_c
 from openclip_ext.data.manifest.manifest import Manifest as Manifest
 from openclip_ext.data.manifest.manifest import ManifestError as ManifestError
 
-# Not used here; checks outside this repository import it to write manifests.
+# Imported here for checks outside this repository, which write manifests.
 from openclip_ext.data.manifest.manifest import _checksum as _checksum

@@ -30,12 +30,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="path of the manifest (default: manifest.json in the shards' common folder, or manifest-HASH.json if "
         "manifest.json belongs to other shards)",
     )
-    add("--workers", type=int, help="processes (default: one per core)")
-    add("--image-key", default=DEFAULT_IMAGE_KEY, help="fields that contain the image (default: %(default)s)")
+    add("--workers", type=int, help="number of worker processes (default: one per core)")
+    add("--image-key", default=DEFAULT_IMAGE_KEY, help="possible fields of the image (default: %(default)s)")
     add(
         "--caption-key",
         default=DEFAULT_CAPTION_KEY,
-        help="fields that contain the caption, or json:ENTRY (default: %(default)s)",
+        help="possible fields of the caption, such as txt;json:ENTRY (default: %(default)s)",
     )
     add("--sizes", help='JSON file with the sample counts of remote shards: {"00000.tar": count, ...}')
     add(
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     n, bad = manifest.num_samples, manifest.num_bad
     lost = f", about {manifest.num_lost:,} more lost in corrupt shards" if manifest.num_lost else ""
     if len(manifest.left_out):
-        say(f"{n - len(manifest.left_out):,} samples are trained on, the others are not in {args.uids}")
+        say(f"{n - len(manifest.left_out):,} samples are trained on; the uids of the others are not in {args.uids}")
     say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
     return 0
 

@@ -24,11 +24,11 @@ def find_or_create_manifest(
 ) -> Manifest:
     """Return the manifest of a training run: the given manifest, a manifest next to the shards, or a new one.
 
-    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match its shards is an error, because after a new
-    scan the indices in a checkpoint could refer to different samples. Collective: all ranks call it; rank 0 does the work.
+    For the arguments, see :meth:`Manifest.scan`. A manifest that does not match the shards raises an error, because a new
+    scan could change the indices, which checkpoints use. Collective: all ranks call it; rank 0 does the work.
 
     Raises:
-        ManifestError: There is no valid manifest. Ranks other than rank 0 raise UsageError.
+        ManifestError: No valid manifest was found or could be made. Ranks other than rank 0 raise UsageError.
     """
     # Imported late, because the manifest's command line works without torch.
     from openclip_ext import distributed
@@ -68,10 +68,10 @@ def cache_folder() -> Path:
 
 
 def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterator[tuple[Path, Manifest | None]]:
-    """Yield each possible path of a manifest for these shards and keys, preferred paths first, with its manifest or None.
+    """Yield possible paths of a manifest for these shards and keys, the preferred path first, each with its manifest.
 
-    A path whose file belongs to other shards or keys is skipped. The key :data:`ANY_FIELD` accepts a manifest with any keys,
-    because the indices do not depend on the keys. The last path is in the user's cache.
+    The manifest is None if the file does not exist. A file of other shards or keys is skipped. The key :data:`ANY_FIELD`
+    accepts a manifest with any keys, because the indices do not depend on the keys. The last path is in the user's cache.
     """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
@@ -85,7 +85,7 @@ def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterato
         except FileNotFoundError:
             yield path, None
         except (OSError, ManifestError) as error:
-            logging.warning(f"{error}. It is not changed.")
+            logging.warning(f"{error}. The file is not changed.")
         else:
             has_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
             if manifest.is_of(urls) and (has_keys or image_key == ANY_FIELD):
@@ -102,7 +102,7 @@ def _save_first_writable(manifest: Manifest, paths: Sequence[Path]) -> None:
             continue
         logging.info(f"Wrote the manifest {path}.")
         return
-    logging.warning("The manifest could not be written anywhere: the shards will be scanned again next time.")
+    logging.warning("The manifest could not be written anywhere: the shards will be scanned again in the next run.")
 
 
 def _log_report(manifest: Manifest) -> None:
@@ -113,5 +113,5 @@ def _log_report(manifest: Manifest) -> None:
         logging.warning(f"... and {len(report) - _MAX_LINES} more shards with problems")
     if len(manifest.left_out):
         logging.info(
-            f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples; no index changes."
+            f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples, and changes no index."
         )

@@ -1,7 +1,7 @@
 """The manifest contains the number of samples in each shard. These numbers define the index of every sample.
 
 The index of a sample is the first index of its shard plus its position in the tar. Indices are dense, unique, and known
-before training starts. They do not change, and do not depend on the names in the tar.
+before training starts. They do not change, and do not depend on the names of the tar members.
 """
 
 import copy
@@ -34,7 +34,7 @@ _PROBLEM_TEXTS = {
     "bad_positions": "at positions {}",
     "gaps": "corrupt: no readable header in the bytes {}",
     "lost": "about {:,} samples lost",
-    "error": "corrupt or truncated, by an unknown amount: {}",
+    "error": "corrupt or truncated, so more samples may be lost: {}",
 }
 
 
@@ -51,7 +51,8 @@ class Manifest:
     Args:
         shards: The shards in the order of their indices.
         image_key, caption_key: Fields whose presence the scan checked in each sample.
-        left_out: ``(k,)`` int64, ascending indices of samples that are excluded from training. Indices do not change.
+        left_out: ``(k,)`` int64, ascending indices of samples excluded from training. None (default) excludes none. Excluded
+            samples keep their indices.
     """
 
     def __init__(
@@ -82,17 +83,17 @@ class Manifest:
 
     @property
     def num_lost(self) -> int:
-        """Estimated number of samples lost in corrupt shards, which have no index. A lower bound if a shard is truncated."""
+        """Estimated number of samples lost in corrupt shards. It is a lower bound if a shard is truncated."""
         return sum(shard.problems.get("lost", 0) for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Hash of shard names, counts, members and excluded samples, but not of the location of the shards."""
+        """Hash of the shards' names, sample counts and members, and of the excluded samples. It ignores folders."""
         return self._hash(_format_ranges(self.left_out))
 
     @property
     def index_digest(self) -> str | None:
-        """The :attr:`digest` as if no sample were excluded; None if a shard is remote, because its members are unknown."""
+        """The :attr:`digest` as if no sample were excluded; None if a shard was counted without a scan of its members."""
         return self._hash("") if all(shard.digest for shard in self.shards) else None
 
     def _hash(self, left_out: str) -> str:
@@ -115,7 +116,8 @@ class Manifest:
         Args:
             shards: See :func:`~openclip_ext.data.shards.shardlist.expand_components`.
             image_key, caption_key: Fields of image and caption. Alternatives are separated by ``;``.
-            sizes: Sample counts of remote shards by file name. None (default) means to read the files next to the shards.
+            sizes: Sample counts of remote shards by file name. None (default) means to read them from files
+                next to the shards.
             workers: Number of processes for local shards. None (default) means one per core.
             storage: How to read remote files.
             journal: File that stores the progress while remote shards without a count are scanned. None (default) rejects
@@ -135,7 +137,7 @@ class Manifest:
         if unknown and journal is not None:
             found |= scan.scan_remote(unknown, image_key, caption_key, storage, journal)
         elif unknown:
-            storage.reach(unknown[:1])  # first report a wrong address, which also has no counts
+            storage.reach(unknown[:1])  # a wrong address also has no counts, so report it first
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
                 "sizes.json or *_stats.json (written by img2dataset) is next to it. Count them once with: openclip-ext "
@@ -147,7 +149,7 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that also excludes these samples; raise ManifestError for a wrong index or if none is left."""
+        """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown or none is left."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
@@ -203,7 +205,7 @@ class Manifest:
             raise ManifestError(f"{path} is not a manifest, or is corrupt: {error}") from error
 
     def verify(self, urls: Sequence[str]) -> bool:
-        """Check that the manifest still matches the training data; return whether paths or times in it were updated.
+        """Check that the manifest still matches the training data; return whether its paths or times were updated.
 
         Moved shards are recognized by their file names. A local shard with a new modification time and the same size is
         scanned again, and accepted if its members are unchanged. Save an updated manifest to avoid another scan.
@@ -222,7 +224,10 @@ class Manifest:
             except OSError:
                 gone.append(shard.url)
         if gone:
-            raise ManifestError(f"{len(gone)} of {len(self.shards)} shards of the manifest do not exist: {_some(gone)}")
+            raise ManifestError(
+                f"{len(gone)} of {len(self.shards)} shards of the manifest do not exist: {_some(gone)}. Restore "
+                "these files"
+            )
         if touched and not changed:
             changed = self._rescan(touched)
         if changed:
@@ -264,7 +269,7 @@ class Manifest:
     def _match(self, urls: Sequence[str]) -> bool:
         """Store the given URLs in the shards, matched by file name; return whether a shard has moved."""
         has_moved = not self.is_of(urls)
-        name_of = shard_name if has_moved else without_secrets  # a manifest keeps no secrets
+        name_of = shard_name if has_moved else without_secrets  # URLs in a manifest have no secrets
         by_name = {name_of(url): url for url in urls}
         names = [name_of(shard.url) for shard in self.shards]
         if len(by_name) == len(urls) and sorted(names) == sorted(by_name):
@@ -285,7 +290,7 @@ class Manifest:
         return {*map(without_secrets, urls)} == {without_secrets(shard.url) for shard in self.shards}
 
     def report(self, numbers: Iterable[int] | None = None) -> Iterator[str]:
-        """Yield one line for each shard with problems, of all shards or of those with the given numbers."""
+        """Yield one line for each shard with problems. ``numbers`` selects shards; None (default) means all shards."""
         for shard in self.shards if numbers is None else (self.shards[number] for number in numbers):
             if shard.problems:
                 found: dict[str, Any] = {**shard.problems}
@@ -304,7 +309,7 @@ def _is_touched(shard: Shard) -> bool:
 
 
 def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, storage: Storage) -> None:
-    """Raise ManifestError if a shard has no sample with both an image and a caption, or if all shards are empty."""
+    """Raise ManifestError if all samples of a shard lack an image or a caption, or if all shards are empty."""
     unusable = [
         shard
         for shard in shards
@@ -338,8 +343,8 @@ def _parse_ranges(text: str, num_samples: int) -> np.ndarray:
     runs = [run.partition("-") for run in text.split(",") if text]
     if wrong := [
         run for run in runs if int(run[2] or run[0]) >= num_samples
-    ]:  # a huge range would fill the memory below
-        raise ValueError(f"it excludes the samples {''.join(wrong[0])[:80]}, but has only {num_samples:,}")
+    ]:  # checked here, because np.arange of a huge range would fill the memory
+        raise ValueError(f"it excludes the samples {''.join(wrong[0])[:80]}, but has only {num_samples:,} samples")
     return np.concatenate([np.empty(0, np.int64), *(np.arange(int(a), int(b or a) + 1) for a, _, b in runs)])
 
 

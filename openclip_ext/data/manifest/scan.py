@@ -36,12 +36,12 @@ from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 
 T = TypeVar("T")
 
-# Maximum lengths of the lists of one shard, to keep a manifest small.
+# Maximum numbers of bad positions and gaps that are listed for a shard, to keep the manifest small.
 _MAX_POSITIONS, _MAX_GAPS = 20, 5
 _MAX_PROCESSES = 32
 # Each process receives its shards in this many chunks, because sending shards one by one takes longer than scanning them.
 _CHUNKS = 64
-_REQUESTS = 32  # remote files that are read in parallel
+_REQUESTS = 32  # number of remote files that are read in parallel
 
 
 class Problems(TypedDict, total=False):
@@ -53,7 +53,7 @@ class Problems(TypedDict, total=False):
     bad_positions: list[int]  # positions of the bad samples in the shard, if there are at most 20
     duplicate_keys: int  # number of samples whose key has occurred before
     gaps: list[list[int]]  # [start, end] in bytes of the first 5 parts without a readable header
-    lost: int  # number of samples in the gaps, estimated from the size of the gaps
+    lost: int  # number of lost samples, estimated from the size of the gaps or from img2dataset's count
     error: str  # why the shard could not be read completely
 
 
@@ -82,7 +82,7 @@ def scan_shard(
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,
 ) -> Shard:
-    """Scan the headers of one tar, including those after corrupt parts. A compressed tar or a stream is read completely."""
+    """Scan the headers of one tar, also after corrupt parts. A compressed tar or a stream is read completely."""
     image_keys = () if image_key == ANY_FIELD else parse_keys(image_key, allow_json=False)
     caption_keys = () if caption_key == ANY_FIELD else parse_keys(caption_key, allow_json=True)
     try:
@@ -94,7 +94,7 @@ def scan_shard(
     except OSError as error:
         return Shard(url, 0, problems={"error": f"cannot be read: {error.strerror or error}"})
     if "gaps" in shard.problems or "error" in shard.problems:
-        # The size of the gaps may underestimate the loss, so compare with the shard's count if img2dataset wrote it.
+        # The size of the gaps may underestimate the loss, so also use the count that img2dataset wrote, if there is one.
         lost = (_written_count(url, partial(_read_json, storage)) or 0) - shard.num_samples
         if lost > 0:
             shard.problems["lost"] = max(shard.problems.get("lost", 0), lost)
@@ -136,9 +136,9 @@ def _scan_archive(path: str, archive: tar.TarArchive, image_keys: Sequence[Key],
 
 
 def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
-    """Return whether a sample lacks its image or caption. As in training, only the first key whose field exists counts.
+    """Return whether a sample lacks the image or caption of these keys. As in training, the first existing field is used.
 
-    An empty field counts as missing: img2dataset writes it for a null caption.
+    An empty field counts as missing, because img2dataset writes an empty field for a null caption.
     """
     key = next((key for key in keys if key.field in sample.found), None)
     if key is None or sample.members[sample.found.index(key.field)].size == 0:
@@ -155,7 +155,7 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
     workers = min(workers or min(available_cores(), _MAX_PROCESSES), len(paths))
     if workers <= 1:
         return list(with_bar(map(scan, paths), len(paths)))
-    # PyTorch also uses "fork" for data workers by default. "spawn" would import the training script and torch per process.
+    # PyTorch also uses "fork" for data workers by default. "spawn" would import the training script and torch in each process.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     chunk = max(1, len(paths) // (workers * _CHUNKS))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=begin_worker) as pool:
@@ -163,12 +163,12 @@ def scan_local(paths: Sequence[str], image_key: str, caption_key: str, workers: 
 
 
 def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iterator:
-    """Yield the items; a terminal shows a progress bar."""
+    """Yield the items, and show a progress bar if the output is a terminal."""
     return iter(tqdm(items, total=total, desc=task, unit="shard", disable=None))
 
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
-    """Return the remote shards with a known count, by URL. If ``sizes`` is None, read the files next to the shards."""
+    """Return the remote shards with a known count, by URL. If ``sizes`` is None, read it from files next to the shards."""
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # the shards of a folder share its sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -33,7 +33,7 @@ def read_uids(path: str | os.PathLike) -> np.ndarray:
 
 
 def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers: int | None = None) -> Manifest:
-    """Return a manifest that excludes samples with unlisted uids; raise ValueError if no uid is listed."""
+    """Return a manifest that also excludes samples without a listed uid; raise ValueError if no sample has one."""
     processes = min(workers or available_cores(), len(manifest.shards))
     with ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(uids,)) as pool:
         found = pool.map(_unlisted, manifest.shards, repeat(storage))

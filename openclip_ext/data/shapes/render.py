@@ -57,7 +57,7 @@ def _centers(scene: Scene, generator: np.random.Generator) -> list[Array]:
         return [middle + generator.uniform(-6.0, 6.0, 2)]
     along = np.array(_DIRECTION[scene.relation], dtype=float)
     across = np.abs(along[::-1])
-    # Items are 16 pixels apart along the relation and at most 5 across it, so only one of the four relations is true.
+    # Items are 16 pixels apart along one axis and at most 5 along the other, so only one of the four relations is true.
     half = 8.0 * along + generator.uniform(-2.5, 2.5) * across
     drift = generator.uniform(-3.0, 3.0) * across
     return [middle + drift + half, middle + drift - half]
@@ -131,7 +131,7 @@ _OUTLINES: dict[str, Callable[[Array, Array], Array]] = {
     "moon": lambda u, v: (u**2 + v**2 <= 1.0) & ((u - 0.5) ** 2 + v**2 > 0.72**2),
 }
 
-# Functions that return which points have the second color. u and v are in pixels, so all items have equally fine patterns.
+# Functions that return where an item has its second color. u and v are in pixels, so all items have equally fine patterns.
 _PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "plain": lambda u, v: np.zeros(u.shape, dtype=bool),
     "striped": lambda u, v: np.sin(2 * np.pi * (u + v) / 4.2) > 0,

@@ -27,7 +27,7 @@ _RELATION_PHRASES = {
 _INVERSE_RELATION = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
 PAIRS = tuple((shape, color) for shape in SHAPES for color in COLORS)
-# The 16 pairs that training lacks: two colors per shape, and one or two shapes per color. Training still contains every
+# The 16 pairs that the training split lacks: two colors per shape, and one or two shapes per color. It still contains every
 # shape and every color.
 HELD_OUT_PAIRS = frozenset(
     (shape, COLORS[(row + shift) % len(COLORS)]) for row, shape in enumerate(SHAPES) for shift in (0, 5)
@@ -103,7 +103,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
     """
 
     def keep(probability: float) -> bool:
-        # Complete captions draw a number, too, which gives them the same order and synonyms as incomplete captions.
+        # Complete captions also draw a random number here, for the same order and synonyms as in incomplete captions.
         return generator.random() < probability or complete
 
     items, relation = scene.items, scene.relation
@@ -119,7 +119,7 @@ def sample_caption(scene: Scene, generator: np.random.Generator, complete: bool 
 
 
 def describe(scene: Scene, relation: str | None) -> str:
-    """Return a complete caption in fixed order and wording, with this relation. ``None`` omits the second item."""
+    """Return a complete caption in fixed order and wording, with this ``relation``. None omits the second item."""
     parts = [_noun_phrase(scene.items[0])]
     if relation is not None:
         parts += [_RELATION_PHRASES[relation][0], _noun_phrase(scene.items[1])]

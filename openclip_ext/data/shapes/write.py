@@ -74,7 +74,7 @@ def make_sample(seed: int, split: str, index: int) -> Sample:
 
 
 def write_shards(output: str | Path, config: ShapesConfig, workers: int | None = None) -> bool:
-    """Write all shards to a folder, then ``sizes.json``; return False if the folder already has both.
+    """Write all shards to a folder, then ``sizes.json``; return False if all these files already exist.
 
     Only one call at a time may write to a folder. ``workers=None`` (default) means one process per core. Raise ValueError if
     the folder contains shards of another configuration or another program.
@@ -113,7 +113,7 @@ def _write_all(shards: list[tuple[Path, range]], config: ShapesConfig, workers: 
     if workers == 1:
         yield from map(write, shards)
         return
-    # Not "fork", which is unsafe with threads: the progress bar has one, and the caller may have more.
+    # "fork" would be unsafe, because the progress bar starts a thread, and the caller may have more threads.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         yield from pool.imap_unordered(write, shards)
 

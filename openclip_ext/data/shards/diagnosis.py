@@ -32,7 +32,7 @@ _SIGNATURES = {
 
 
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
-    """Explain why a shard has no sample with an image and a caption, with a fix. ``error`` comes from the shard's scan."""
+    """Return why no sample of a shard has both an image and a caption, and a fix. ``error`` is from the shard's scan."""
     if is_local(url) and os.path.isdir(url):
         return f"it is a folder; give its shards, such as '{url}/*.tar'"
     if error.startswith("cannot be read"):

@@ -26,7 +26,7 @@ SHARDS_IN_USE = 1 + _SHARDS_AHEAD
 class ShardSource(Source):
     """The samples of the shards in a verified manifest.
 
-    If ``resampled``, shards are sampled with replacement by their ``weights``. Otherwise, each shard occurs once per epoch.
+    If ``resampled``, shards are drawn with replacement, in proportion to ``weights``. Otherwise, an epoch has each shard once.
     """
 
     sequential = True
@@ -51,7 +51,7 @@ class ShardSource(Source):
         self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = np.ones(len(manifest.shards)) if weights is None else np.asarray(weights, dtype=np.float64)
-        self._numbers = np.arange(len(manifest.shards))  # of the shards that are used
+        self._numbers = np.arange(len(manifest.shards))  # numbers of the shards that are used
         self._storage = storage
         self._gave_up = False  # whether the last local shard could not be opened
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
@@ -62,7 +62,7 @@ class ShardSource(Source):
         return bool(place < len(left_out) and left_out[place] == index)
 
     def part(self, urls: Collection[str]) -> "ShardSource":
-        """Return a source with only the samples of these shards, which keep their indices."""
+        """Return a source with only the samples of these shards. The samples keep their indices."""
         part = copy.copy(self)
         part._numbers = np.array([number for number, shard in enumerate(self.manifest.shards) if shard.url in urls])
         part.num_samples = sum(self.manifest.shards[number].num_samples for number in part._numbers)
@@ -71,7 +71,7 @@ class ShardSource(Source):
         return part
 
     def share_of(self, epoch_samples: int | None) -> int:
-        """Return the number of this part's samples in an epoch of all shards. None means that an epoch has all samples."""
+        """Return the number of this part's samples in an epoch of ``epoch_samples`` samples (None: all) from all shards."""
         counts = self._kept_counts(self.manifest.left_out)
         total = int(counts.sum()) if epoch_samples is None else epoch_samples
         if not self._resampled:
@@ -89,7 +89,7 @@ class ShardSource(Source):
         return kept_samples(order, left_out), int(counts[self._numbers].sum())
 
     def _kept_counts(self, left_out: np.ndarray) -> np.ndarray:
-        """Return the number of samples of each shard without those ``left_out``."""
+        """Return the number of samples of each shard, without the samples ``left_out``."""
         bounds = np.append(self._first_indices, self.manifest.num_samples)
         return np.diff(bounds - np.searchsorted(left_out, bounds))
 
@@ -152,7 +152,7 @@ class ShardSource(Source):
 
 
 class _ShardReader(Reader):
-    """A reader of shards from front to back. It opens remote shards in advance, and opens a shard again to go back."""
+    """A reader of shards from front to back. It opens remote shards in advance, and reopens a shard to go back in it."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -213,7 +213,7 @@ class _ShardReader(Reader):
         self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
 
     def _advance(self, index: int) -> tar.TarSample:
-        """Return a sample. If the shard is unreadable before it, raise one of STREAM_ERRORS, now and for later samples."""
+        """Return a sample. If the shard is unreadable before this sample, raise one of STREAM_ERRORS."""
         if self._failure is not None:
             raise self._failure
         for sample in self._samples:
@@ -223,7 +223,7 @@ class _ShardReader(Reader):
                     self._warn_of_more()
                 return sample
         count = self._source.manifest.shards[self._shard].num_samples
-        raise EOFError(f"it has {count - (self._end - self._next)} samples, the manifest has {count}")
+        raise EOFError(f"it has {count - (self._end - self._next)} samples, but the manifest has {count}")
 
     def _warn_of_more(self) -> None:
         with contextlib.suppress(*tar.STREAM_ERRORS):

@@ -50,7 +50,7 @@ def _expand(component: str) -> list[str]:
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Return the shards of all components in one list; raise ValueError also if a shard occurs twice."""
+    """Return the shards of all components in one list; also raise ValueError if a shard occurs twice."""
     urls = [url for component in expand_components(shards) for url in component]
     seen: dict[object, str] = {}
     for url in urls:

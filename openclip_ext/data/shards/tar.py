@@ -85,10 +85,10 @@ class Gap(NamedTuple):
 class TarSample(NamedTuple):
     """One sample of a tar."""
 
-    key: str  # the part of the name that all its members share
+    key: str  # the part of the name that all members of the sample share
     members: list[Member]
     found: list[str]  # the field of each member
-    fields: dict[str, bytes]  # the content of the wanted fields
+    fields: dict[str, bytes]  # the content of each wanted field
 
 
 # Function that receives an offset and a number of bytes, and returns up to this many bytes. Later calls have larger offsets.
@@ -234,7 +234,7 @@ class TarArchive:
             self.read_at = _forward(file)
 
     def members(self) -> Iterator[Member]:
-        """Yield the complete members in order, without reading their data. Each gap is recorded before the next member.
+        """Yield the complete members in order, without reading their data. A gap is recorded before the member after it.
 
         After a corrupt header, reading continues at the next valid header, as in GNU tar. Joined archives
         (``cat a.tar b.tar``) are read as one archive. If the file is broken or lacks the end-of-archive mark, one of
@@ -280,10 +280,10 @@ class TarArchive:
             self.gaps.append(Gap(zeros, file_end))
 
     def samples(self, wanted: frozenset[str] | None, members: Iterable[Member] | None = None) -> Iterator[TarSample]:
-        """Yield the samples with the content of the wanted fields (None means all), up to 256 MiB each.
+        """Yield the samples with the content of the wanted fields (None means all). A field above 256 MiB is not read.
 
-        A repeated field starts a new sample, even if the key is the same. ``members`` are :meth:`members`, perhaps with a
-        handling of errors; for errors, see there. TarError is also raised if the file ends in a field.
+        A repeated field starts a new sample, even if the key is equal. ``members`` replaces :meth:`members`, for example to
+        handle its errors. If the file ends within a field, raise TarError.
         """
         sample: TarSample | None = None
         found: set[str] = set()  # the sample's fields; a set, because wrong names can give a sample a million fields

@@ -49,7 +49,7 @@ class CsvSource(Source):
                     f"{path} has no column {column!r} but {list(table.columns)}; set --csv-separator (now {separator!r}), or "
                     "name the columns with --csv-img-key and --csv-caption-key"
                 )
-        if not isinstance(table.index, pd.RangeIndex):  # pandas reads the first fields as names of the rows
+        if not isinstance(table.index, pd.RangeIndex):  # pandas reads surplus fields as row names
             raise ValueError(
                 f"{path}: the first row has more fields than the header {list(table.columns)}: "
                 f"quote fields that contain {separator!r}, or set --csv-separator"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
-# The image key and caption key of a manifest that only defines indices.
+# Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
 # JSON can contain half of a surrogate pair. This is not valid text, and tokenizers raise an error.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -43,7 +43,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
-    """Return one or more captions from a field, or other texts (``what``). A json entry may be a list of texts."""
+    """Return the captions (at least one) in a field. A json entry may be a list. ``what`` names the captions in errors."""
     try:
         text = data.decode("utf-8")
         content = {} if key.entry is None else json.loads(text)

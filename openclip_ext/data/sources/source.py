@@ -64,7 +64,7 @@ class Source(ABC):
         num_samples: Number of samples, including excluded samples.
         num_kept: Number of samples used for training. Excluded samples keep their index.
         digest: Hash of the data set. A run resumes mid-epoch only with the same digest.
-        index_digest: Hash of the samples and their indices, without locations and exclusions. None if unknown.
+        index_digest: Hash of the samples and their indices. It ignores folders and exclusions. None if unknown.
         sequential: Whether samples should be read in ascending order and shuffled in memory, as from tars.
         several_captions: Whether a sample may have several captions.
         has_hard_negatives: Whether each sample has captions that do not fit its image, see :meth:`hard_negative`.
@@ -86,7 +86,7 @@ class Source(ABC):
         return False
 
     def sequence(self, seed: int, epoch: int, num_slots: int, bad: np.ndarray) -> tuple[EpochSequence, int | None]:
-        """Return the sequence of an epoch's samples, and its length. Length None means that it is as long as needed.
+        """Return the sequence of an epoch's samples, and its length; None means at least ``num_slots``.
 
         The epoch uses at most ``num_slots`` samples. ``bad`` ``(k,)`` int64 contains ascending indices of samples to exclude.
         """
@@ -105,10 +105,10 @@ class Source(ABC):
         """
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
-        """Return a caption that does not fit the image: number ``draw``, modulo the number of these captions.
+        """Return one of the captions that do not fit the image, selected by ``draw`` modulo the number of these captions.
 
         Raises:
-            BadSampleError: The sample has none.
+            BadSampleError: The sample has no such caption.
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class Source(ABC):
         """Return the name, the first index and the number of samples of the shard (or file) that contains a sample."""
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
-        """Return, for messages, a sample's name in its shard (or file) and its caption. A missing text is empty."""
+        """Return a sample's name in its shard (or file) and its caption, for messages. A missing text is empty."""
         return "", ""
 
     def known_bad(self) -> tuple[int, str]:
@@ -151,11 +151,12 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
     """Scale gray values to uint8. Pillow's ``convert`` would clip at 255, and make most images white.
 
     Cameras and microscopes store 10 or 12 bits in files of 16 or 32 bits. The assumed depth is the smallest usual depth that
-    can represent the largest value. Floats are assumed to range up to 1, or else up to 255 or the largest value.
+    can represent the largest value. Floats are assumed to range up to 1. If the largest value exceeds 1, they are assumed to
+    range up to 255, or up to the largest value if it exceeds 255.
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
-        raise ValueError(f"gray values up to {largest}, expected finite values from 0")
+        raise ValueError(f"expected finite gray values of at least 0, found a maximum of {largest}")
     if values.dtype.kind == "f":
         return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
     depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)

@@ -23,9 +23,11 @@ class DataSpec:
     # Samples per epoch (--train-num-samples). None means all, or 100 for synthetic data.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
-    caption_key: str = flag(DEFAULT_CAPTION_KEY, "extension of the captions, or json:FIELD for a field of the metadata")
+    caption_key: str = flag(
+        DEFAULT_CAPTION_KEY, "extension of the captions, or json:ENTRY for an entry of the json files"
+    )
     hard_negative_key: str | None = flag(
-        None, "like --caption-key: captions that do not fit the image, which become more negatives of --loss openclip"
+        None, "like --caption-key, for captions that do not fit the image: additional negatives of --loss openclip"
     )
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
@@ -51,7 +53,7 @@ class DataSpec:
     remote_patience: float = flag(
         300.0, "seconds for which an unreadable shard is retried before its samples count as bad", minimum=0.0
     )
-    cache_dir: str | None = flag(None, "folder on this node that keeps remote shards for all its processes")
+    cache_dir: str | None = flag(None, "folder that keeps copies of remote shards for all processes of the node")
     cache_size: float = flag(
         100.0,
         "maximum size of --cache-dir in GiB; the least recently used shards are removed",
@@ -102,7 +104,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``. The path's extension replaces ``auto``. Raise ValueError if unknown."""
+        """``webdataset``, ``csv`` or ``synthetic``. For ``auto``, the extension decides. Raise ValueError if unknown."""
         if self.dataset_type not in DATASET_TYPES:
             raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":
