@@ -59,7 +59,7 @@ class Decoupled(Objective):
 class UncenteredMovingAverage(MovingAverageNormalizer):
     """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
 
-    Each of an image's two views uses a new ``u`` that contains this view's own estimate. The mean of the two is stored.
+    Each of an image's two views uses a new ``u`` that contains this view's own estimate. The mean of both new ``u`` is stored.
     """
 
     estimates = (_UNCENTERED_MEAN,)
