@@ -47,7 +47,7 @@ class LocalBatch:
         views: 1 for pairs of images and texts; 2 for two views of each image, which are then two samples. With two views,
             ``image`` contains the first views of all images, then the second views. ``text`` contains the second views, then
             the first views. So each embedding is an anchor on both sides.
-        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
+        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions count as different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
     """
 
@@ -307,7 +307,7 @@ def finite_rows(features: Tensor) -> Tensor:
 
 
 def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
-    """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with its label."""
+    """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with an equal label."""
     rows = features.transpose(1, 2).flatten(0, 1)
     return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 

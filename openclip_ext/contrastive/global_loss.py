@@ -8,7 +8,7 @@ the weights of the pairs. So a process that has all embeddings and all ``α_i`` 
 embeddings, both as anchors and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars.
 The gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
 gradients of the parameters. The average then equals the gradient that a single process would compute with the full batch. For
-a global temperature, each process computes the part of its own anchors, also multiplied by the number of processes.
+a global temperature, each process computes the gradient of its own anchors, also multiplied by the number of processes.
 """
 
 import math

@@ -57,7 +57,7 @@ class LoopChecks:
         self._backward_ran: bool | None = None
 
     def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
-        """Check a call in training mode. In the first two, raise ValueError if the logit scale is not finite and positive."""
+        """Check a call in training mode. In the first two calls, raise ValueError if the logit scale is unusable."""
         if not can_read_values(batch.image):
             return
         if loss.depends_on_epoch and not self.epoch_is_known:

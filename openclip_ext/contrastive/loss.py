@@ -56,9 +56,9 @@ class ContrastiveLoss(nn.Module):
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
             DistributedDataParallel fails on a parameter without a gradient.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
-        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss does not use it.
+        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means the model's value.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
-        trains_captions_only: whether the loss trains only a captioner's captions, so its embeddings get no gradient.
+        trains_captions_only: whether only a captioner's captions are trained, so that the embeddings get no gradient.
         views: 1 for images and texts. 2 for two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
         follows_autocast: whether the loss computes under the caller's autocast. If not, it disables autocast.
@@ -285,8 +285,8 @@ class ContrastiveLoss(nn.Module):
     def model_head(self) -> nn.Module | None:
         """Return the modules of the loss that are part of the trained model, or None (``openclip_ext/losses/heads.py``).
 
-        The training loop must pass their parameters to the optimizer, average their gradients over the processes like the
-        model's, and save them with the model.
+        The training loop must pass their parameters to the optimizer, average the gradients over the processes, and save the
+        modules with the model.
         """
         return None
 

@@ -50,7 +50,7 @@ class NonfiniteLog(nn.Module):
             self._is_compiled = True
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
-        """Remove the entries of the last logged call if its number is ``call``, unless ``skip_if`` (0-d bool) is True."""
+        """Remove the entries of call number ``call``, if it was logged last. If ``skip_if`` (0-d bool) is True, do nothing."""
         if self._is_compiled:
             is_used = torch.arange(_CAPACITY, device=self.entries.device) < self.filled
             number = (is_used & (self.entries[:-1, 0] == call)).sum()

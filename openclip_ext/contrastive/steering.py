@@ -83,8 +83,8 @@ class Distilled:
 def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
     """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without an autograd graph.
 
-    ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference; ``tau``
-    ``(2, B)`` are the temperatures of the anchors.
+    ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference.
+    ``tau`` ``(2, B)`` are the temperatures of the anchors, and ``reference_tau`` is ``τ̂``.
     """
     sides = range(2)
     chunks = list(anchor_chunks(batch.local, batch.size))

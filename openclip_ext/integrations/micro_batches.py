@@ -46,7 +46,7 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
 
 
 class _MicroBatches:
-    """The forward pass of a model in micro-batches. A copy of the model also copies this object, unlike a closure."""
+    """The forward pass of a model in micro-batches. A deep copy of the model copies this object, but not a closure."""
 
     def __init__(self, model: nn.Module, original: Callable[..., Any], size: int) -> None:
         self._model, self._original, self._size = model, original, size

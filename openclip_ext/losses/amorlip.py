@@ -14,7 +14,7 @@ Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/am
 
 Example:
     >>> loss = openclip_ext.create_loss("amorlip", embed_dim=512, epochs=30)
-    >>> loss.start_epoch(epoch)  # the target network becomes the previous one
+    >>> loss.start_epoch(epoch)  # copies the target network to the previous network
     >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
 """
 
@@ -36,7 +36,7 @@ from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 
-# Number of tensors of the embeddings' size in the graph of a fit.
+# Number of tensors of the embeddings' size in the autograd graph of a fit.
 _GRAPH_TENSORS = 8
 
 
@@ -260,7 +260,7 @@ class Partition(Objective):
 
 
 class PartitionNormalizer(MlpNormalizer):
-    """The MLPs of the AmorLIP paper. They predict the partition function, which includes the positive pair."""
+    """The MLPs of the AmorLIP paper. By default, their partition function includes the positive pair."""
 
     estimates = (PARTITION_MEAN,)
     contrasts_locally = True

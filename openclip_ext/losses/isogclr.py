@@ -65,7 +65,7 @@ class PerSampleTemperature(TemperatureScheme):
         check_bounds(temperature_min, temperature_max)
         if temperature is None or lr_tau is None:
             missing = "temperature" if temperature is None else "lr_tau"
-            raise OptionError(missing, f"{missing}=None: per-sample temperatures need a value")
+            raise OptionError(missing, f"{missing}=None: expected a number for per-sample temperatures")
         self.start, self.lr = temperature, lr_tau
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)

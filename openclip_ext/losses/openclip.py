@@ -104,7 +104,7 @@ class OpenClipLoss(ContrastiveLoss):
         """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``), more targets (``positive``) or hard negatives."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(
-                "equal_captions or hard negatives: CoCa and distillation models do not support them. Remove them"
+                "CoCa and distillation models support neither equal_captions nor hard negatives: remove them"
             )
         bias, hard = outputs["logit_bias"], outputs.get(HARD_NEGATIVES)
         image, text = self.clip.get_logits(**features, logit_bias=bias)

@@ -170,7 +170,7 @@ def create_loss(
     Raises:
         OptionError: The loss is unknown, it does not use an option, a value is out of range, or the parts are incompatible.
             OptionError is a ValueError.
-        ValueError: ``embed_dim`` or ``num_samples`` is missing.
+        ValueError: ``embed_dim`` or ``num_samples`` is missing or is not a positive integer.
 
     Example:
         >>> loss = create_loss("neuclip", embed_dim=512, prototypes=1024)
@@ -376,7 +376,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):
-        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value after the switch")
+        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value of rho after the switch")
     lowest = values.get("temperature_min", 0.0)
     highest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:

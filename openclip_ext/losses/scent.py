@@ -40,7 +40,7 @@ class ScentNormalizer(SampleAverages):
         log_u = self.stored(batch_at_tau)
         logit = log_u + self.kappa
         self._last = logit, batch_at_tau.batch.valid
-        # Computed with log γ and log(1−γ), which do not overflow.
+        # This uses log γ and log(1−γ), because γ and 1−γ may round to 0.
         return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:

@@ -35,7 +35,7 @@ _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# Number of tensors ``(2, B, d)``, and also of tensors ``(2, B, 256)``, in the graph of an update.
+# Number of tensors ``(2, B, d)``, and also of tensors ``(2, B, 256)``, in an update's autograd graph.
 _GRAPH_TENSORS = 4
 
 
