@@ -19,7 +19,7 @@ from openclip_ext.state.sharded_table import group_count, group_mean
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
-    """Return a cached property. Before Python 3.12, ``functools.cached_property`` has a lock, which Dynamo cannot trace."""
+    """Return a property that computes its value once. Dynamo cannot trace the lock of Python 3.11's ``cached_property``."""
     kept = "_" + compute.__name__
 
     @functools.wraps(compute)
@@ -36,18 +36,18 @@ class LocalBatch:
     """Checked inputs of one call of a loss, in this process.
 
     Attributes:
-        image, text: ``(B_local, d)`` from the caller, of any float dtype, with gradient.
-        logit_scale: 0-d, with gradient.
+        image, text: Embeddings from the caller, ``(B_local, d)``, of any float dtype, with their autograd graph.
+        logit_scale: ``1/τ`` from the caller, 0-d, with its autograd graph.
         index: ``(B_local,)`` int64, −1 where the caller's index was out of range. None for a loss without an index.
         finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: Dtype of the computation.
         epoch: Epoch of the run, from 0. In a compiled graph, it is a 0-d tensor (see :class:`HostNumber`).
         call: Number of earlier calls in training mode. In a compiled graph, it is a 0-d tensor.
         learning: Whether this call is in training mode.
-        views: 2 if each image has two views. There are then half as many images as samples. ``image`` contains the first views
-            of all images, then the second views. ``text`` contains the second views, then the first views. So each embedding
-            is an anchor on both sides.
-        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions differ.
+        views: 1 for pairs of images and texts; 2 for two views of each image, which are then two samples. With two views,
+            ``image`` contains the first views of all images, then the second views. ``text`` contains the second views, then
+            the first views. So each embedding is an anchor on both sides.
+        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions count as different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
     """
 
@@ -86,21 +86,22 @@ class GatheredBatch:
     """``B`` samples that are compared with one another. Their features are detached, and have the dtype of the loss.
 
     A sample with a non-finite feature or an index out of range is masked: ``valid`` is False, and its features are set to 0.
-    So all values computed from it are finite, and its :attr:`share` of 0 removes them from means.
+    So all values computed from a masked sample are finite, and its weight of 0 in :attr:`share` removes them from means.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
-        positive: ``(B,)`` similarities ``s_ii``. With :attr:`positive_means`, ``(2, B)`` means over each anchor's positives.
+        positive: ``(B,)`` similarities ``s_ii``. With :attr:`positive_means`, each anchor's mean similarity to its positives,
+            ``(2, B)``.
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
-        count: 0-d, number of valid samples. If there are fewer than 2 per view, it is 2 per view.
+        count: 0-d, number of valid samples, but at least 2 per view, so that divisions by it are finite.
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
         ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each
             view are valid, with at least two different labels if there are labels. If False, all samples are masked.
         index: ``(B,)`` int64, or None.
-        first: Position of this process's first sample.
+        first: Position of this process's first sample among the ``B`` samples.
         local_size: Number of this process's samples.
         world_size: Number of processes whose samples are in this batch.
         epoch, call, learning, views: As in :class:`LocalBatch`.
@@ -135,7 +136,7 @@ class GatheredBatch:
 
     @_computed_once
     def pairs(self) -> Tensor:
-        """Number of pairs of each anchor: its negatives and the positive pair."""
+        """Number of pairs of each anchor: the pairs with its negatives, and the positive pair."""
         return self.negatives + 1
 
     @_computed_once
@@ -162,14 +163,15 @@ class GatheredBatch:
         return slice(self.first, self.first + self.local_size)
 
     def sample_index(self) -> Tensor:
-        """Return the index ``(B,)``, for a loss with ``needs_index``."""
+        """Return the samples' indices ``(B,)``. Only losses with ``needs_index`` may call this."""
         assert self.index is not None, "the loss must declare needs_index"
         return self.index
 
     def mean(self, values: Tensor, anchors: slice = slice(None)) -> Tensor:
         """Return the mean of ``values`` ``(..., B)`` over valid samples, along the last dimension.
 
-        ``values`` must be finite, even for masked samples. If ``values`` covers only ``anchors``, return their contribution.
+        ``values`` must be finite, even for masked samples. With ``anchors``, ``values`` contains only the values of these
+        samples, and the result is their contribution to the mean.
         """
         return values @ self.share[anchors]
 
@@ -184,7 +186,7 @@ class GatheredBatch:
     def through_positive(self, coefficients: Tensor) -> Tensor:
         """Return the gradient of ``Σ_k,i coefficient_k,i·positive_k,i`` with respect to this process's features.
 
-        ``coefficients`` must be 0 for masked anchors.
+        ``coefficients`` ``(2, B_local)`` of this process's anchors must be 0 for masked anchors.
         """
         if self.positive_means is None:
             return coefficients.sum(dim=0)[:, None] * self.features[:, self.local].flip(0)
@@ -203,8 +205,8 @@ class BatchAtTemperature:
         batch: The samples.
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
-        batch_estimate: Function that computes :attr:`log_estimate`, which depends on the objective.
-        of_all: Function for :meth:`of_all_processes`. None means that ``batch`` already has all processes' samples.
+        batch_estimate: The objective's function that computes :attr:`log_estimate` from this object.
+        of_all: Function that computes :meth:`of_all_processes`. None means that ``batch`` already has all processes' samples.
     """
 
     batch: GatheredBatch
@@ -300,12 +302,12 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 def finite_rows(features: Tensor) -> Tensor:
     """Return whether both sides of each sample have only finite features, ``(B,)`` bool. ``features`` is ``(2, B, d)``."""
-    # If a feature is NaN, the maximum is NaN and the comparison is False. This is much faster than isfinite and all.
+    # A NaN feature makes the maximum NaN, so the comparison is False. One maximum is much faster than isfinite and all.
     return features.abs().amax(dim=(0, 2)) < math.inf
 
 
 def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
-    """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with its label."""
+    """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with an equal label."""
     rows = features.transpose(1, 2).flatten(0, 1)
     return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
 

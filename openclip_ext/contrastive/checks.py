@@ -18,7 +18,7 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
-    """Raise ValueError unless both features are floating-point ``(B_local, d)``; if given, ``embed_dim`` must equal ``d``."""
+    """Raise ValueError if the features are not two floating-point tensors ``(B_local, d)``, or ``d`` is not ``embed_dim``."""
     for name, features in (("image", image_features), ("text", text_features)):
         if not isinstance(features, Tensor):
             raise ValueError(f"{name} features: expected a tensor (batch, width), found {described(features)}")
@@ -42,9 +42,9 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
 
 
 def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tensor:
-    """Return the logit scale as a 0-d tensor on the device of ``like``. Raise ValueError unless it is one number."""
+    """Return the logit scale as a 0-d tensor on the device of ``like``. Raise ValueError if it is not one number."""
     if logit_scale is not None and not isinstance(logit_scale, Tensor):
-        # torch.full fills the tensor on the device. Copying a number from the host would synchronize.
+        # torch.full fills the tensor on the device. A copy from the host would synchronize with the device.
         return torch.full((), logit_scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if logit_scale is None or logit_scale.numel() != 1:
         found = None if logit_scale is None else tuple(logit_scale.shape)
@@ -69,17 +69,17 @@ def described(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(type(value).__name__)
 
 
-# Types of tensors that have values. Other subclasses, such as fake tensors, may have none.
+# Types of tensors that have values. Other subclasses of Tensor, such as fake tensors, may have no values.
 _HAVE_VALUES: tuple[type[Tensor], ...] = (Tensor, torch.nn.Parameter)
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Return whether Python can read a tensor's values: not while compiling or capturing a graph, and not of fake tensors."""
+    """Return whether Python can read a tensor's values: False for fake tensors, and while a graph is compiled or captured."""
     if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in _HAVE_VALUES:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass is running. In it, ``torch.utils.checkpoint`` repeats parts of the forward pass."""
+    """Return whether a backward pass is running. A forward pass is then a repetition by ``torch.utils.checkpoint``."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

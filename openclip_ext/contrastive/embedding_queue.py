@@ -12,7 +12,7 @@ class EmbeddingQueue(nn.Module):
     Masked samples are not added. If a batch is larger than the capacity, only its first valid samples are added.
 
     Attributes:
-        rows: ``(2, capacity, d)``: texts for image anchors, and images for text anchors.
+        rows: ``(2, capacity, d)``: text embeddings for image anchors, and image embeddings for text anchors.
         next: 0-d, the row that the next sample will overwrite.
         filled: 0-d, the number of rows in use.
     """
@@ -44,14 +44,14 @@ class EmbeddingQueue(nn.Module):
         return rows.scatter_(0, candidates, torch.where(is_new, positions, -1))
 
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions of the samples that may be added, their rows in the queue, and whether they are valid."""
+        """Return the batch positions of the candidates for the queue, their rows in the queue, and whether each is valid."""
         number = min(batch.size, self.capacity)
         candidates = _valid_first(batch)[:number]
         positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity
         return candidates, positions, batch.valid[candidates]
 
     def repeated(self) -> Tensor:
-        """Return the embeddings, the oldest first. If the queue is not full, they are repeated to ``(2, capacity, d)``."""
+        """Return the stored embeddings, oldest first, repeated to ``(2, capacity, d)`` if the queue is not full."""
         position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
@@ -63,7 +63,7 @@ class EmbeddingQueue(nn.Module):
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
-    """Return the rows ``(2, number, d)`` of a queue with capacity ``number`` that contains only this batch."""
+    """Return what :meth:`EmbeddingQueue.repeated` returns for a queue of capacity ``number`` with only this batch."""
     order = _valid_first(batch)
     filled = batch.valid.sum().clamp(min=1, max=number)
     return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]

@@ -1,15 +1,16 @@
 """How a loss treats two samples with equal captions.
 
 In web data, several samples may have equal captions. By default, all losses treat samples with equal captions as negatives of
-each other, like OpenCLIP's loss. With labels (equal for equal captions), or with a mask of the pairs with equal captions, a
-loss has three choices. ``P_i`` are the samples with the label of anchor ``i``, including ``i``. ``N_i`` are all other samples.
+each other, like OpenCLIP's loss. The option ``equal_captions`` has three values. ``mask`` and ``positive`` need labels (equal
+for equal captions), or a mask of the pairs with equal captions. ``P_i`` are the samples with the caption of anchor ``i``,
+including ``i``. ``N_i`` are all other samples.
 
-- ``negative``: the negatives are all ``j ≠ i``; labels are not used;
+- ``negative``: the negatives of anchor ``i`` are all samples ``j ≠ i``;
 - ``mask``: the negatives are ``N_i``, in every sum and in every count;
-- ``positive``: the same as ``mask``, but the mean of ``s_ij`` over ``P_i`` also replaces ``s_ii``.
+- ``positive``: the negatives are ``N_i``, and the mean of ``s_ij`` over ``P_i`` replaces ``s_ii``.
 
 With ``positive`` and a negligible ``ε``, the loss is the mean of ``−s_ip + τ·log mean_{j∈N_i} exp(s_ij/τ)`` over the positives
-``p``. This is the supervised contrastive loss (Khosla et al., NeurIPS 2020, 'out') without positives in the denominator.
+``p``. This is the supervised contrastive loss ``L_out`` (Khosla et al., NeurIPS 2020) without positives in the denominator.
 Page: ``docs/equal-captions.md``.
 """
 
@@ -34,14 +35,14 @@ def read_labels(positives: object, batch: LocalBatch) -> Tensor:
     until the loss has been called twice in training mode.
 
     Raises:
-        ValueError: ``positives`` is missing, has a wrong shape or dtype, is an inconsistent mask, or is a mask although there
-            are several processes.
+        ValueError: ``positives`` is missing, has a wrong shape or dtype, is an inconsistent mask, or is a mask in a run with
+            several processes.
     """
     size = len(batch.image)
     if positives is None:
         raise ValueError(
-            "positives: missing. A loss with equal_captions needs positives=, int64 labels of shape (batch,), equal for equal "
-            "captions, or a bool mask of shape (batch, batch)"
+            "positives: missing. With equal_captions, pass positives=: int64 labels (batch,), equal for equal captions, or a "
+            "bool mask (batch, batch) of the pairs with equal captions"
         )
     if _is_tensor(positives, torch.bool, size, size):
         positives = _mask_to_labels(positives, batch.call)
@@ -56,7 +57,7 @@ def _is_tensor(value: object, dtype: torch.dtype, *shape: int) -> TypeGuard[Tens
 
 
 def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
-    """Return labels ``(B,)``: the position of each sample's first positive, which may be the sample itself."""
+    """Return labels ``(B,)``: for each sample, the position of the first sample with an equal caption."""
     if distributed.world_size() > 1:
         raise ValueError(
             f"positives: a mask cannot compare captions across {distributed.world_size()} processes: pass labels, an int64 "
@@ -69,6 +70,6 @@ def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
         i, j = (mask != equal).nonzero()[0].tolist()
         raise ValueError(
             f"positives: inconsistent mask at samples {i} and {j}: expected a symmetric mask with a true diagonal, in which "
-            "two captions that equal a third caption equal each other. Set or clear this pair"
+            "two captions that equal a third caption equal each other. Correct this pair in the mask"
         )
     return labels

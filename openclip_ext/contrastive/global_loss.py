@@ -7,8 +7,8 @@ The gradient is exact, although the backward pass has no communication. For give
 the weights of the pairs. So a process that has all embeddings and all ``α_i`` can compute the gradient with respect to its own
 embeddings, both as anchors and as negatives of all anchors. The forward pass gathers ``2·B·d`` values and ``2·B`` scalars.
 The gradients of the embeddings are multiplied by the number of processes, because DistributedDataParallel averages the
-gradients of the parameters. The average then equals the gradient that a single process would compute with the full batch. The
-gradient of a global temperature is the mean over this process's own anchors.
+gradients of the parameters. The average then equals the gradient that a single process would compute with the full batch. For
+a global temperature, each process computes the gradient of its own anchors, also multiplied by the number of processes.
 """
 
 import math
@@ -52,7 +52,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the 0-d mean of ``values``. Each of ``pairs`` is a tensor and the mean's gradient with respect to this tensor."""
+    """Return the 0-d mean of ``values``. Each pair is a tensor and the gradient of the mean with respect to this tensor."""
     pairs = tuple(pair for pair in pairs if pair[0].requires_grad)
     if not pairs:  # Dynamo cannot trace the function below if no input needs a gradient
         return values.mean()
@@ -63,11 +63,11 @@ def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor
 class GlobalContrastiveLoss(ContrastiveLoss):
     """A loss with an objective, a normalizer (estimator of the log-normalizers) and a temperature scheme.
 
-    :func:`openclip_ext.create_loss` creates a loss by its name in the papers. Equations: ``docs/methods/README.md``.
+    :func:`openclip_ext.create_loss` creates such a loss from its name. Equations: ``docs/methods/README.md``.
 
     Args:
-        objective, normalizer, temperature: The parts.
-        embed_dim, num_samples: Embedding dimension and size of the data set, if a part of the loss needs them.
+        objective, normalizer, temperature: The three parts of the loss.
+        embed_dim, num_samples: Embedding dimension and size of the data set. None means that no part of the loss needs it.
         views: As in :class:`LocalBatch`.
         reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
         equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
@@ -193,7 +193,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         With ``with_gap``, also return ``Σ_j w_ij (s_ij − s_ii)`` of this process's anchors, ``(2, B_local)``.
         """
         batch, objective = batch_at_tau.batch, self.objective
-        # The 0.5 is from the mean over two sides. The number of processes cancels DistributedDataParallel's division.
+        # The factor 0.5 averages the two sides. DistributedDataParallel later divides by the number of processes.
         half = 0.5 * batch.world_size
         factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
         if estimate.batch_share:
@@ -219,7 +219,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _tau_gradient(
         self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
     ) -> Tensor:
-        """Return the derivative of each local anchor's term with respect to its temperature, ``(2, B_local)``."""
+        """Return the derivative of each local anchor's term with respect to the anchor's temperature, ``(2, B_local)``."""
         of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
         tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
         gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
@@ -310,8 +310,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """Return metrics of the last call, for the logs. Synchronizes with the device.
 
         ``infonce`` is the mini-batch InfoNCE loss of the last call's samples at their temperatures. ``chance`` is the value of
-        InfoNCE if all embeddings are equal. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``, which is 1 if the estimated α
-        agree with the batch.
+        InfoNCE if all embeddings are equal. ``weight_mean`` is the mean of ``exp(−α)(ε+g)``, which is 1 if each ``α`` equals
+        the batch's estimate ``log(ε+g)``.
         """
         self._raise_if_out_of_range()
         if self._last is None:
@@ -343,23 +343,26 @@ def incompatibility(
     """Return why these parts cannot form a loss, or None if they can."""
     if normalizer.estimates is not None and objective.estimand not in normalizer.estimates:
         offered = " or ".join(estimand.formula for estimand in normalizer.estimates)
-        return f"the objective needs an estimate of {objective.estimand.formula}; this normalizer estimates {offered}"
+        return (
+            f"the objective needs an estimate of {objective.estimand.formula}, but this normalizer estimates {offered}"
+        )
     if normalizer.differentiable and not objective.differentiates_alpha:
-        return "the objective treats α as constant, but this normalizer's gradient can reach the encoders"
+        return "the objective treats α as constant, but this normalizer can pass the gradient of α to the encoders"
     if temperature.regularized and not objective.regularized:
-        return "the objective has no regularizer, but these temperatures are learned with a regularizer"
+        return "the objective has no regularizer ρ, but this temperature scheme needs one"
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
-        return "this normalizer can use each process's own batch, but these temperatures need the global batch"
+        return "this normalizer can use each process's own batch, but this temperature scheme needs the global batch"
     return None
 
 
 def _label_incompatibility(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
-    """Return why a loss of these parts does not support a choice of ``equal_captions``; empty if the loss supports it."""
+    """Return why a loss of these parts does not support a value of ``equal_captions``; empty if the loss supports it."""
     if choice != NEGATIVE and normalizer.refuses_labels:
-        return f"{normalizer.refuses_labels}; use negative, or another loss"
+        return f"{normalizer.refuses_labels}. Use equal_captions=negative, or another loss"
     if choice == POSITIVE and objective.estimand.includes_positive:
         return (
-            f"this loss estimates {objective.estimand.formula}, with only one positive pair; use mask, or another loss"
+            f"this loss estimates {objective.estimand.formula}, with only one positive pair. Use equal_captions=mask, or "
+            "another loss"
         )
     return ""
 

@@ -36,7 +36,7 @@ class HostNumber:
 
 
 def choose(condition: bool | Tensor, if_true: float, if_false: float) -> float | Tensor:
-    """Return one of two numbers, depending on a :class:`HostNumber`. In a compiled graph, return a 0-d float64 tensor."""
+    """Return ``if_true`` or ``if_false``. For a tensor ``condition`` (in a compiled graph), return a 0-d float64 tensor."""
     if isinstance(condition, Tensor):
         low, high = (torch.full((), value, dtype=torch.float64) for value in (if_false, if_true))
         return torch.where(condition, high, low)

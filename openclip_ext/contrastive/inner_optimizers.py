@@ -1,8 +1,8 @@
 """Adam for the networks inside a loss.
 
 An optimizer of ``torch.optim`` is not a module, so the loss's ``state_dict``, ``.double()`` and ``.to()`` do not cover the
-optimizer's state. It also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same formulas, and is a
-module that can.
+optimizer's state. Such an optimizer also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same
+formulas, is a module, and skips steps without a sync.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ Objective = Callable[[Callable[..., Tensor]], Tensor]
 
 
 class InnerAdam(nn.Module):
-    """``torch.optim.Adam`` with its default β and ε, for a network that requires gradients only in :meth:`step`."""
+    """``torch.optim.Adam`` with its default β and ε, for a network whose parameters need gradients only in :meth:`step`."""
 
     steps: Tensor
 
@@ -41,7 +41,7 @@ class InnerAdam(nn.Module):
         """Make one step on the sum of the objectives. Only one objective's graph is in memory at a time.
 
         Each objective receives the network as a function, and returns a 0-d tensor. If ``ok`` (0-d bool) is False, nothing
-        changes. Eager mode uses one fused kernel.
+        changes. In eager mode, PyTorch's fused kernel makes the step.
         """
         parameters: list[Tensor] = list(network.parameters())
         find_gradients = _gradients_in_a_graph if torch.compiler.is_compiling() else _gradients

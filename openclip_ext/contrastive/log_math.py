@@ -1,7 +1,7 @@
 """Arithmetic in log space, which avoids overflow.
 
 With ``τ = 0.01`` the exponents ``(s_ij − s_ii)/τ`` reach 200, and ``exp(200)`` is infinite in float32. Normalizers are
-therefore stored as logarithms, and sums of exponentials are shifted by their largest term.
+therefore stored as logarithms, and the largest exponent is subtracted from all exponents of a sum.
 """
 
 import math
@@ -13,7 +13,7 @@ _LOG2_E = 1 / math.log(2)
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """Return the largest exponent that :func:`saturating_exp` uses. The square of its exponential is finite in ``dtype``."""
+    """Return the bound to which :func:`saturating_exp` clamps. The square of the bound's ``exp`` is finite in ``dtype``."""
     return 0.45 * math.log(torch.finfo(dtype).max)
 
 
@@ -51,7 +51,7 @@ def log_mix(log_x: Tensor, log_y: Tensor, share: float | Tensor) -> Tensor:
 def exp_(exponents: Tensor) -> Tensor:
     """Overwrite exponents with their exponentials.
 
-    On a CPU, PyTorch's ``exp`` uses MKL. On AMD processors, it is four times slower than PyTorch's own ``exp2``.
+    On a CPU, PyTorch's ``exp`` uses MKL. On AMD processors, MKL's ``exp`` is four times slower than PyTorch's own ``exp2``.
     """
     return exponents.mul_(_LOG2_E).exp2_() if exponents.is_cpu else exponents.exp_()
 

@@ -1,4 +1,4 @@
-"""Warn once about each mistake in a training loop that changes results without an error.
+"""Warn about mistakes in training loops that change results without an error. Each mistake is reported once.
 
 Values of tensors are read only in the first two calls of a loss, because reading synchronizes with the device.
 """
@@ -22,22 +22,22 @@ CHECKED_CALLS = 2
 # Accepted difference from unit norm. Rounding to half precision causes a smaller difference.
 _TOLERANCE = 0.05
 # The largest value of OpenCLIP's parameter log(1/τ). A logit scale up to this value is probably a logarithm that was passed by
-# mistake. A correct logit scale is rarely so small, because it starts at 10 or 14.3.
+# mistake. A correct logit scale is rarely so small, because its initial value is 10 (SigLIP) or 14.3 (CLIP).
 _LARGEST_LOG_SCALE = math.log(100)
 
-_STATE = "Each such call updates the state of the loss like an optimizer step. "
+_STATE = "Each call in training mode updates the state of the loss. "
 _WARNINGS = {
     "processes": "{processes} processes were started (WORLD_SIZE), but torch.distributed.init_process_group was not called: "
-    "each process compares only its own samples. Call it before the loss is created",
+    "each process compares only its own samples. Call init_process_group before the loss is created",
     "no epoch": "start_epoch() was not called before the first training step, but schedules of this loss depend on the epoch. "
     "Call loss.start_epoch(epoch) at the start of each epoch, from 0",
     "no gradient": f"the loss was called in training mode under torch.no_grad(). {_STATE}"
-    "To read the value of the loss, call the loss after loss.eval(), then call loss.train()",
+    "To compute the loss without an update, call loss.eval() before and loss.train() after",
     "no backward": f"the loss was called again in training mode before the backward pass of the previous call. {_STATE}"
-    "To read the value of the loss, call the loss after loss.eval(). To accumulate gradients, call the loss once on the "
-    "features of all micro-batches",
-    "scale": "logit_scale: expected 1/temperature, such as 14.3 at the start of training, found {scale:.4g}. If this is "
-    "OpenCLIP's parameter, a logarithm, pass model.logit_scale.exp()",
+    "To compute the loss without an update, call loss.eval() before and loss.train() after. To accumulate gradients, call the "
+    "loss once on the features of all micro-batches",
+    "scale": "logit_scale: expected 1/temperature, such as 14.3 at the start of training, found {scale:.4g}. OpenCLIP's "
+    "parameter is the logarithm of this value: pass model.logit_scale.exp()",
     "length": "image_features, text_features: expected rows of unit norm, found norms from {shortest:.4g} to {longest:.4g}. "
     "Pass torch.nn.functional.normalize(features, dim=-1)",
 }
@@ -46,7 +46,7 @@ _WARNINGS = {
 class LoopChecks:
     """Checks of the loop that calls a loss. They are not part of the loss's state.
 
-    ``epoch_is_known`` is True after ``start_epoch`` or after a restore.
+    ``epoch_is_known`` is True after ``start_epoch``, and after the state of the loss is restored.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class LoopChecks:
         self._backward_ran: bool | None = None
 
     def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
-        """Check a call in training mode. Raise ValueError if the logit scale is not finite and positive."""
+        """Check a call in training mode. In the first two calls, raise ValueError if the logit scale is unusable."""
         if not can_read_values(batch.image):
             return
         if loss.depends_on_epoch and not self.epoch_is_known:
@@ -88,7 +88,7 @@ class LoopChecks:
                 term.register_hook(note)
 
     def _warn(self, mistake: str, **found: Any) -> None:
-        """Log the warning about a mistake, unless it was logged before."""
+        """Warn about a mistake. A second call for the same mistake does nothing."""
         if mistake not in self._warned:
             self._warned.add(mistake)
             warnings.warn(_WARNINGS[mistake].format(**found), stacklevel=2)

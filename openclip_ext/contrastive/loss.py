@@ -20,7 +20,7 @@ from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
-# Name of the embeddings of captions that do not fit the image, among the other outputs of the model.
+# Name of the model's output with the embeddings of hard negatives: captions that are similar, but do not match the image.
 HARD_NEGATIVES = "hard_negative_features"
 # OpenCLIP's bounds of log(1/τ), which keep the temperature τ in [0.01, 1].
 _OPENCLIP_BOUNDS = (0.0, math.log(100))
@@ -41,29 +41,29 @@ class ContrastiveLoss(nn.Module):
     """Base class of all losses.
 
     A subclass implements :meth:`_terms` and, if it estimates log-normalizers, :meth:`log_normalizers`. In training mode, call
-    the loss once per optimizer step, because each call updates the state. A call in evaluation mode changes nothing. A loss is
-    not thread-safe.
+    the loss once per optimizer step, because each call updates the state. A call in evaluation mode does not change the state.
+    A loss is not thread-safe.
 
     Attributes:
         embed_dim: required embedding dimension. None means any.
-        num_samples: size of the index space. None means that the loss needs no index.
+        num_samples: size of the data set, which an index must be smaller than. None means that the loss needs no index.
         needs_index: whether ``forward`` needs the samples' index.
         needs_positives: whether ``forward`` needs ``positives``, labels or a mask of equal captions.
-        keeps_state: whether a call in training mode changes the loss itself.
+        keeps_state: whether a call in training mode changes the state of the loss.
         depends_on_epoch: whether the loss has schedules that depend on the epoch, see :meth:`start_epoch`.
         expects_unit_norm: whether the features must have unit norm.
-        uses_logit_scale: whether the value depends on the model's ``logit_scale``.
+        uses_logit_scale: whether the value of the loss depends on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
             DistributedDataParallel fails on a parameter without a gradient.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
-        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means that the loss does not use it.
+        initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means the model's value.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
-        trains_captions_only: whether a captioner's embeddings get no gradient.
-        views: 2 for a loss of two views of each image, passed as ``image_features`` and ``text_features``.
+        trains_captions_only: whether only a captioner's captions are trained, so that the embeddings get no gradient.
+        views: 1 for images and texts. 2 for two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
-        follows_autocast: whether the loss uses the caller's autocast instead of the dtype of the features.
+        follows_autocast: whether the loss computes under the caller's autocast. If not, it disables autocast.
         accepts_hard_negatives: whether ``forward`` uses ``hard_negative_features``, ``(B_local, d)`` text embeddings.
-        reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0 means none.
+        reference_dim: embedding dimension of the reference model whose embeddings each call needs; 0 means no such model.
         steers: whether the loss subtracts the reference model's similarities from the model's similarities.
         normalizers_include_positive: whether ``log_normalizers`` estimates ``log((1 + (B−1)·g)/B)``, with the positive pair,
             instead of ``log(ε + g)``.
@@ -128,10 +128,12 @@ class ContrastiveLoss(nn.Module):
         Args:
             image_features, text_features: ``(B_local, d)``, unit norm, any float dtype. For a loss of two views, pass the
                 embeddings of the first and of the second views. Samples with a non-finite feature are masked without a
-                host-device sync and reported by :meth:`pop_nonfinite`. OpenCLIP's own losses report them without masking.
-            logit_scale: ``1/τ``, one element. If it is not finite and positive, the loss is 0 and nothing changes.
-            logit_bias: OpenCLIP's ``logit_bias``. Only sigmoid losses use it, because it cancels in a softmax.
-            index: ``(B_local,)`` positions of the samples in the data set. Losses that do not need it ignore it.
+                host-device sync and reported by :meth:`pop_nonfinite`. ``ClipLoss`` and ``SigLipLoss`` do not mask them.
+            logit_scale: ``1/τ``, one element. If it is not finite and positive, losses other than ``ClipLoss`` and
+                ``SigLipLoss`` return 0 and do not change their state.
+            logit_bias: OpenCLIP's ``logit_bias``. It affects only sigmoid losses, because it cancels in a softmax.
+            index: ``(B_local,)`` positions of the samples in the data set. Losses without per-sample state use it only to
+                report non-finite samples.
             output_dict: whether to return the terms instead of their sum.
             outputs: other outputs of the model, which most losses ignore. A loss with ``equal_captions`` uses ``positives``:
                 ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also accepts the
@@ -152,7 +154,7 @@ class ContrastiveLoss(nn.Module):
                 two calls in training mode synchronize with the device.
         """
         if self.training and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # A loss may train its own network, which is not possible in inference mode or with tensors created in it.
+            # A loss may train its own network, which is impossible in inference mode or with tensors created in that mode.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = (image_features, text_features, logit_scale, logit_bias, index, output_dict, outputs)
                 *inputs, named = compat.map_tensors(
@@ -162,8 +164,8 @@ class ContrastiveLoss(nn.Module):
         recomputes = checks.is_in_backward()
         if recomputes and self.training and self.keeps_state:
             raise RuntimeError(
-                "the loss was called in a backward pass, which would update its state twice. Call it outside of "
-                "torch.utils.checkpoint"
+                "the loss was called again in a backward pass, so one batch would update its state twice. Call the loss "
+                "outside of torch.utils.checkpoint"
             )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
@@ -181,7 +183,7 @@ class ContrastiveLoss(nn.Module):
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the terms of a checked batch, with their graph; in training mode also update the state once."""
+        """Return the terms of a checked batch, with their autograd graph; in training mode also update the state once."""
         raise NotImplementedError
 
     def log_normalizers(
@@ -192,7 +194,7 @@ class ContrastiveLoss(nn.Module):
         For the arguments, see :meth:`forward`. Collective: all ranks call it with the same number of samples.
 
         Returns:
-            ``(B_local,)`` for the images and for the texts, or for the first and the second views.
+            Two tensors ``(B_local,)``, for the images and for the texts, or for the first and for the second views.
 
         Raises:
             NotImplementedError: The loss has no normalizers.
@@ -259,9 +261,9 @@ class ContrastiveLoss(nn.Module):
     def restore_state(
         self, replicated: dict[str, Any], tables: Mapping[str, Sequence[np.ndarray]], source: object
     ) -> None:
-        """Load a :meth:`replicated_state`, and this rank's shards of the tables from the shards of all ranks.
+        """Load a :meth:`replicated_state`. Load this rank's shards of the tables from ``tables``, the shards of all ranks.
 
-        Raise UsageError, with ``source`` in the message, if the state is of a loss with other options or other data.
+        Raise UsageError, with ``source`` in the message, if the state is from a loss with other options or other data.
         """
         own = self.tables()
         if tables.keys() != own.keys():
@@ -283,13 +285,13 @@ class ContrastiveLoss(nn.Module):
     def model_head(self) -> nn.Module | None:
         """Return the modules of the loss that are part of the trained model, or None (``openclip_ext/losses/heads.py``).
 
-        The training loop must pass their parameters to the optimizer, average their gradients over the processes like the
-        model's, and save them with the model.
+        The training loop must pass their parameters to the optimizer, average the gradients over the processes, and save the
+        modules with the model.
         """
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Restore a state like ``nn.Module.load_state_dict``. If the state is float64, the loss becomes float64."""
+        """Restore a state like ``nn.Module.load_state_dict``. If it contains float64, first convert the loss to float64."""
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in state_dict.values()):
             self.double()
         return super().load_state_dict(state_dict, *args, **options)
@@ -312,7 +314,7 @@ class ContrastiveLoss(nn.Module):
         index: Tensor | None,
         learning: bool = False,
     ) -> LocalBatch:
-        """Check the inputs; move the state to their device and dtype."""
+        """Return the checked inputs; move the state of the loss to their device and to the dtype of the computation."""
         checks.check_features(image_features, text_features, self.embed_dim)
         index = self._in_range(checks.check_index(index, image_features)) if self.needs_index else None
         return LocalBatch(
@@ -333,7 +335,8 @@ class ContrastiveLoss(nn.Module):
             return
         if not self.accepts_hard_negatives:
             raise ValueError(
-                f"{HARD_NEGATIVES}: {type(self).__name__} does not use hard negatives. Use the loss openclip, or omit them"
+                f"{HARD_NEGATIVES}: {type(self).__name__} does not use hard negatives. Omit them, or use the loss openclip "
+                "(with gather_with_grad if it has local_loss)"
             )
         if hard_negatives.shape != text_features.shape:
             raise ValueError(
@@ -342,7 +345,7 @@ class ContrastiveLoss(nn.Module):
             )
 
     def _in_range(self, index: Tensor) -> Tensor:
-        """On the CPU, raise ValueError for an index out of range. On other devices, record it and replace it by −1."""
+        """On the CPU, raise ValueError for an index out of range. On other devices, record this; replace the index by −1."""
         assert self.num_samples is not None, "set in every loss that needs an index"
         in_range = index.clamp(0, self.num_samples - 1) == index
         if not index.is_cpu or torch.compiler.is_compiling():
@@ -351,7 +354,7 @@ class ContrastiveLoss(nn.Module):
         if not in_range.all():
             raise ValueError(
                 f"index {index[~in_range].tolist()[:5]}: expected 0 <= index < num_samples={self.num_samples}. Create the "
-                "loss with the size of this data set"
+                "loss with num_samples= the size of this data set"
             )
         return index
 
@@ -359,6 +362,6 @@ class ContrastiveLoss(nn.Module):
         if not self.indices_in_range:
             self.indices_in_range.fill_(True)
             raise ValueError(
-                f"an index was outside of [0, {self.num_samples}) and its sample was masked. Create the loss with the size of "
-                "this data set"
+                f"an index was outside of [0, {self.num_samples}) and its sample was masked. Create the loss with "
+                "num_samples= the size of this data set"
             )

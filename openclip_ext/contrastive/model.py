@@ -18,12 +18,12 @@ SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Set the model's initial temperature and bias, if ``set_logit_scale``, and freeze what the loss does not train.
+    """Freeze parameters that the loss does not train. With ``set_logit_scale``, also set the initial temperature and bias.
 
-    These parameters are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
+    Parameters are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
 
     Raises:
-        ValueError: The loss trains a bias, and the model has none.
+        ValueError: The loss trains a bias, but the model has no bias.
     """
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
@@ -55,7 +55,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
 def frozen_batchnorm_statistics(model: nn.Module) -> Iterator[None]:
     """Do not update BatchNorm's running statistics inside the ``with`` block.
 
-    Use it for the first of two forward passes of a batch, because a batch must update the statistics only once.
+    Use it for one of two forward passes of a batch, because a batch must update the statistics only once.
     """
     layers: list[Any] = compat.batch_norms(model)
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]

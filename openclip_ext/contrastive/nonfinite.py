@@ -1,4 +1,4 @@
-"""A log of the samples that steps exclude because they are not finite. It needs no host-device sync."""
+"""A log of samples with non-finite features. Adding to it needs no host-device sync."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 # Entries kept between two log lines; later entries are only counted.
 _CAPACITY = 256
 _LOGIT_SCALE = -1
-# Number of calls whose arguments are stored before their entries are computed together, to launch fewer kernels.
+# Number of calls of ``add`` whose entries are computed together, to launch fewer kernels.
 _MOST_RECENT = 64
 
 
@@ -18,7 +18,7 @@ class NonfiniteLog(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # All finite samples, and all entries beyond the capacity, are written to the last row. So no shape depends on data.
+        # Finite samples, and entries beyond the capacity, are written to the last row. So no tensor shape depends on the data.
         self.register_buffer("entries", torch.zeros(_CAPACITY + 1, 2, dtype=torch.int64), persistent=False)
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64), persistent=False)
         self._recent: list[tuple[int | Tensor, Tensor, Tensor, Tensor]] = []
@@ -31,8 +31,8 @@ class NonfiniteLog(nn.Module):
         Args:
             call: number of the call. In a compiled graph, it is a 0-d tensor.
             index: ``(B_local,)`` index of the samples. None means their positions.
-            finite: ``(B_local,)`` bool.
-            scale_ok: 0-d bool. False is logged as a call without indices.
+            finite: ``(B_local,)`` bool, whether all features of a sample are finite.
+            scale_ok: 0-d bool, whether the logit scale is usable. False is logged as a call without indices.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and finite.is_cpu and scale_ok and finite.all():
@@ -40,17 +40,17 @@ class NonfiniteLog(nn.Module):
         if index is None:
             names = torch.arange(len(finite), device=finite.device)
         else:
-            # A copy, because the caller may reuse the memory.
+            # The index is copied, because the caller may reuse its memory.
             names = index.to(finite.device, torch.int64, non_blocking=True, copy=True)
         if len(self._recent) == _MOST_RECENT:
             self._store_recent()
         self._recent.append((call.long() if isinstance(call, Tensor) else call, names, finite, scale_ok))
-        if is_compiling:  # the graph would be recompiled whenever the list grows
+        if is_compiling:  # if the list grew, the graph would be recompiled
             self._store_recent()
             self._is_compiled = True
 
     def forget(self, call: int, skip_if: Tensor | None = None) -> None:
-        """Remove the entries of the last logged call if its number is ``call``, unless ``skip_if`` (0-d bool) is True."""
+        """Remove the entries of call number ``call``, if it was logged last. If ``skip_if`` (0-d bool) is True, do nothing."""
         if self._is_compiled:
             is_used = torch.arange(_CAPACITY, device=self.entries.device) < self.filled
             number = (is_used & (self.entries[:-1, 0] == call)).sum()

@@ -21,8 +21,9 @@ class Estimate:
 
     Attributes:
         alpha: ``(2, B)`` log-normalizers ``α``.
-        batch_share: λ, if ``exp(α)`` contains the term ``λ·(ε+g)`` of this batch. Gradients flow through this term.
-        feature_gradient: Function for the other part of the gradient of ``α``. It maps weights ``(2, B_local)`` of this
+        batch_share: Factor λ of the term ``λ·(ε+g)`` of this batch in ``exp(α)``. Gradients flow through this term. 0
+            (default) means no such term.
+        feature_gradient: Function for the gradient of the other terms of ``α``. It maps weights ``(2, B_local)`` of this
             process's anchors to ``Σ weight·∇α`` for this process's images and texts, ``(2, B_local, d)``. None (default)
             means no gradient.
         tau_slope: ``∂α/∂τ`` of this process's anchors, ``(2, B_local)``. None (default) means that the temperature's gradient
@@ -43,13 +44,13 @@ class Normalizer(nn.Module):
     the loss.
 
     Attributes:
-        estimates: The supported estimands. None means any. A subclass must declare it.
+        estimates: The supported estimands. None means any estimand. A subclass must declare this attribute.
         needs_index: Whether the normalizer needs ``batch.index``.
-        depends_on_epoch: Whether it has schedules that depend on the epoch.
-        differentiable: Whether its estimate can have a gradient with respect to the embeddings.
-        refuses_labels: The reason why it cannot exclude samples with equal labels; empty if it can.
+        depends_on_epoch: Whether the normalizer has schedules that depend on the epoch.
+        differentiable: Whether the estimate can have a gradient with respect to the embeddings.
+        refuses_labels: The reason why the normalizer cannot exclude samples with equal labels; empty if it can.
         contrasts_locally: Whether the encoders' loss compares only each process's own samples. :meth:`step` then updates the
-            state with ``batch_at_tau.of_all_processes()``. On a class: whether an option can choose this.
+            state with ``batch_at_tau.of_all_processes()``. A class sets it to True if an option can enable it.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -85,7 +86,7 @@ class MinibatchNormalizer(Normalizer):
 
 @torch.no_grad()
 def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
-    """Return a batch at the model's temperature, for losses that need it only for logs. For ``gather``, see `gather_batch`."""
+    """Return a batch at the model's temperature, for losses without a normalizer. ``gather``: see :func:`gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
@@ -93,7 +94,7 @@ def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
-    """Return the metrics of a loss that does not compare each sample with all other samples.
+    """Return the metrics of a loss that has no softmax over the batch (SigLIP, CLIP-Lite).
 
     ``batch`` is the detached batch of the last call. ``infonce`` and ``chance`` are computed only from this process's samples.
     Synchronizes with the device.

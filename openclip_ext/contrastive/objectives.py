@@ -1,9 +1,9 @@
 """Objectives: functions that losses minimize for given log-normalizers ``α``. Each declares the quantity that ``α`` estimates.
 
 Every objective is ``L = ½ Σ_k mean_i value_k,i + regularizer(ρ)`` over sides ``k`` and anchors ``i``. ``α`` is treated as
-constant, and the pairs have weights ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor``. Objectives differ in the factor of these
-weights and in the gradients for the positive pair and for the temperature. Training uses only the gradient of an objective;
-its value is only logged. Equation numbers in [brackets] are from the papers.
+constant, and the pairs have weights ``w_ij = exp((s_ij − s_ii)/τ_i − α_i)/divisor`` (see :class:`Estimand`). Objectives differ
+in the factor of these weights and in the gradients for the positive pair and for the temperature. Training uses only the
+gradient of an objective. The value is only logged. Equation numbers in [brackets] are from the papers.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,8 @@ class Estimand:
     Attributes:
         formula: Formula of ``α``, for error messages.
         from_batch: Function that returns the mini-batch estimate of ``α``, ``(2, B)``, without ε.
-        log_divisor: Function that returns the log of the divisor of ``Σ_j exp((s_ij − s_ii)/τ_i)``, 0-d or ``(2, B)``.
+        log_divisor: Function that returns the log of the number by which the estimand divides ``Σ_j exp((s_ij − s_ii)/τ_i)``,
+            0-d or ``(2, B)``.
         includes_positive: Whether the positive pair is one of the terms of the estimand.
     """
 
@@ -58,9 +59,9 @@ class Objective(ABC):
 
     Attributes:
         estimand: The quantity that ``α`` estimates. A subclass must declare it.
-        regularized: Whether there is a regularizer with the weight ``ρ``.
-        differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. If so, the gradient of
-            an estimate can flow to the encoders.
+        regularized: Whether the objective has a regularizer with the weight ``ρ``.
+        differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. Only then can a
+            normalizer pass the gradient of ``α`` to the encoders.
         eps: The constant ε that is added to the estimand.
     """
 
@@ -80,7 +81,7 @@ class Objective(ABC):
     def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         """Return the derivative with respect to ``s_ii``, divided by :meth:`pair_factor`: ``(2, B)``.
 
-        ``weight_sum`` is ``Σ_j w_ij``. The default is right for objectives that depend only on the gaps ``s_ij − s_ii``.
+        ``weight_sum`` is ``Σ_j w_ij``. The default is correct for objectives that depend only on the gaps ``s_ij − s_ii``.
         """
         return -weight_sum
 
@@ -106,7 +107,7 @@ class Objective(ABC):
 class FastCLIPObjective(Objective):
     """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 4, 12] with the temperature's gradient of [NeuCLIP 13].
 
-    [13] is the gradient of [12] with ``exp(−α)(ε+g)`` set to 1. This holds on average if α is a moving average.
+    [13] is the gradient of [12] with ``exp(−α)(ε+g)`` replaced by 1, which is its mean if α is a moving average.
     """
 
     estimand = NEGATIVES_MEAN
@@ -127,7 +128,7 @@ class FastCLIPObjective(Objective):
 
 
 class NeuCLIPObjective(FastCLIPObjective):
-    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12], with its exact derivative at constant α instead of [13].
+    """``τ·[exp(−α)(ε+g) + α] + τ(ρ−1)`` [NeuCLIP 12] with its exact τ-derivative at constant α instead of [NeuCLIP 13].
 
     The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """
@@ -137,7 +138,7 @@ class NeuCLIPObjective(FastCLIPObjective):
 
 
 class Unscaled(Objective):
-    """Base class of objectives of ``(s_ij − s_ii)/τ``, without the factor τ and without a regularizer."""
+    """Base class of objectives that depend only on ``(s_ij − s_ii)/τ``, without the factor τ and without a regularizer."""
 
     def pair_factor(self, tau: Tensor) -> Tensor:
         return tau.reciprocal()

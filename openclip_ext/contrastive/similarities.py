@@ -15,7 +15,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch
 
-# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Unlike -inf, it gives 0 if multiplied by 0.
+# Similarity of a masked pair. Its exponential is 0 for any temperature in (0, 1]. Unlike -inf, it can be multiplied by 0.
 MASKED_SIMILARITY = -1e4
 
 # Maximum number of pairs per chunk. About five buffers of this size are in memory at the same time: 0.7 GB in float32.
@@ -32,9 +32,9 @@ def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
 
 
 def chunk_bytes(local_size: int, size: int) -> int:
-    """Return the bytes of float32 similarities that are in memory at once, for ``local_size`` anchors and ``size`` samples.
+    """Return the bytes of the three largest float32 buffers, for ``local_size`` anchors and ``size`` samples.
 
-    The computation also uses about two more buffers, each of a third of this size.
+    The computation also uses about two more buffers, each of the size of one of the three.
     """
     return 3 * 4 * min(local_size * size, max(MAX_PAIRS, size))
 
@@ -42,8 +42,8 @@ def chunk_bytes(local_size: int, size: int) -> int:
 class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
-    These pairs have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal labels, pairs
-    with a masked sample, and, if there are two views, an anchor and itself.
+    Pairs that are not negatives have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal
+    labels, pairs with a masked sample, and, if there are two views, an anchor and itself.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -60,7 +60,7 @@ class Similarities:
     def log_sums(self) -> Tensor:
         """Return ``log Σ_j exp(s_ij/τ_i)`` over the negatives of all anchors of the batch, ``(2, B)``.
 
-        Masked samples get values that make their ``log g`` 0. For a gathered batch, ``2·B`` scalars are communicated.
+        Masked samples get values for which their ``log g`` is 0. For a gathered batch, ``2·B`` scalars are communicated.
         """
         batch = self.batch
         parts: list[list[Tensor]] = [[], []]
@@ -131,7 +131,7 @@ class Similarities:
 
 @dataclass
 class _Chunk:
-    """Similarities ``values`` ``(c, B)`` between some anchors of one side (rows) and all samples of the other (columns)."""
+    """Similarities ``values`` ``(c, B)`` of ``c`` anchors of one side (rows) to all samples of the other side (columns)."""
 
     batch: GatheredBatch
     tau: Tensor
@@ -172,7 +172,7 @@ class _Chunk:
         return largest + terms.sum(dim).log_()
 
     def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each anchor's softmax over *all* its negatives, computed with ``log_sums`` ``(2, B)`` of all anchors.
+        """Return this chunk's part of each anchor's softmax over all negatives, given ``log_sums`` ``(2, B)``.
 
         The softmax is returned as two factors: terms ``(c, B)``, which the caller may overwrite, and scales ``(c,)`` or
         ``(B,)``.

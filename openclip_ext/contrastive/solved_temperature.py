@@ -2,9 +2,9 @@
 
 The regularized objective ``τ·log mean_j exp((s_ij − s_ii)/τ) + τ·ρ`` has the derivative ``ρ − KL_i(τ)`` with respect to τ.
 ``KL_i(τ)`` is the divergence of the anchor's softmax over its negatives from the uniform distribution. The objective is the
-dual of a bound on this divergence [NeuCLIP 1; Qiu et al., ICML 2023]. So at the optimal τ the divergence equals ρ, and about
-``exp(−ρ)`` of the data counts as hard. A batch has too few negatives to find this τ, because with ``m`` negatives the
-divergence is below ``log m``. A queue of recent embeddings has enough.
+dual of a worst-case mean over weights of the negatives whose divergence is at most ρ [NeuCLIP 1; Qiu et al., ICML 2023]. So at
+the optimal τ the divergence equals ρ, and about ``exp(−ρ)`` of the data counts as hard. A batch has too few negatives to find
+this τ, because with ``m`` negatives the divergence is below ``log m``. A queue of recent embeddings has enough negatives.
 
 Naive float64 version: ``Solved`` in ``tests/references/contrastive.py``. Page: ``docs/methods/solved-temperature.md``.
 """
@@ -27,10 +27,10 @@ from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 _WARMUP_STEPS = 100
 # Fraction of the distance to the solution by which log τ moves per step.
 _RATE = 0.01
-# Maximum anchors per side to solve for; enough, because steps are small.
+# Maximum number of anchors per side that one solution uses. Few are enough, because log τ moves slowly.
 _ANCHORS = 32
 # Number of intervals between the bounds of log τ, for a precision of 0.1 % of τ. Each iteration splits an interval into parts.
-# More parts need more arithmetic, which is slow on a CPU, but fewer kernels, which is fast on a GPU.
+# More parts mean more arithmetic, which is slow on a CPU, but fewer kernel launches, which is fast on a GPU.
 _INTERVALS = 2**12
 _PARTS = {"cpu": 2, "cuda": 8}
 
@@ -39,8 +39,8 @@ class SolvedTemperature(TemperatureScheme):
     """The τ at which the anchors' softmax over recent embeddings has, on average, a divergence of ρ from uniform.
 
     After the first 100 steps, and once the queue is full, each step moves ``log τ`` by a hundredth of its distance to the
-    solution. The batch is added to the queue afterwards, so an anchor is not compared with its own pair, unless the queue is
-    longer than the data set. If the loop calls ``finish_logit_scale_step``, the model's ``logit_scale`` is set to ``1/τ``.
+    solution. The batch is added to the queue afterwards. So an anchor is not compared with its own positive if the queue is
+    shorter than the data set. ``finish_logit_scale_step`` sets the model's parameter to ``log(1/τ)``.
     """
 
     solves = True
@@ -77,7 +77,7 @@ class SolvedTemperature(TemperatureScheme):
         self.uses_logit_scale = temperature is None
         self.initial_logit_scale = log_inverse(temperature)
         self.queue = EmbeddingQueue(temperature_queue, embed_dim)
-        # NaN before the first step. The model's temperature is then used.
+        # If no temperature is given, log τ is NaN before the first step, which uses the model's temperature.
         self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
@@ -91,7 +91,7 @@ class SolvedTemperature(TemperatureScheme):
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = batch_at_tau.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
-        # There are never more steps than calls. This check needs no sync.
+        # Reading ``steps`` would need a sync. There are never more steps than calls, so this check of ``call`` is enough.
         if isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS:
             log_tau = self._move(log_tau, batch)
         self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
@@ -131,7 +131,7 @@ def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> 
 
     Args:
         similarities: ``s`` of both sides' anchors with the queue, ``(2, b, m)``.
-        weights: ``(b,)``.
+        weights: ``(b,)`` weights of the anchors of one side. They sum to ½, because both sides use them.
         log_tau: 0-d or ``(parts,)``.
     """
     inverse = torch.exp(-log_tau[..., None, None])

@@ -2,8 +2,8 @@
 
 The reference model has unit embeddings ``ê1, ê2`` and similarities ``ŝ_ij = ê1_i·ê2_j``. Steering replaces ``s_ij − s_ii`` in
 every exponent by ``(s_ij − s_ii) − (ŝ_ij − ŝ_ii)``. So a negative has a large weight if the model is worse on it than the
-reference. Because ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, normalizers need no special code:
-the features have two blocks, first the reference's, then the model's. The reference's block has no gradient.
+reference model. ``s_ij − ŝ_ij`` is the inner product of ``[ê1; e1]`` with ``[−ê2; e2]``, so normalizers need no special code.
+The features have two blocks: first the reference's, then the model's. The reference's block has no gradient.
 
 Distillation adds ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` over the global batch.
 
@@ -30,8 +30,8 @@ _SMALLEST_NORM = 1e-12
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
     """Return the batch with two blocks of features: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
-    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. A sample with a row of zeros, which
-    means that the reference could not read it, is masked. Raise ValueError for other shapes.
+    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. A row of zeros means that the
+    reference could not read the sample. Such a sample is masked. Raise ValueError for other shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -40,7 +40,7 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
             f"reference: expected the reference model's embeddings of images and of texts, {expected} each, found {found}"
         )
     image, text = (side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference)
-    # With NaN, a sample is also masked on the ranks that receive its features.
+    # NaN also masks the sample on the other ranks, because they receive its features, but not ``finite``.
     image, text = (side.masked_fill(~side.any(dim=1, keepdim=True), torch.nan) for side in (image, text))
     return replace(
         batch,
@@ -81,10 +81,10 @@ class Distilled:
 
 
 def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
-    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without a graph.
+    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without an autograd graph.
 
-    ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference; ``tau``
-    ``(2, B)`` are the temperatures of the anchors.
+    ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference.
+    ``tau`` ``(2, B)`` are the temperatures of the anchors, and ``reference_tau`` is ``τ̂``.
     """
     sides = range(2)
     chunks = list(anchor_chunks(batch.local, batch.size))
@@ -129,11 +129,11 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
 def report(batch: LocalBatch, width: int) -> dict[str, float]:
     """Return two metrics of this process's samples: how often the reference is better, and the reference's InfoNCE.
 
-    The first is the fraction of negatives with ``ŝ_ij − ŝ_ii < s_ij − s_ii``. InfoNCE uses the model's temperature.
+    The first metric is the fraction of negatives with ``ŝ_ij − ŝ_ii < s_ij − s_ii``. InfoNCE uses the model's temperature.
     Synchronizes with the device.
 
     Args:
-        batch: Features of two blocks, without graph.
+        batch: Samples whose features have two blocks, without an autograd graph.
         width: Embedding dimension of the reference's block.
     """
     usable = batch.finite.nonzero()[:_REPORTED, 0]

@@ -1,6 +1,6 @@
 """The interface of temperature schemes, and the schemes with a constant or a global temperature.
 
-OpenCLIP's models learn the parameter ``log(1/τ)``. They pass its exponential ``logit_scale`` to the loss.
+OpenCLIP's models learn the parameter ``log(1/τ)``. They pass the parameter's exponential, ``logit_scale``, to the loss.
 """
 
 import math
@@ -13,7 +13,7 @@ from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 
-# With GlobalTemperature's slow_when_small, the learning rate is multiplied by the factor at or below the temperature.
+# With GlobalTemperature's slow_when_small, temperatures up to _SLOW_BELOW have _SLOW_FACTOR of the learning rate.
 _SLOW_BELOW = 0.03
 _SLOW_FACTOR = 1 / 3
 
@@ -22,14 +22,14 @@ class TemperatureScheme(nn.Module):
     """A source of temperatures, fixed or learned. Keyword-only arguments of the constructor are options of the loss.
 
     Attributes:
-        needs_index: whether it needs ``batch.index``.
-        depends_on_epoch: whether it has schedules that depend on the epoch.
+        needs_index: whether the scheme needs ``batch.index``.
+        depends_on_epoch: whether the scheme has schedules that depend on the epoch.
         uses_logit_scale: whether the temperatures depend on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` is the global temperature and gets a gradient.
-        learns_own: whether it has its own temperatures, which :meth:`update` learns.
+        learns_own: whether the scheme has temperatures of its own, which :meth:`update` learns.
         solves: whether :meth:`solve` computes temperatures from the embeddings.
         regularized: whether the temperature is learned with the objective's regularizer ``ρ``.
-        logit_scale_lr: constant learning rate of the model's parameter. None means the encoders' learning rate.
+        logit_scale_lr: constant learning rate of the model's parameter ``log(1/τ)``. None means the encoders' learning rate.
         initial_logit_scale: initial value of the model's parameter ``log(1/τ)``. None means the model's value.
     """
 
@@ -48,7 +48,7 @@ class TemperatureScheme(nn.Module):
         raise NotImplementedError
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
-        """Learn from the derivative of the regularized objective with respect to each anchor's temperature, ``(2, B)``."""
+        """Update own temperatures. ``gradient`` ``(2, B)`` is the derivative of the regularized objective for each anchor."""
 
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Compute the next step's temperatures from all processes' embeddings of a training step."""
@@ -76,13 +76,13 @@ def log_inverse(temperature: float | None) -> float | None:
 
 
 def check_bounds(lower: float, upper: float) -> None:
-    """Raise OptionError unless ``lower ≤ upper``."""
+    """Raise OptionError if ``lower > upper``."""
     if lower > upper:
         raise OptionError("temperature_min", f"temperature_min={lower} is larger than temperature_max={upper}")
 
 
 class ConstantTemperature(TemperatureScheme):
-    """A constant ``τ``. With ``temperature=None``, it is the temperature of ``logit_scale``, without a gradient."""
+    """A constant ``τ``. With ``temperature=None``, ``τ`` is ``1/logit_scale`` of the model, without a gradient."""
 
     def __init__(self, *, temperature: float | None) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class UnregularizedTemperature(TemperatureScheme):
 
 
 class GlobalTemperature(UnregularizedTemperature):
-    """A single learned temperature with the regularizer ``ρ`` (RGCL-g).
+    """A single learned temperature with the regularizer ``ρ`` (RGCL-g of the FastCLIP paper).
 
     With ``slow_when_small``, the learning rate is divided by three in steps that start with ``τ ≤ 0.03``.
     """

@@ -32,10 +32,10 @@ FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
 
 
 def export(checkpoint: Path, to: str, output: Path) -> None:
-    """Write a folder with a model card, which ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads.
+    """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
 
     Args:
-        checkpoint: A file in a run's ``checkpoints/``, or the run folder.
+        checkpoint: A file in a run's ``checkpoints/``, or the run folder, which means the newest checkpoint.
         to: A key of :data:`FORMATS`.
         output: A new or empty folder.
 
@@ -44,7 +44,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         ValueError: Another process is writing to the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    # A failed export leaves its lock file.
+    # A folder that contains only the lock file of a failed export counts as empty.
     if output.exists() and any(file.name != ".lock" for file in output.iterdir()):
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
@@ -59,7 +59,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
     _check_loadable(model, settings)
     model = model.float()
-    # The model was loaded in the run's precision. In half precision, this rounds the float32 average of --model-ema-decay.
+    # The model was loaded in the run's precision, which may be half precision. Load the weights again in float32, because
+    # half precision rounds the average of --model-ema-decay.
     load_model(model, loaded.model_file["state_dict"], checkpoint)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     with held(output):
@@ -70,7 +71,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
         if "hf_tokenizer_name" in model_config["text_cfg"]:
             cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP loads the tokenizer from this folder
-        # A file that contains only the model, such as best.pt, stores its epoch, but no step.
+        # A file that contains only the model, such as best.pt, stores the number of epochs, but no step.
         unit = "epoch" if loaded.shared is None else "step"
         end = getattr(loaded.position, unit)
         lines = [line for line in read_log(run).steps if line[unit] < end]
@@ -90,8 +91,8 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
         plain, *_ = replace(settings, force_image_size=None, pretrained=None).create(torch.device("cpu"))
     if any(value.shape != model.state_dict()[name].shape for name, value in plain.state_dict().items()):
         raise UsageError(
-            f"--force-image-size {settings.force_image_size}: stock OpenCLIP cannot load a folder with a timm tower of "
-            "another size. Use the code that the run logged for loading its model"
+            f"--force-image-size {settings.force_image_size}: stock OpenCLIP cannot load a timm tower with another image "
+            "size from a folder. Load the model with the code that the run logged"
         )
 
 
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help=file)
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
-    parser.add_argument("--output", type=output_path, required=True, help="folder to create")
+    parser.add_argument("--output", type=output_path, required=True, help="new or empty folder")
     args = parser.parse_args(argv)
     export(args.checkpoint, args.to, args.output)
     print(f"To publish the folder: hf upload YOU/NAME {args.output}")

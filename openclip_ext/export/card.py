@@ -38,7 +38,7 @@ def model_card(
 
     Args:
         config: Content of the run's ``config.json``.
-        logged: The last line of ``metrics.jsonl`` before the checkpoint; None means no line, so there is no figure of curves.
+        logged: The last line of ``metrics.jsonl`` before the checkpoint. None means no such line, and no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a ``CLIPModel``.
     """
@@ -77,8 +77,8 @@ def model_card(
 def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str, float]:
     """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``.
 
-    Results of other weights than ``weights`` (SHA-256) are omitted: the file was written again after the evaluation. Results
-    with other model options than the run's are omitted, too.
+    Results of ``openclip-ext evaluate`` are omitted if the checkpoint has changed since (``weights`` is the SHA-256 of its
+    weights), or if the model had other options than in the run.
     """
     found: dict[str, float] = {}
     position = checkpoint.position
@@ -93,7 +93,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str,
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a value. A path on this machine is shortened to its last part, after the prefix ``local-dir:`` if it has one."""
+    """Return a value. If it is a path on this machine, shorten the path to its last part; a prefix ``local-dir:`` stays."""
     if not isinstance(value, str):
         return value
     path = value.removeprefix("local-dir:")

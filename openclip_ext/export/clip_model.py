@@ -33,8 +33,8 @@ _IN_BLOCK = {
     "attn.out_proj.": "self_attn.out_proj.",
 }
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
-_CAPTION = "A cat's toys, 2 of them!"  # CLIP's tokenizer only lowers it
-_RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
+_CAPTION = "A cat's toys, 2 of them!"  # CLIP's tokenizer only changes it to lower case
+_RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's codes of the methods
 
 
 def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder: Path) -> None:
@@ -103,7 +103,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return ``CLIPConfig``'s arguments: sizes from the weights, and heads and activation from OpenCLIP's configuration."""
+    """Return ``CLIPConfig``'s arguments: sizes from the weights, attention heads and activation from OpenCLIP's ``config``."""
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor])
     vision_width, _, patch, _ = weights["vision_model.embeddings.patch_embedding.weight"].shape
     height, width = torch.broadcast_to(torch.as_tensor(model.visual.image_size), (2,)).tolist()
     if height != width:
-        raise ValueError(f"images of {height} x {width} pixels, not square")
+        raise ValueError(f"expected square images, found {height} x {width} pixels")
     text = tower("text_model", text_width, config["text_cfg"].get("heads", 8))
     text["max_position_embeddings"] = len(weights["text_model.embeddings.position_embedding.weight"])
     vision = tower("vision_model", vision_width, vision_width // config["vision_cfg"].get("head_width", 64))
@@ -167,7 +167,7 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """Return the number of each token, and the merges. Special tokens have the names that ``CLIPTokenizer`` uses."""
+    """Return each token's number, and the merges of byte pairs. Special tokens get the names that ``CLIPTokenizer`` uses."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
     if tokenizer.clean_fn(_CAPTION) != _CAPTION.lower() or tokenizer.reduction_fn is not None:
@@ -178,4 +178,4 @@ def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def _no_counterpart(reason: str) -> str:
-    return f"transformers.CLIPModel has no counterpart of this model ({reason}): use --to safetensors"
+    return f"transformers.CLIPModel does not support this model ({reason}): use --to safetensors"

@@ -1,1 +1,1 @@
-"""The losses in other training libraries, one file per library. See ``docs/integrations.md``."""
+"""Use this package's losses in other training libraries, one file per library. See ``docs/integrations.md``."""

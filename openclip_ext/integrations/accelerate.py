@@ -1,4 +1,4 @@
-"""The losses in ``accelerate``: ``save_state`` and ``load_state`` include the state of the loss."""
+"""Use this package's losses in ``accelerate``. ``save_state`` and ``load_state`` include the state of the loss."""
 
 from accelerate import Accelerator
 from torch import nn
@@ -12,7 +12,7 @@ from openclip_ext.integrations.model_loss import ModelLoss
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader, loss: ContrastiveLoss
 ) -> tuple[nn.Module, Optimizer, DataLoader, ModelLoss]:
-    """Prepare model, optimizer and loader like ``accelerator.prepare``; also return the loss to call.
+    """Prepare model, optimizer and loader like ``accelerator.prepare``; also return the loss as a :class:`ModelLoss`.
 
     Create the learning rate schedule after this call.
 
@@ -22,7 +22,7 @@ def prepare(
         loss: Loss from ``openclip_ext.create_loss``.
 
     Raises:
-        ValueError: The loop would accumulate gradients, or repeat samples at the end of an epoch.
+        ValueError: The loss does not support this loop, which accumulates gradients or repeats samples at the end of an epoch.
 
     Example:
         >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)

@@ -23,7 +23,7 @@ class ContrastiveModule(lightning.LightningModule):
     Args:
         model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``.
         loss: Loss from ``openclip_ext.create_loss``. For several processes, pass a function that creates the loss, because
-            Lightning starts the processes later.
+            the loss must be created after Lightning has connected the processes.
         optimizer: Function that creates an optimizer for a list of parameters.
 
     Attributes:
@@ -82,8 +82,8 @@ class ContrastiveModule(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx and not self._has_started and not hasattr(self.trainer.train_dataloader, "load_state_dict"):
             rank_zero_warn(
-                f"the checkpoint is from the middle of an epoch, after {batch_idx} batches: Lightning now repeats these "
-                "batches and omits the last ones. Resume from the end of an epoch, or use a loader with a state"
+                f"the checkpoint is from the middle of an epoch, after {batch_idx} batches. Lightning now repeats these "
+                f"batches and omits the last {batch_idx}. Resume from the end of an epoch, or use a loader with state_dict()"
             )
         self._has_started = True
 

@@ -17,10 +17,10 @@ _EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
 def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
     """Make a model compute training batches in micro-batches. Only one micro-batch at a time has activations in memory.
 
-    The loss and its gradient equal those of the full batch, because the backward pass computes each micro-batch again
-    with the same random numbers (GradCache, Gao et al. 2021). This works in ``transformers.Trainer``, Lightning, accelerate
-    and custom training loops. Batch normalization uses the statistics of each micro-batch. In ``sentence-transformers``, whose
-    models have one tower, set ``micro_batch_size`` of the loss instead.
+    The loss and its gradient do not change, because the backward pass computes each micro-batch again with the same random
+    numbers (GradCache, Gao et al. 2021). Only batch normalization differs: it uses the statistics of each micro-batch. Use
+    this function in ``transformers.Trainer``, Lightning, accelerate and custom training loops. In ``sentence-transformers``,
+    whose models have one tower, set ``micro_batch_size`` of the loss instead.
 
     Args:
         model: Two-tower model of OpenCLIP (``output_dict=True``) or ``transformers``, which is not yet compiled or wrapped.
@@ -39,14 +39,14 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         >>> model_loss(model(image, text)).backward()  # of 4,096 pairs
     """
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size={size!r}: expected a whole number of samples, at least one")
+        raise ValueError(f"size={size!r}: expected a whole number of samples, at least 1")
     model.get_parameter(LOGIT_SCALE)  # raises AttributeError now if the model has no such parameter
     model.forward = _MicroBatches(model, model.forward, size)
     return model
 
 
 class _MicroBatches:
-    """The forward pass of a model in micro-batches. It is no closure, so a copy of the model computes with its own weights."""
+    """The forward pass of a model in micro-batches. A deep copy of the model copies this object, but not a closure."""
 
     def __init__(self, model: nn.Module, original: Callable[..., Any], size: int) -> None:
         self._model, self._original, self._size = model, original, size
@@ -69,7 +69,7 @@ class _MicroBatches:
             for first in range(0, count, size)
         ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0].keys() - SCALARS}
-        # The scalars must be outputs, because DistributedDataParallel searches the outputs for the parameters in use.
+        # The scalars must be outputs, because DistributedDataParallel finds the parameters in use through the outputs.
         logit_scale = model.get_parameter(LOGIT_SCALE).exp()
         return rows | {LOGIT_SCALE: logit_scale} | {name: parts[0][name] for name in SCALARS if name in parts[0]}
 

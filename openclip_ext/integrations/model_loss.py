@@ -25,8 +25,8 @@ class ModelLoss:
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is set to the loss's initial value, or
-            frozen if the loss does not train it.
+        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is set to the loss's initial value, if the
+            loss has one, and frozen if the loss does not train it.
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
@@ -43,8 +43,8 @@ class ModelLoss:
     def __init__(self, loss: ContrastiveLoss, model: nn.Module, averages: bool = True) -> None:
         if loss.model_head() is not None or loss.views > 1:
             raise ValueError(
-                f"{type(loss).__name__} trains its own modules or compares two views of an image: only "
-                "openclip_ext.training.main supports that"
+                f"{type(loss).__name__} trains its own modules or compares two views of an image, which this class does not "
+                "support. Train with: python -m openclip_ext.training.main"
             )
         if not hasattr(model, LOGIT_SCALE):
             raise ValueError(
@@ -72,10 +72,10 @@ class ModelLoss:
             outputs: Outputs of OpenCLIP's models (``output_dict=True``), or of CLIP, SigLIP or dual encoders in
                 ``transformers``.
             index: Positions ``(B_local,)`` of the samples in the training set, if the loss needs them.
-            training: Whether this is training data. If not, return OpenCLIP's loss over this process's samples, and keep the
-                state.
-            positives: Labels or mask of equal captions, for a loss with ``equal_captions`` (see its ``forward``).
-            reference: A reference model's embeddings, for a loss with ``reference_dim`` (see its ``forward``).
+            training: Whether this is training data. If not, return OpenCLIP's loss over this process's samples, and do not
+                change the loss's state.
+            positives: Labels or mask of equal captions, for a loss with ``equal_captions`` (see the loss's ``forward``).
+            reference: A reference model's embeddings, for a loss with ``reference_dim`` (see the loss's ``forward``).
         """
         features = self._features(outputs)
         if not training:
@@ -131,7 +131,7 @@ class ModelLoss:
         groups[0]["lr"] = self.loss.logit_scale_lr
 
     def after_step(self) -> None:
-        """Clamp the temperature to its bounds. Call this method after ``optimizer.step()``."""
+        """Clamp the temperature to the loss's bounds. Call this method after ``optimizer.step()``."""
         self.loss.finish_logit_scale_step(self.logit_scale, self._before)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -174,7 +174,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict` of any number of processes; raise ValueError if the options or the data differ."""
+        """Restore a :meth:`state_dict` from any number of processes; raise ValueError for other options or other data."""
         state = checked_dict(state, "the saved loss")
         saved = checked_dict(state.get("tables"), "tables of the saved loss", list)
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

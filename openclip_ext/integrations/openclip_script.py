@@ -25,7 +25,7 @@ def register() -> None:
 
     The script then accepts ``--loss`` and the options of losses, and ``open_clip.create_loss(args)`` creates the loss
     ``args.loss``. The loss's options are read from the dictionary ``args.loss_options``, and from attributes of ``args``
-    with the names of the flags (``loss_eps`` for ``--loss-eps``). Later calls have no effect.
+    with the names of the flags (``loss_eps`` for ``--loss-eps``). A second call of ``register`` has no effect.
 
     ``create_loss`` raises ``ValueError`` for losses that OpenCLIP's loop cannot train: losses that need the index or equal
     captions, losses that train their own modules, and, with ``accum_freq > 1``, all losses of this package. Train these losses
@@ -85,11 +85,11 @@ def _extended_create_loss(original: Callable) -> Callable:
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
         if getattr(args, "distill", False):
-            raise ValueError(f"--loss {name} cannot distill: remove --distill-model, or use --loss openclip")
+            raise ValueError(f"--loss {name} does not support --distill-model: remove the flag, or use --loss openclip")
         refused = {
             f"--loss {name} needs every sample's index": asked.needs_index,
             f"--loss {name} needs one call per step with --accum-freq {accum_freq}": accum_freq > 1,
-            "--equal-captions needs to know which captions are equal": asked.needs_positives,
+            "--equal-captions needs labels of equal captions": asked.needs_positives,
             f"--loss {name} trains its own modules": asked.model_head() is not None,
         }
         for reason, is_wrong in refused.items():
@@ -117,7 +117,7 @@ def _with_zero_gradient(loss: nn.Module, args: tuple[Any, ...], inputs: dict[str
 
 
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the loss options in ``args``. Its attributes have the flags' names, because ``args.eps`` is Adam's option."""
+    """Return the loss options in ``args``, whose attributes have the flags' names, because ``args.eps`` is Adam's option."""
     given = getattr(args, "loss_options", {})
 
     def value_of(option: str) -> Any:
@@ -125,5 +125,5 @@ def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     parts = {part: value_of(part) for part in (*PARTS, "views")}
     used = [*parts, *registry.options_used_by(name, **parts)]
-    # In ``args.loss_options``, None is a value. An attribute of args that is None means that the option was not given.
+    # None in ``args.loss_options`` is a given value. None in an attribute of ``args`` means that the option was not given.
     return {option: value_of(option) for option in used if option in given or value_of(option) is not None}

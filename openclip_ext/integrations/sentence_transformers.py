@@ -1,4 +1,4 @@
-"""The losses in ``sentence-transformers``. The index is passed as the label."""
+"""Use this package's losses in ``sentence-transformers``. Each sample's label is the sample's index."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,13 +16,13 @@ from openclip_ext.integrations.transformers import LossCallback
 
 
 class GlobalContrastiveLoss(nn.Module):
-    """A global contrastive loss of pairs of texts, in both directions.
+    """A global contrastive loss for pairs of texts. Both texts of a pair are anchors.
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        scale: Initial ``1/τ``, if the loss does not set one.
+        scale: Initial ``1/τ``, if the loss does not set an initial temperature.
         micro_batch_size: Number of texts with activations in memory at a time. Each text is embedded twice (GradCache, Gao et
-            al. 2021). The loss and its gradient are the same as for the full batch. None (default) embeds a batch at once.
+            al. 2021). The loss and its gradient do not change. None (default) embeds the full batch at once.
 
     Example:
         >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
@@ -52,11 +52,13 @@ class GlobalContrastiveLoss(nn.Module):
 
         Args:
             sentence_features: The two columns of texts, tokenized.
-            labels: The index, ``(B_local,)``.
+            labels: Indices ``(B_local,)`` of the samples, if the loss needs them.
         """
         embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
         if len(embeddings) != 2:
-            raise ValueError(f"expected two columns of texts, found {len(embeddings)}: remove hard negatives")
+            raise ValueError(
+                f"expected two columns of texts, found {len(embeddings)}: remove columns of hard negatives"
+            )
         first, second = embeddings
         outputs = {"image_features": first, "text_features": second, "logit_scale": self.logit_scale.exp()}
         return self.model_loss(outputs, labels, training=self.model.training)
@@ -69,7 +71,7 @@ class GlobalContrastiveLoss(nn.Module):
             return embed(features)
         if "attention_mask" not in features:
             raise ValueError(
-                "micro_batch_size needs an attention_mask, which this model lacks: remove micro_batch_size"
+                "micro_batch_size needs inputs with an attention_mask, found none: remove micro_batch_size"
             )
         count = len(features["attention_mask"])
         parts = (

@@ -1,4 +1,4 @@
-"""The losses in ``transformers.Trainer``. Batches contain ``"index"`` (see ``openclip_ext.data.with_index``)."""
+"""Use this package's losses in ``transformers.Trainer``. ``openclip_ext.data.with_index`` adds the index to batches."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class LossCallback(TrainerCallback):
         self._next_epoch = self.model_loss.loss.epoch
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        # For a data set without a length, state.epoch is a fraction of max_steps, so the passes are counted.
+        # For a data set without a length, state.epoch is a fraction of max_steps. So epochs are counted here.
         epoch = int(state.epoch or 0) if has_length(more["train_dataloader"]) else self._next_epoch
         self.model_loss.loss.start_epoch(epoch)
         self._next_epoch = epoch + 1
@@ -66,9 +66,11 @@ class ContrastiveTrainer(Trainer):
                 "model_init creates another model after the loss has set this model's temperature: pass model= instead"
             )
         if self.args.remove_unused_columns:
-            raise ValueError("set remove_unused_columns=False in TrainingArguments: otherwise the index is removed")
+            raise ValueError(
+                "set remove_unused_columns=False in TrainingArguments: otherwise the Trainer removes the index"
+            )
         self.model_loss = ModelLoss(contrastive_loss, self.model)
-        # Without these two attributes, the Trainer computes no loss for validation data, which have no labels.
+        # Without these two attributes, the Trainer would compute no loss for validation data, because they have no labels.
         self.can_return_loss = True
         self.label_names: list[str] = []
         self.add_callback(LossCallback(self.model_loss))

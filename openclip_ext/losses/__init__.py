@@ -1,1 +1,1 @@
-"""The methods. The file of a method contains the paper, the equations, the parts, and ``METHOD`` with the defaults."""
+"""The losses, one file per method, with the paper, the equations, the classes, and ``METHOD`` with the defaults."""

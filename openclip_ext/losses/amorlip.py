@@ -8,13 +8,13 @@ positive pair. One MLP per side predicts ``log λ(e_i) ≈ log Z_i``, so ``α_i 
 - every ``T_target`` steps: ``target ← α·target + (1−α)·online``                                                      [11]
 - Stage II, every step, with the target network's ``λ``, by default on each process's own batch:                       [6]
   ``½(ℓ/c + ρ/c)``, ``ℓ = −2c·mean_i s_ii + Σ_k mean_i mean_j exp(c·s_ij − log λ_k,i)``.
-  The ½ is not in the paper. It is here because all losses of this package average the two sides.
+  The outer ½ is not in the paper. We add it because all losses of this package average the two sides.
 
 Naive float64 version: ``tests/references/networks.py``. Page: ``docs/methods/amorlip.md``.
 
 Example:
     >>> loss = openclip_ext.create_loss("amorlip", embed_dim=512, epochs=30)
-    >>> loss.start_epoch(epoch)  # the target network becomes the previous one
+    >>> loss.start_epoch(epoch)  # copies the target network to the previous network
     >>> terms = loss(image_features, text_features, logit_scale, output_dict=True)
 """
 
@@ -36,15 +36,15 @@ from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.losses.method import Method, NormalizerPart
 
-# Number of tensors of the embeddings' size in the graph of a fit.
+# Number of tensors of the embeddings' size in the autograd graph of a fit.
 _GRAPH_TENSORS = 8
 
 
 class TwoSidedMlp(nn.Module):
-    """``log λ(e)`` for both sides: one MLP each, evaluated together.
+    """Two MLPs for ``log λ(e)``, one per side, which are evaluated together.
 
-    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, adding
-    the input, ReLU, Linear(d, 1).
+    The layers are from AmorLIP's released code: Linear(d, f_d·d), ReLU, LayerNorm, Linear(f_d·d, d), ReLU, LayerNorm, addition
+    of the input, ReLU, Linear(d, 1).
     """
 
     def __init__(self, embed_dim: int, width_factor: float) -> None:
@@ -81,9 +81,9 @@ class TwoSidedMlp(nn.Module):
 class MlpNormalizer(Normalizer):
     """``α_i = log λ(e_i) − s_ii/τ_i`` with three MLPs ``λ``: online, target and previous network (AmorLIP, Algorithm 1).
 
-    The target network makes the predictions. The previous network is the target network of the last epoch. With its defaults
-    in other losses (no previous network, no averaging, a fit in every step), this normalizer is the ablation 'MLP instead of
-    NPN' of the NeuCLIP paper.
+    The target network makes the predictions. The previous network is the target network of the last epoch. By default, losses
+    other than AmorLIP use no previous network and no averaging, and fit in every step. In ``neuclip``, this normalizer is
+    therefore the ablation 'MLP instead of NPN' of the NeuCLIP paper.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)
@@ -133,7 +133,7 @@ class MlpNormalizer(Normalizer):
         self._epoch_step.set(int(state))
 
     def start_epoch(self, epoch: int) -> None:
-        """Copy the target network to the previous network. If ``reinitialize``, restart the other two networks."""
+        """Copy the target network to the previous network. If ``reinitialize``, initialize the other two again."""
         _copy(self.target, self.previous)
         if self.reinitialize:
             self._initialize(epoch)
@@ -149,10 +149,10 @@ class MlpNormalizer(Normalizer):
         _copy(self.online, self.target)
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Fit the online network to the global batch if due, update the target network if due, and predict."""
+        """Fit the online network to the global batch and update the target network, each if it is due; then predict."""
         step, batch = self._epoch_step.get(), batch_at_tau.batch
         fits, averages = step % self.fit_every == 0, step % self.target_every == 0
-        # In a compiled graph, both conditions are tensors. The graph computes a fit in every step and applies it only if due.
+        # In a compiled graph, both conditions are tensors. The graph computes a fit in every step, but applies only a due fit.
         if not isinstance(fits, bool):
             self._fit(batch_at_tau.of_all_processes(), batch.ok & fits)
             self._average_target(batch.scale_ok & averages)
@@ -169,7 +169,7 @@ class MlpNormalizer(Normalizer):
         return Estimate(self.target(batch_at_tau.batch.features) - batch_at_tau.positive_exponent)
 
     def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return the mini-batch ``log Z`` ``(2, B)``."""
+        """Return ``log Z`` of the mini-batch, ``(2, B)``."""
         return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
     @torch.no_grad()
@@ -199,16 +199,16 @@ class MlpNormalizer(Normalizer):
 def amortization_objective(
     name: str, log_lambda: Tensor, log_target: Tensor, log_batch: Tensor, tau: Tensor, *, l2_log_weight: float
 ) -> Tensor:
-    """Return the value of the network's objective for each anchor.
+    """Return the value of the network's objective for each anchor. All tensors are ``(2, b)``, for ``b`` anchors per side.
 
-    The divergences use the batch's pairs as samples of P, and therefore have the weight ``Z/Z_comb``.
+    The divergences give the batch's pairs the probabilities ``exp(c·s_ij)/(B·Z_comb)``, whose sum is the weight ``Z/Z_comb``.
 
     Args:
         name: ``l2-log`` [10], ``kl`` and ``js`` [8], ``kl-printed`` [9, as printed], ``unified`` [NeuCLIP 12].
-        log_lambda: the prediction.
+        log_lambda: the network's prediction ``log λ``.
         log_target: ``log Z_comb`` [12].
         log_batch: ``log Z`` of the batch.
-        tau: temperatures.
+        tau: temperatures of the anchors.
         l2_log_weight: weight of the l2-log term that is added to the divergences (Appendix C: 0.1).
     """
     log_ratio = log_target - log_lambda
@@ -237,10 +237,10 @@ def _copy(source: nn.Module, destination: nn.Module) -> None:
 
 
 class Partition(Objective):
-    """The second stage [6]: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
+    """The objective of stage II [6]: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
 
-    The positive pair is one of the ``B`` terms of the mean, and its attraction has coefficient exactly 1. The gradient of the
-    temperature treats ``λ`` as constant.
+    The positive pair is one of the ``B`` terms of the mean. The term ``−s_ii`` has the coefficient 1. The derivative with
+    respect to the temperature treats ``λ`` as constant.
     """
 
     estimand = PARTITION_MEAN
@@ -260,7 +260,7 @@ class Partition(Objective):
 
 
 class PartitionNormalizer(MlpNormalizer):
-    """The MLP of the AmorLIP paper. It predicts the partition function, in which the positive pair is a term."""
+    """The MLPs of the AmorLIP paper. By default, their partition function includes the positive pair."""
 
     estimates = (PARTITION_MEAN,)
     contrasts_locally = True

@@ -1,7 +1,8 @@
 """CLIP-Lite: a Jensen-Shannon bound on the mutual information, with one negative per positive pair, without normalizers.
 
 Shrivastava et al., *CLIP-Lite: Information Efficient Visual Representation Learning with Language Supervision*,
-AISTATS 2023; equation numbers in [brackets] are from this paper. With a discriminator ``T`` and a cyclic shift ``π``::
+AISTATS 2023; equation numbers in [brackets] are from this paper. With a discriminator ``T`` and a cyclic shift ``π`` of the
+batch::
 
     loss = mean softplus(−T(x_i, t_i)) + mean softplus(T(x_i, t_π(i)))                                  [3, 4]
 
@@ -35,8 +36,8 @@ _BATCH_NORM_MOMENTUM = 0.1
 class Projection(nn.Module):
     """``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``: one side of the discriminator.
 
-    The shortcut is linear. If the dimensions are equal, it starts as the identity. The first linear layer and the shortcut
-    have no bias. Initial values are drawn from the generator ``random``.
+    The shortcut is linear. If both dimensions are equal, its initial value is the identity. The first linear layer and the
+    shortcut have no bias. Initial values are drawn from the generator ``random``.
     """
 
     running_mean: Tensor
@@ -61,7 +62,7 @@ class Projection(nn.Module):
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Map like :meth:`forward`, but for training, with the statistics of the batch's valid samples (at least two).
+        """Map like :meth:`forward`, but for training: use the statistics of the batch's valid samples (at least two).
 
         Returns:
             The projections, and the batch's mean and unbiased variance for the running statistics, ``(2, projection_dim)``.
@@ -103,7 +104,7 @@ class ClipLiteLoss(ContrastiveLoss):
     ``T(x, t) = logit_scale · cos(proj_1(x), proj_2(t))``, with the model's ``logit_scale``. ``π`` is a cyclic shift of this
     process's batch, which gives every pair one negative. The optimizer must also train the parameters of the projections
     (:meth:`model_head`), and evaluations must use the projections. Each process uses negatives and BatchNorm statistics of its
-    own batch. The running statistics are updated with the mean over all processes.
+    own batch. The running statistics are updated with the statistics' mean over all processes.
     """
 
     expects_unit_norm = False
@@ -146,7 +147,7 @@ class ClipLiteLoss(ContrastiveLoss):
         sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
         mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
         share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
-        if not is_in_backward():  # in a recomputation, the batch has already updated the statistics
+        if not is_in_backward():  # in a recomputation, this batch has already updated the running statistics
             for projection, statistics in zip(sides, mean, strict=True):
                 projection.follow(statistics, share)
         return [projected for projected, _ in results]
@@ -169,6 +170,6 @@ METHOD = Method(
     whole=WholeLoss(
         ClipLiteLoss,
         {"temperature": 0.07},
-        {"equal_captions": "Its bound needs as many negative pairs as positive pairs: one negative for each sample"},
+        {"equal_captions": "The bound of CLIP-Lite needs one negative for each sample, so it cannot exclude negatives"},
     ),
 )

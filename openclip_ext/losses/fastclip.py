@@ -6,13 +6,13 @@ arXiv:2407.01445, 2024; Algorithm 2 and equations [3, 4, 13] of NeuCLIP. For eac
     u_i ← (1−γ)·u_i + γ·(ε + g_i(batch)),    α_i = log of the new u_i                                 [NeuCLIP 3]
     γ(epoch) = γ_min + ½(1−γ_min)(1 + cos(π·epoch/E)) up to epoch E, then γ_min
 
-where ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions have different temperatures:
+where ``g_i(batch) = mean_{j≠i} exp((s_ij − s_ii)/τ)``. The versions differ in the temperature:
 
 - ``fastclip-v0``: one learned temperature; the loss is ``mean g_i/u_i``, without the factor τ and without ρ;
 - ``fastclip-v1``: one constant temperature;
 - ``fastclip-v2``: one learned temperature per sample (``isogclr.py``);
-- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ and, at ``τ ≤ 0.03``, a third of the learning rate
-  [NeuCLIP 13].
+- ``fastclip`` = ``fastclip-v3``: one learned temperature, with ρ [NeuCLIP 13]. Its learning rate is divided by three while
+  ``τ ≤ 0.03``.
 
 Naive float64 version: ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 
@@ -36,7 +36,7 @@ from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
 
 
 class SampleAverages(Normalizer):
-    """A moving average ``u`` of mini-batch estimates for each sample and side. The estimate is ``α_i = log u_i``.
+    """A moving average ``u`` of mini-batch estimates for each sample and side. The log-normalizer is ``α_i = log u_i``.
 
     The table stores ``log u``: 8 bytes per sample, sharded over processes. ``α`` uses the updated ``u``. The first value of
     ``u`` is the mini-batch estimate. If an index occurs several times in the global batch, the mean of its new values is
@@ -81,7 +81,7 @@ class MovingAverageNormalizer(SampleAverages):
         self.decay_epochs = gamma_decay_epochs or max(1, epochs // 2)
 
     def gamma(self, epoch: int | Tensor) -> float | Tensor:
-        """Return γ of an epoch ([opt4ml], 'Scheduler of γ')."""
+        """Return γ of an epoch (book [opt4ml], 'Scheduler of γ')."""
         if not self.depends_on_epoch:
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)

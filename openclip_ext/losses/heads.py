@@ -64,7 +64,7 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
-        raise UsageError(f"{source} needs heads of the kind {kind!r}, but only {', '.join(known)} are known")
+        raise UsageError(f"{source} needs heads of the kind {kind!r}: expected one of {', '.join(known)}")
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()
@@ -73,7 +73,7 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 
 def read_heads(path: str | Path) -> nn.Module | None:
-    """Return the heads in a checkpoint file; None if it has no heads, or ``path`` is not a checkpoint file."""
+    """Return the heads in a checkpoint file; None if the file has no heads or is not a checkpoint."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None
@@ -87,7 +87,7 @@ def read_heads(path: str | Path) -> nn.Module | None:
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:
-    """Return the model for evaluations: followed by the heads if evaluations use them, else unchanged."""
+    """Return the model for evaluations: with the heads as last layers if evaluations use the heads, otherwise unchanged."""
     if heads is None or not heads.evaluated:
         return model
     return ProjectedModel(model, heads.to(next(model.parameters()).device))

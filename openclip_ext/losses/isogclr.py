@@ -37,11 +37,11 @@ _TEMPERATURES, _ALL = slice(0, 2), slice(None)
 
 
 class PerSampleTemperature(TemperatureScheme):
-    """``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]``. Each minimizes its anchor's robust loss (RGCL; [opt4ml, Algorithm 35]).
+    """Learned temperatures ``τ_1,i, τ_2,i`` in ``[τ_0, τ_max]`` for each sample [opt4ml, Algorithm 35].
 
     Adam learns the temperatures from gradients clamped to ±5, with moments for each sample. A sample occurs once per epoch, so
-    bias correction counts epochs. In epoch 0, the moments are the gradient and its square. A step uses the temperatures from
-    before their update. If an index occurs several times in the global batch, its temperatures learn from the mean gradient.
+    Adam's bias correction counts epochs. In epoch 0, the moments are the gradient and its square. The loss of a step uses the
+    temperatures before their update. If an index occurs several times in the global batch, the mean gradient is used.
 
     The table needs 24 bytes per sample, sharded over the processes.
     """
@@ -65,11 +65,11 @@ class PerSampleTemperature(TemperatureScheme):
         check_bounds(temperature_min, temperature_max)
         if temperature is None or lr_tau is None:
             missing = "temperature" if temperature is None else "lr_tau"
-            raise OptionError(missing, f"{missing}=None: per-sample temperatures need a value")
+            raise OptionError(missing, f"{missing}=None: expected a number for per-sample temperatures")
         self.start, self.lr = temperature, lr_tau
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
-        # Rows: temperatures, first and second moments, two sides each.
+        # Columns: temperatures, first moments and second moments, for two sides each.
         self.table = ShardedTable(6, num_samples)
 
     def rho(self, epoch: int | Tensor) -> float:

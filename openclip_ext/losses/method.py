@@ -1,4 +1,4 @@
-"""The classes with which the files in this folder declare their methods."""
+"""Classes that describe a method. Each file in this folder declares its methods with them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +17,11 @@ class NormalizerPart:
     Two parts can have the same name if they estimate different quantities. The objective of the loss then selects the part.
 
     Attributes:
-        name: Value of the option ``normalizer``.
+        name: Value of the option ``normalizer`` that selects this part.
         build: The class. Its keyword-only arguments are its options.
-        objective: The objective of a loss with this normalizer, unless the loss's method declares another.
-        defaults: Defaults of options that differ from those in ``options.py``. They also apply to options of the temperature
-            scheme for which the scheme has no default.
+        objective: The objective of a loss with this normalizer, if the loss's method declares no objective.
+        defaults: Defaults of options that differ from the defaults in ``options.py``. They also apply to options of the
+            temperature scheme for which the scheme has no default.
     """
 
     name: str
@@ -51,8 +51,8 @@ class WholeLoss:
 
     Attributes:
         build, defaults: As in :class:`NormalizerPart`.
-        refused: Common options that the loss does not support, with the reason.
-        parts: Classes of the objective, the normalizer and the temperature scheme of the loss, if it is built from these.
+        refused: Options that most losses have and this loss does not support: the reason, by option name.
+        parts: Classes of the loss's objective, normalizer and temperature scheme. Empty if the loss has no parts.
     """
 
     build: type[ContrastiveLoss]
@@ -63,21 +63,21 @@ class WholeLoss:
 
 @dataclass(frozen=True)
 class Method:
-    """A named loss, which is composed of parts that the user can replace, or is a :class:`WholeLoss`, or has both forms.
+    """A named loss. It is composed of parts that the user can replace, or is a :class:`WholeLoss`, or has both forms.
 
-    If it has both forms, the whole loss is used unless the user chooses a part.
+    If a method has both forms, it is composed of parts only if the user chooses a part or a reference model.
 
     Attributes:
         name: Value of ``--loss``.
         normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
         objective: The objective. None means the objective of the normalizer.
-        normalizer_defaults, temperature_defaults: Defaults for options of the default parts, not of other parts.
-        training_defaults: Other defaults in the training program. They apply only with the default normalizer.
-        training_scheme: Default temperature scheme of the training program. Empty means the paper's scheme.
-        fixed: Arguments of the parts that are not options.
+        normalizer_defaults, temperature_defaults: Defaults of options. They apply only with the default normalizer or scheme.
+        training_defaults: Defaults that only the training program uses. They apply only with the default normalizer.
+        training_scheme: Default temperature scheme of the training program. Empty means ``temperature_scheme``.
+        fixed: Arguments of the parts that the user cannot set.
         whole: The form of the loss without replaceable parts, or None.
         two_views: The variant of this loss for two views of each image, without texts, or None.
-        head: Class of the loss's ``model_head()``, or None. Its attribute ``kind`` is its name in checkpoints.
+        head: Class of the loss's ``model_head()``, or None. The class attribute ``kind`` is the head's name in checkpoints.
         parts: Normalizers and temperature schemes that the method's file adds.
         options: Options that the method's file adds to those in ``losses/options.py``.
     """

@@ -51,12 +51,12 @@ _ADAGRAD_EPS = 1e-10
 class PrototypeEstimate:
     """Log-normalizers of this process's anchors, predicted by prototypes, and terms of their gradient.
 
-    ``p_ij`` is the share of prototype ``j`` in ``exp(α_i)``.
+    ``Ŵ_j`` is a unit prototype, and ``p_ij`` is its share in the sum ``exp(α_i)``.
 
     Attributes:
-        batch_at_tau: The anchors.
+        batch_at_tau: The batch that contains the anchors.
         alpha: ``α``, ``(2, B_local)``.
-        share: ``Σ_j p_ij``, ``(2, B_local)``. It is 1 minus the share of ε.
+        share: ``Σ_j p_ij``, ``(2, B_local)``. This is 1 minus the share of ε.
         pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None if no gradient is needed.
     """
 
@@ -66,7 +66,7 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors with respect to its features, at constant prototypes and τ.
+        """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors for this process's features, at constant prototypes and τ.
 
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
@@ -96,12 +96,12 @@ def estimate_from_prototypes(
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        batch_at_tau: The anchors.
+        batch_at_tau: The batch that contains the anchors.
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
         multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
-        excluded: Index of the prototype to exclude for each anchor, ``(B,)``; −1 excludes none. Needs ``multiplicity``. None
-            (default) excludes none for all anchors.
+        excluded: Index of the prototype to exclude for each anchor, ``(B,)``; −1 excludes no prototype. Needs
+            ``multiplicity``. None (default) excludes no prototype for any anchor.
     """
     batch, tau = batch_at_tau.batch, batch_at_tau.tau
     number: int | Tensor = directions.shape[1]
@@ -139,7 +139,7 @@ def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> T
 
 
 def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
-    """Set the exponents ``(2, b, m)`` of each anchor's ``excluded`` prototype to −∞. −1 excludes no prototype."""
+    """Set the exponents ``(2, b, m)`` of each anchor's ``excluded`` prototype ``(b,)`` to −∞; −1 excludes no prototype."""
     column = excluded.clamp(min=0).expand(2, -1)[:, :, None]
     kept = torch.where(excluded[:, None] < 0, exponents.gather(2, column), -torch.inf)
     exponents.scatter_(2, column, kept)
@@ -154,8 +154,8 @@ class PrototypeNormalizer(Normalizer):
     prototypes have two blocks, and a difference of two cosines replaces the cosine.
 
     AdaGrad's first update after a restart changes every coordinate of a unit prototype by the learning rate, which is 1 in the
-    paper. The fit also uses only one batch. So the prototypes can predict much worse than the embeddings from which they
-    started, and the encoders learn to avoid these prototypes. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
+    paper. The fit also uses only one batch. So the fitted prototypes can predict much worse than the embeddings that they were
+    set to, and the encoders learn to avoid these prototypes. ``verify_fit`` prevents this (see :meth:`_fit_is_better`).
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -203,7 +203,7 @@ class PrototypeNormalizer(Normalizer):
         self.register_buffer("accumulator", torch.zeros(2, prototypes, embed_dim))
         # Number of steps with valid samples. It is counted on the device to avoid a host-device sync.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        # Whether the last step predicted with the fitted prototypes. If not (only with verify_fit), it used the queue.
+        # Whether the last step predicted with the fitted prototypes. False (only with verify_fit) means with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
     @torch.no_grad()
@@ -254,7 +254,9 @@ class PrototypeNormalizer(Normalizer):
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self._is_restart_due() & ok
-        if due.is_cpu and can_read_values(due) and not due:  # only on a CPU, because on a GPU this would synchronize
+        if (
+            due.is_cpu and can_read_values(due) and not due
+        ):  # only on a CPU, because reading ``due`` on a GPU synchronizes
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:
@@ -284,10 +286,10 @@ class PrototypeNormalizer(Normalizer):
 
 
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. ``accumulator`` is part of ``state_dict``."""
+    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. The caller saves ``accumulator``."""
     if parameter.is_cpu and not torch.compiler.is_compiling():
         # torch's fused function makes one pass over memory instead of four. Without decay of the learning rate, the step count
-        # has no effect.
+        # has no effect, so it is always 0.
         adagrad(
             [parameter],
             [gradient],
@@ -309,9 +311,9 @@ class _Fit:
     """Updates of prototypes on one batch.
 
     They minimize ``τ·(exp(−α)(ε+g) + α)`` [12], or, with ``l2-log``, ``½(α − log(ε+g))²`` (section 5.2). The gradient has a
-    closed form, which needs no graph and two matrix products per update. ``Ŵ`` are the unit prototypes and ``p_ij`` their
-    shares in ``exp(α_i)``: ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j = (e_i − cos_ij·Ŵ_j)/‖W_j‖``.
-    In this class, ``α_i`` includes :func:`_log_offset`, so without ε it is ``logsumexp_j e_i·Ŵ_j/τ_i``.
+    closed form, which needs two matrix products per update and no autograd graph. With the unit prototypes ``Ŵ`` and their
+    shares ``p_ij`` in ``exp(α_i)``, it has the factors ``∂/∂cos_ij = (∂objective_i/∂α_i)·p_ij/(τ_i·B)`` and ``∂cos_ij/∂W_j =
+    (e_i − cos_ij·Ŵ_j)/‖W_j‖``. Here, ``α_i`` includes :func:`_log_offset`, so without ε, ``α_i = logsumexp_j e_i·Ŵ_j/τ_i``.
     """
 
     def __init__(self, batch_at_tau: BatchAtTemperature, normalizer: "PrototypeNormalizer") -> None:
@@ -324,11 +326,11 @@ class _Fit:
         self.scaled = batch.features / tau[:, :, None]
         self.log_eps = offset + (math.log(normalizer.eps) if normalizer.eps else -math.inf)
         self.log_estimate = batch_at_tau.log_estimate + offset
-        # Constant factors of the derivative: the anchor's weight in the mean, and, for [12], τ.
+        # Constant factors of the derivative: the anchor's weight in the mean, and τ if the objective is [12].
         factor = tau if self.is_unified else 1.0
         self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
         self.chunks = list(anchor_chunks(slice(0, batch.size), number))
-        # Buffers are reused in every update, because on a CPU, allocating memory takes as long as a pass over it.
+        # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Rows are prototypes, because both matrix products then read their first factor row by row.
         self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
@@ -347,7 +349,7 @@ class _Fit:
         _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:
-        """Add some anchors' part of the gradient with respect to the directions. The first chunk overwrites the buffer."""
+        """Add the part of some anchors to the gradient for the unit prototypes. The first chunk overwrites the buffer."""
         terms = self.terms[:, :, : anchors.stop - anchors.start]
         torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
         largest = log_math.shifted_exp_(terms, dim=1)

@@ -1,6 +1,6 @@
 """OpenCLIP's ``ClipLoss`` and ``SigLipLoss`` with the interface of this package's losses. Their arithmetic is unchanged.
 
-If ``temperature_scheme`` is given, ``openclip`` is composed of parts. It is then the same loss with this scheme's temperature.
+With ``temperature_scheme`` or ``normalizer``, ``openclip`` is composed of these parts and the objective of ``ClipLoss``.
 
 CLIP: Radford et al., *Learning Transferable Visual Models From Natural Language Supervision*, ICML 2021. SigLIP: Zhai et al.,
 *Sigmoid Loss for Language Image Pre-Training*, ICCV 2023. Page: ``docs/methods/openclip-siglip.md``.
@@ -59,7 +59,7 @@ class OpenClipLoss(ContrastiveLoss):
         super().__init__()
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
-        # With local_loss alone, hard negatives of other processes, and so all of them, would get no gradient.
+        # With local_loss, only gather_with_grad gives gathered embeddings, and so the hard negatives, a gradient.
         self.accepts_hard_negatives = gather_with_grad or not local_loss
         common = {
             "local_loss": local_loss,
@@ -87,7 +87,7 @@ class OpenClipLoss(ContrastiveLoss):
         self._infonce = terms["contrastive_loss"].detach()
         # Division by 1 would make the inductor compiler of PyTorch 2.14 return the loss without its graph.
         if weight != 1:
-            # If CoCa's contrastive weight is 0, it does not compute InfoNCE.
+            # If CoCa's contrastive weight is 0, CoCaLoss does not compute InfoNCE.
             self._infonce = self._infonce / weight if weight else torch.tensor(math.nan)
         return terms
 
@@ -103,7 +103,9 @@ class OpenClipLoss(ContrastiveLoss):
     def _with_other_candidates(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
         """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``), more targets (``positive``) or hard negatives."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
-            raise ValueError("CoCa and distillation models do not support equal_captions or hard negatives")
+            raise ValueError(
+                "CoCa and distillation models support neither equal_captions nor hard negatives: remove them"
+            )
         bias, hard = outputs["logit_bias"], outputs.get(HARD_NEGATIVES)
         image, text = self.clip.get_logits(**features, logit_bias=bias)
         own = targets = self.clip.get_ground_truth(image.device, len(image))
@@ -139,7 +141,7 @@ class OpenClipLoss(ContrastiveLoss):
     def log_normalizers(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mini-batch estimate ``log g``, the normalizer that this loss uses implicitly."""
+        """Return the mini-batch estimate ``log g``, which this loss uses implicitly as the log-normalizer."""
         batch = self._batch(image_features, text_features, logit_scale, None)
         batch_at_tau = contrast_minibatch(batch, gather=True)
         log_g = batch_at_tau.log_g[:, batch_at_tau.batch.local]
@@ -190,7 +192,7 @@ METHODS = (
         name="siglip",
         whole=WholeLoss(
             SiglipLoss,
-            refused={"equal_captions": "OpenCLIP's SigLIP communicates features between processes without labels"},
+            refused={"equal_captions": "OpenCLIP's SigLIP gathers features from other processes without labels"},
         ),
     ),
 )

@@ -19,8 +19,8 @@ PARTS = ("normalizer", "temperature_scheme")
 # Options that need a reference model.
 REFERENCE_OPTIONS = frozenset({"steer", "distill", "reference_temperature"})
 
-# All options, in the order of the help: parts, samples, the objective, temperatures, schedules, estimates from embeddings,
-# networks of a loss, and then the options of single methods.
+# All options, in the order of the help texts: parts, samples, the objective, temperatures, schedules, estimates from
+# embeddings, networks of a loss, and then the options of single methods.
 PACKAGE_OPTIONS = (
     Option(
         "normalizer",
@@ -129,7 +129,7 @@ PACKAGE_OPTIONS = (
         minimum=2,
     ),
     Option("epochs", int, 32, "number of epochs of the run, for schedules", symbol="T", minimum=1, openclip_flag=True),
-    Option("prototypes", int, 4096, "number of prototypes", symbol="m", minimum=1),
+    Option("prototypes", int, 4096, "number of prototypes (queueclip: queue length)", symbol="m", minimum=1),
     Option(
         "normalizer_updates",
         int,
@@ -151,13 +151,13 @@ PACKAGE_OPTIONS = (
         "alpha_gradient",
         bool,
         False,
-        "pass the gradient of the predicted log-normalizers to the encoders (NeuCLIP's equation 12, read literally)",
+        "pass the gradient of the predicted log-normalizers to the encoders (NeuCLIP's equation 12)",
     ),
     _ablation(
         "alpha_tau_gradient",
         bool,
         False,
-        "with alpha_gradient: also pass the gradient to a learned temperature (NeuCLIP's line 11, read literally)",
+        "with alpha_gradient: also pass the gradient to a learned temperature (NeuCLIP's Algorithm 1, line 11)",
     ),
     Option(
         "projection_dim",
@@ -178,7 +178,7 @@ PACKAGE_OPTIONS = (
     ),
     Option("fit_every", int, 1, "steps between two fits of the MLP", symbol="T_online", minimum=1),
     _ablation("target_every", int, 1, "steps between two updates of the target network", symbol="T_target", minimum=1),
-    _ablation("ema_decay", float, 0.0, "decay of the target network", symbol="α", minimum=0.0, maximum=1.0),
+    _ablation("ema_decay", float, 0.0, "decay of the target network's average", symbol="α", minimum=0.0, maximum=1.0),
     _ablation(
         "previous_weight",
         float,
@@ -194,7 +194,7 @@ PACKAGE_OPTIONS = (
         "gather_stage2",
         bool,
         False,
-        "use the global batch in the second stage, instead of each process's own batch",
+        "use the global batch in AmorLIP's stage II, not each process's own batch",
     ),
     Option(
         "gamma",
@@ -231,7 +231,9 @@ PACKAGE_OPTIONS = (
         nullable=True,
     ),
     _ablation("normalizer_reset", bool, True, "clear AdaGrad's accumulators when the prototypes restart"),
-    _ablation("simultaneous", bool, False, "predict with the network before this step's updates (Algorithm 3)"),
+    _ablation(
+        "simultaneous", bool, False, "predict log-normalizers before this step's updates (NeuCLIP's Algorithm 3)"
+    ),
     Option(
         "verify_fit",
         bool,
@@ -247,7 +249,7 @@ PACKAGE_OPTIONS = (
         "batch_weight",
         float,
         0.5,
-        "share of the current batch in the queue's normalizer; 1 divided by this share is an upper bound of the weights",
+        "share of the current batch in queueclip's normalizer; pair weights are at most 1 divided by this share",
         symbol="λ",
         minimum=0.0,
         maximum=1.0,
@@ -256,7 +258,8 @@ PACKAGE_OPTIONS = (
         "leave_own_out",
         bool,
         False,
-        "exclude the anchor's positive pair from the queue: the estimation error is smaller, but the weights are unbounded",
+        "exclude the anchor's positive pair from the queue: the estimation error is smaller, but only batch_weight limits the "
+        "weights",
     ),
     Option(
         "kappa",
@@ -276,7 +279,7 @@ PACKAGE_OPTIONS = (
     ),
 )
 
-# An alternative to the option rho, with a more intuitive scale.
+# An alternative to the option rho, as a fraction from 0 to 1.
 HARD_SHARE = Option(
     "hard_share",
     float,
@@ -303,7 +306,7 @@ SUMMARIES = {
     "isogclr": "iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.",
     "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
     "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
-    "queueclip": "queueclip: NeuCLIP's prediction from a queue of recent embeddings, without training. There is no paper.",
+    "queueclip": "queueclip: NeuCLIP with a queue of recent embeddings instead of trained prototypes. There is no paper.",
     "scent": "SCENT: like fastclip, but the weight γ of the moving average depends on each sample's normalizer.",
     "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
     "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",
@@ -313,7 +316,7 @@ SUMMARIES = {
 
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
-    """Raise OptionError, with a suggestion if possible, if ``name`` is not a known loss."""
+    """Raise OptionError if ``name`` is not in ``known``. The message suggests a similar name, if there is one."""
     if name not in known:
         expected = f"expected one of {', '.join(known)}, or my.module:METHOD"
         raise OptionError("loss", f"unknown loss {name!r}: {expected}{nearest(str(name), known)}")

@@ -1,14 +1,14 @@
-"""queueclip: NeuCLIP's prediction from a queue of recent embeddings, without a trained network. There is no paper.
+"""queueclip: NeuCLIP with a queue of recent embeddings instead of trained prototypes. There is no paper.
 
-The embeddings of the ``m`` most recent samples, including the batch, replace NeuCLIP's prototypes. They are mixed with the
-batch's own estimate, which has the share λ (a defensive mixture)::
+The embeddings of the ``m`` most recent samples, including the batch, replace NeuCLIP's prototypes. The queue's estimate is
+mixed with the batch's own estimate, which has the share λ (a defensive mixture)::
 
     α_queue,i = log( ε + (1/m) Σ_j exp((s_ij − s_ii)/τ) ),   j over the queue
     exp(α_i)  = (1−λ)·exp(α_queue,i) + λ·(ε + g_i)
 
 Because of the batch's share, the weights ``exp(−α)(ε+g)`` are at most ``1/λ``. The gradients of both parts of ``α`` flow to
-the encoders, so the queue is a control variate for the batch: the coefficients of ``∇log g_batch`` and ``∇log g_queue`` sum
-to one.
+the encoders. The coefficients of ``∇log g_batch`` and ``∇log g_queue`` sum to one, so the queue is a control variate for the
+batch.
 
 Naive float64 version: ``QueueClip`` in ``tests/references/prototypes.py``. Page: ``docs/methods/queueclip.md``.
 
@@ -33,10 +33,10 @@ from openclip_ext.losses.neuclip import estimate_from_prototypes
 
 
 class QueueNormalizer(Normalizer):
-    """NeuCLIP's prediction [NeuCLIP 10, 11] from the queue, mixed with the batch.
+    """NeuCLIP's formula [NeuCLIP 10, 11] with the queue as prototypes, mixed with the batch's estimate.
 
-    The queue contains the anchor's positive pair, unless ``leave_own_out``. The positive pair makes the estimate too large,
-    which also limits the weights.
+    If ``leave_own_out`` is False, the queue contains the anchor's positive pair. The positive pair makes the estimate too
+    large, which also limits the weights.
     """
 
     estimates = (NEGATIVES_MEAN,)
@@ -74,7 +74,7 @@ class QueueNormalizer(Normalizer):
 
     @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Estimate log-normalizers from the stored queue, or from this batch if the queue is empty."""
+        """Estimate log-normalizers from the stored queue and this batch. An empty queue is replaced by this batch."""
         empty = self.queue.filled == 0
         rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
         return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
@@ -103,7 +103,7 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # The queue is a control variate only if the gradient of its α reaches the encoders. lr_tau has NeuCLIP's default.
+    # The queue is a control variate only if the gradient of its α reaches the encoders. The lr_tau is NeuCLIP's default.
     parts=(
         NormalizerPart(
             "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}

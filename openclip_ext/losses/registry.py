@@ -48,9 +48,9 @@ _SHARED_PARTS = (
     TemperaturePart("global", GlobalTemperature),
     # Two parts have this name. A loss uses the first part that its objective allows.
     TemperaturePart("global", UnregularizedTemperature),
-    # Early in training, embeddings are close together. This would move a solved temperature down to its lower bound, so the
-    # bound is higher than for other schemes. In a short run, the temperature changes little, so a high initial temperature is
-    # best. A long run gives better results with a lower initial temperature.
+    # Early in training, embeddings are close together, which moves a solved temperature down to its lower bound. So the lower
+    # bound is higher than for other schemes. In a short run, the temperature changes little, and a high initial temperature
+    # gives the best results. In a long run, a lower initial temperature is better.
     TemperaturePart(
         "solved", SolvedTemperature, {"rho": 4.0, "temperature": 0.1, "temperature_min": 0.03}, {"temperature": 0.07}
     ),
@@ -59,10 +59,10 @@ _LONG_RUN_STEPS = 700
 
 _REQUIREMENTS = {
     "embed_dim": "the embedding dimension of the model",
-    "num_samples": "the number of training samples, the size of the index space",
+    "num_samples": "the number of training samples",
 }
 
-# Embedding dimension and number of samples of a loss that is only built to check options.
+# Embedding dimension and number of samples of a loss that is created only to check options.
 _SMALL = 8
 
 # All losses by name. :func:`register_method` adds entries here and in :data:`openclip_ext.losses.options.OPTIONS`.
@@ -94,7 +94,7 @@ _collect_options()
 
 
 def register_method(method: Method) -> None:
-    """Add a loss from outside this package (see ``docs/add-your-own-loss.md``), or replace one that was added before.
+    """Add a loss from outside this package (see ``docs/add-your-own-loss.md``), or replace an added loss of the same name.
 
     Raises:
         ValueError: A loss of this package has this name, or an option exists with another meaning.
@@ -158,7 +158,7 @@ def create_loss(
     Args:
         name: A name in :func:`list_losses`, or ``my.module:METHOD`` for your own loss.
         embed_dim: Embedding dimension. Losses with a network or prototypes need it; other losses ignore it.
-        num_samples: Size of the index space. Losses with per-sample state need it; other losses ignore it.
+        num_samples: Number of training samples. Losses with per-sample state need it; other losses ignore it.
         reference_dim: Embedding dimension of a reference model. Each call then needs the reference's embeddings as
             ``reference=(image, text)``. None (default) means no reference model. With a reference model, every loss is
             composed of parts, even ``openclip``.
@@ -170,7 +170,7 @@ def create_loss(
     Raises:
         OptionError: The loss is unknown, it does not use an option, a value is out of range, or the parts are incompatible.
             OptionError is a ValueError.
-        ValueError: ``embed_dim`` or ``num_samples`` is missing.
+        ValueError: ``embed_dim`` or ``num_samples`` is missing or is not a positive integer.
 
     Example:
         >>> loss = create_loss("neuclip", embed_dim=512, prototypes=1024)
@@ -207,8 +207,8 @@ def check_options(name: str, **options: Any) -> ContrastiveLoss:
 def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     """Return all options of a loss with their defaults. Raise OptionError for the same reasons as :func:`create_loss`.
 
-    The result depends only on the options ``normalizer``, ``temperature_scheme`` and ``views``, and on whether an option of a
-    reference model is given.
+    The result depends only on the options ``normalizer``, ``temperature_scheme`` and ``views``, and on whether there is an
+    option of a reference model.
     """
     return _compose(name, options).defaults()
 
@@ -216,9 +216,9 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
 def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
     """Return a loss's options with the training program's defaults. Some differ from the defaults of :func:`create_loss`.
 
-    The training program may use another temperature scheme than the paper. It uses the paper's scheme if ``given`` chooses a
-    part, ``equal_captions`` or ``views``, or sets an option of this scheme, or if ``pretrained`` (the model already has a
-    learned temperature). ``steps`` is the number of optimizer steps of the run.
+    For some losses, the training program replaces the paper's temperature scheme. It keeps the paper's scheme if ``given``
+    contains a part, ``equal_captions``, ``views`` or an option of this scheme. It also keeps the scheme if ``pretrained``,
+    because the model then has a learned temperature. ``steps`` is the number of optimizer steps of the run.
     """
     composition, scheme = _compose(name, given), find_method(name).training_scheme
     own = set(composition.part_names).union(*map(_keywords, composition.classes.parts[-1:]))
@@ -230,7 +230,7 @@ def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretr
 
 @contextlib.contextmanager
 def _wide_default_dtype() -> Iterator[None]:
-    """Create tensors in at least float32. Lightning creates its modules in the dtype of a training in half precision."""
+    """Create tensors in at least float32, although Lightning may have set half precision as the default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:
@@ -241,7 +241,7 @@ def _wide_default_dtype() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Composition:
-    """The classes of a loss with the defaults of their options, and the options that chose the classes (``part_names``)."""
+    """The classes of a loss with the defaults of their options. ``part_names`` are the options that selected the classes."""
 
     title: str
     classes: WholeLoss
@@ -268,14 +268,14 @@ class _Composition:
         keywords = self.keywords()
         sizes = {name: sizes[name] if name in keywords else None for name in _REQUIREMENTS}
         of_loss = {**values, **sizes, **self.fixed, "reference_dim": reference_dim}
-        # With steering, the features that the parts receive also have the reference's block.
+        # With steering, the features that the parts receive also contain the reference model's embeddings.
         steered = reference_dim if values.get("steer") else 0
         of_parts = of_loss | {"embed_dim": (sizes["embed_dim"] or 0) + steered, "reference_dim": steered}
         return _build(self.classes.build, of_loss, *(_build(part, of_parts) for part in self.classes.parts))
 
 
 def _build(cls: type, arguments: Mapping[str, Any], *parts: Any) -> Any:
-    """Create an object with its parts and those of the ``arguments`` that its class accepts."""
+    """Create an object of a class from its parts and from the ``arguments`` that the class accepts."""
     accepted = _keywords(cls) | {*list(inspect.signature(cls).parameters)[len(parts) :]}
     return cls(*parts, **{name: arguments[name] for name in accepted & arguments.keys()})
 
@@ -295,7 +295,7 @@ def _compose(name: str, options: Mapping[str, Any]) -> _Composition:
     title = f"{method.name} with views={views}" if two_views else method.name
     if given:
         what = "a reference model" if given[0] in REFERENCE_OPTIONS else f"{given[0]}="
-        raise OptionError(given[0], f"{what}: not used by the loss {title!r}, which is not composed of parts")
+        raise OptionError(given[0], f"{what}: not used by the loss {title!r}, whose parts are fixed. Remove it")
     return _Composition(title, whole)
 
 
@@ -376,7 +376,7 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):
-        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value after the switch")
+        raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value of rho after the switch")
     lowest = values.get("temperature_min", 0.0)
     highest = values.get("temperature_max", OPTIONS["temperature_max"].default)
     if options.get("temperature") is not None and not lowest <= values["temperature"] <= highest:

@@ -6,7 +6,7 @@ proximal mirror descent on the dual, with the Bregman divergence of ``exp(−ν)
 
     u_i ← (1−γ_i)·u_i + γ_i·(ε + g_i(batch)),    γ_i = sigmoid(log u_i + κ),    α_i = log of the new u_i
 
-So a large normalizer is close to the last batch's estimate, and a small normalizer is an average over more epochs.
+So a large normalizer ``u_i`` follows the last estimate closely, and a small ``u_i`` is an average over more epochs.
 
 Naive float64 version: ``Scent`` in ``tests/references/contrastive.py``. Page: ``docs/methods/fastclip.md``.
 
@@ -33,18 +33,18 @@ class ScentNormalizer(SampleAverages):
     def __init__(self, *, num_samples: int, kappa: float) -> None:
         super().__init__(num_samples)
         self.kappa = kappa
-        # Logits of the last step's γ, and a mask of the valid samples. They are used only for logs, and are not saved.
+        # Logits of the last step's γ, and a mask of the valid samples. Only logs use them, so they are not saved.
         self._last: tuple[Tensor, Tensor] | None = None
 
     def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
         log_u = self.stored(batch_at_tau)
         logit = log_u + self.kappa
         self._last = logit, batch_at_tau.batch.valid
-        # Computed with log γ and log(1−γ), which do not overflow.
+        # This uses log γ and log(1−γ), because γ and 1−γ may round to 0.
         return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return quantiles of γ in the last step. The γ of a new sample uses its first u. Synchronizes with the device."""
+        """Return quantiles of γ in the last step. For a new sample, γ uses the first u. Synchronizes with the device."""
         if self._last is None:
             return {}
         logit, valid = self._last

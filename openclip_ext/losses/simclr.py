@@ -34,7 +34,7 @@ TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
-    """SimCLR's projection head, ``Linear(ReLU(Linear x))``. The loss uses its output; evaluations use its input."""
+    """SimCLR's projection head, ``Linear(ReLU(Linear x))``. The loss uses its output. Evaluations do not use the head."""
 
     kind = "projector"
     evaluated = False
@@ -56,7 +56,7 @@ class TwoViewLoss(GlobalContrastiveLoss):
     """A global contrastive loss of ``2·B`` views. The positive of each view is the other view of the same image.
 
     The negatives of an anchor are the ``2·(B−1)`` views of all other images. There are ``2·B`` positive pairs: each first view
-    with its second view, and each second view with its first view. The pair of an anchor with itself is masked. Both anchors
+    with its second view, and each second view with its first view. The pair of an anchor with itself is masked. All anchors
     of an image have the image's index.
     """
 
@@ -86,7 +86,7 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return self.projector
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """Check the inputs, and return the pairs of projected views. Embeddings of masked images are NaN."""
+        """Return the pairs of projected views, after a check of the inputs. Embeddings of masked images are NaN."""
         batch = super()._batch(*inputs, **options)
         finite = batch.finite[:, None]
         first, second = (

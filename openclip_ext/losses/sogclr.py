@@ -6,7 +6,7 @@ ICML 2022; Algorithm 34 of [opt4ml], the book section *Discriminative Pretrainin
 - For images with texts, SogCLR uses the moving average of ``fastclip.py`` with a constant γ.
 - For two views of each image (``views=2``), as in the paper, ``h`` are projected unit embeddings, and each image has a moving
   average ``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, where ``z`` are the views of other images. The loss is the mean of
-  ``−h_i·h_i⁺ + τ·log(ε + u_i)``. Its gradient flows through the batch's part of ``u``.
+  ``−h_i·h_i⁺ + τ·log(ε + u_i)``. The gradient of the loss flows through the batch's part of ``u``.
 
 Naive float64 versions: ``tests/references/contrastive.py`` and ``tests/references/two_views.py``. Pages:
 ``docs/methods/sogclr-isogclr.md``, ``docs/methods/unimodal.md``.
@@ -59,7 +59,7 @@ class Decoupled(Objective):
 class UncenteredMovingAverage(MovingAverageNormalizer):
     """``u_i ← (1−γ)·u_i + γ·mean_z exp(h_i·z/τ)``, ``α = log(ε + u)`` [opt4ml, Algorithm 34].
 
-    Each of an image's two views uses a new ``u`` that contains this view's own estimate. The mean of the two is stored.
+    Each of an image's two views uses a new ``u`` that contains this view's own estimate. The mean of both new ``u`` is stored.
     """
 
     estimates = (_UNCENTERED_MEAN,)

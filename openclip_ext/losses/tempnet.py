@@ -35,12 +35,12 @@ _PROTOTYPES = 256
 _SHARPNESS = 0.01
 _DROPOUT = 0.5
 _LR_DECAY = 0.9
-# Number of tensors ``(2, B, d)``, and also of tensors ``(2, B, 256)``, in the graph of an update.
+# Number of tensors ``(2, B, d)``, and also of tensors ``(2, B, 256)``, in an update's autograd graph.
 _GRAPH_TENSORS = 4
 
 
 class TemperatureNetwork(nn.Module):
-    """The network of the equations above: one per side, evaluated together."""
+    """Two networks that predict τ (equations: module docstring), one per side, which are evaluated together."""
 
     def __init__(self, embed_dim: int, random: torch.Generator | None) -> None:
         super().__init__()
@@ -67,7 +67,8 @@ class TemperatureNetwork(nn.Module):
 class PredictedTemperature(TemperatureScheme):
     """TempNet: temperatures ``τ_k,i`` that a network predicts from the anchor's embedding.
 
-    Adam trains the network with the learning rate ``lr_tau·0.9^epoch``. A step uses the predictions from before its update.
+    Adam trains the network with the learning rate ``lr_tau·0.9^epoch``. The loss of a step uses the predictions before the
+    step's update.
     """
 
     depends_on_epoch = True
@@ -119,7 +120,7 @@ class PredictedTemperature(TemperatureScheme):
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:
-        """Return the dropout factors of this call. Every process, the prediction and the update use the same factors."""
+        """Return the dropout factors of this call. Prediction and update use the same factors, on every process."""
         if not batch.learning:
             return None
         if isinstance(batch.call, Tensor):

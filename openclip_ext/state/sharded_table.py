@@ -23,13 +23,13 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 class ShardedTable(nn.Module):
     """A table with ``columns`` elements for each of ``num_samples`` samples. Each process stores its range on its device.
 
-    A read of ``B`` samples needs one all-reduce of ``columns·B`` scalars: the owner of a sample adds its values, and other
-    processes add zero. A write needs no communication. Values of samples that were never written are NaN.
+    A read of ``B`` samples needs one all-reduce of ``columns·B`` scalars: the process with a sample adds the values, and all
+    other processes add 0. A write needs no communication. Values of samples that were never written are NaN.
 
     Attributes:
         values: The shard of this process, ``(columns, size + 1)``. NaN means that nothing was written.
-        overwritten: The rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. Set it to None to
-            make the write final.
+        overwritten: The rows of the last :meth:`write` and their earlier values, for :meth:`undo_write`. None means that there
+            is no write to undo.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class ShardedTable(nn.Module):
         self.columns = columns
         self.world_size = distributed.world_size()
         self.first, self.end = shard_bounds(num_samples, distributed.rank(), self.world_size)
-        # The additional last row receives writes for samples of other processes, so no tensor shape depends on the data.
+        # The additional last row receives the writes for samples of other processes. So no tensor shape depends on the data.
         self.register_buffer("values", torch.full((columns, self.size + 1), torch.nan), persistent=False)
         self.overwritten: tuple[Tensor, Tensor] | None = None
         self._in_state_dict = True
@@ -67,6 +67,7 @@ class ShardedTable(nn.Module):
 
         Args:
             index: ``(B,)`` sample indices. The result for an index outside of ``[0, num_samples)`` is arbitrary.
+            columns: the columns to read. The default is all columns.
             missing: ``(columns, B)``, results for samples that were never written. None (default) means NaN.
         """
         slots = self._slots(index)
@@ -79,7 +80,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
-        """Store ``values`` ``(columns, B)`` for the samples for which ``where`` ``(B,)`` is True.
+        """Store ``values`` ``(columns, B)`` of those samples whose ``where`` ``(B,)`` is True.
 
         Samples with equal indices must have equal values.
         """
@@ -133,7 +134,7 @@ class ShardedTable(nn.Module):
 def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
     """Exclude tables from ``state_dict()`` and ``load_state_dict()`` inside the ``with`` block.
 
-    This is for checkpoints, which write and read tables separately, in chunks.
+    Checkpoints need this, because they write and read tables separately, in chunks.
     """
     tables = list(tables)
     for table in tables:
@@ -153,10 +154,10 @@ def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     group, size = _group(index, valid)
     group = group.expand_as(log_values)
     masked = log_values.masked_fill(~valid, -torch.inf)
-    # The maximum starts at a finite number: with −inf for all samples of a group, the difference below would be NaN.
+    # The initial maximum is finite. Otherwise, the difference below would be NaN for a group of −inf alone.
     bound = torch.full_like(log_values, torch.finfo(log_values.dtype).min)
     largest = bound.scatter_reduce(1, group, masked, "amax").gather(1, group)
-    # On a GPU, the order of summation varies. Sums in double precision still give the same result after rounding.
+    # On a GPU, the order of summation varies. Sums in double precision still give equal results after rounding.
     shares = (masked - largest).double().exp()
     sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
     return largest + (sums / size).log().to(log_values.dtype)

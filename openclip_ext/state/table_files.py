@@ -1,7 +1,7 @@
 """Tables of per-sample state on disk. They are written and read in chunks, without a second copy in memory.
 
 A file contains one rank's shard, in a format that ``numpy.load`` reads: one row per sample, with NaN for samples that were
-never used.
+never written.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.state.sharded_table import ShardedTable
 
 _FORMAT = np.lib.format
-# Number of rows that are copied at a time: 4 to 16 MiB for the tables of our losses.
+# Number of rows that are copied at a time: 4 or 12 MiB for the float32 tables of our losses (2 or 6 columns).
 CHUNK_ROWS = 1 << 19
 
 
@@ -38,7 +38,7 @@ def open_table(path: Path) -> np.ndarray:
         reason = f" ({error})"
     if not isinstance(rows, np.memmap) or rows.ndim != 2 or rows.dtype not in (np.float32, np.float64):
         raise UsageError(
-            f"{path} is not a table or is corrupt{reason}: expected rows of floating-point numbers. Use another checkpoint"
+            f"{path} is not a table or is corrupt{reason}: expected rows of float32 or float64. Use another checkpoint"
         )
     return rows
 

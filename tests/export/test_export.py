@@ -83,7 +83,7 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     (tmp_path / "hub" / "open_clip_config.json").write_text(json.dumps(config))
     checkpoint = make_run(tmp_path, f"local-dir:{tmp_path / 'hub'}", *flags.split())
     if vision == timm_tower("test_vit") and "size" in flags:
-        with pytest.raises(UsageError, match="stock OpenCLIP cannot load a folder with a timm tower of another size"):
+        with pytest.raises(UsageError, match="stock OpenCLIP cannot load a timm tower with another image size"):
             export(checkpoint, "safetensors", tmp_path / "exported")
         return
     export(checkpoint, "safetensors", tmp_path / "exported")
@@ -225,7 +225,7 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
         ("demo-cased", "tokenizer_kwargs"),
         ("demo-plain", "tokenizer_kwargs"),
         ("demo-cut", "tokenizer_kwargs"),
-        ("demo-resnet", r"no counterpart of this model .*visual\.bn1.*--to safetensors"),
+        ("demo-resnet", r"does not support this model .*visual\.bn1.*--to safetensors"),
         ("demo-avg", r"its embeddings would differ by 0\."),
     ):
         with pytest.raises(UsageError, match=message):

@@ -49,7 +49,7 @@ def test_one_part_has_activations_and_the_second_pass_draws_the_same_numbers():
 
 
 def test_a_size_of_0_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         in_micro_batches(tiny_model(), 0)
 
 

@@ -88,7 +88,7 @@ def test_every_place_that_binds_the_function_gets_it_once():
         ({"loss": "fastclip"}, "every sample's index"),
         ({"loss": "neuclip", "accum_freq": 2}, "--accum-freq 2"),
         ({"loss": "cliplite"}, "trains its own modules"),
-        ({"loss": "openclip", "loss_options": {"equal_captions": "mask"}}, "which captions are equal"),
+        ({"loss": "openclip", "loss_options": {"equal_captions": "mask"}}, "labels of equal captions"),
     ],
 )
 def test_what_openclips_loop_cannot_do_is_refused(changes, message):

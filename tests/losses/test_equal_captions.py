@@ -104,7 +104,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 def test_labels_are_checked(name: str) -> None:
     loss = create_loss(name, embed_dim=8, equal_captions="mask")
     for labels, message in (
-        (None, "needs positives="),
+        (None, "pass positives="),
         (torch.arange(5), r"shape \(6,\) or bool of shape \(6, 6\), found \(5,\)"),
         (torch.eye(6), r"found \(6, 6\) torch.float32"),
         ([0] * 6, "found 'list'"),
@@ -131,7 +131,7 @@ def test_an_inconsistent_mask_is_refused(pairs: dict[tuple[int, int], bool], nam
 
 def test_a_captioner_is_refused() -> None:
     captions = {"logits": torch.randn(6, 5, 11), "labels": torch.randint(1, 11, (6, 5))}
-    with pytest.raises(ValueError, match="CoCa and distillation models do not support equal_captions"):
+    with pytest.raises(ValueError, match="CoCa and distillation models support neither equal_captions"):
         _openclip("mask")(*_inputs(), positives=torch.arange(6), **captions)
 
 

@@ -58,7 +58,11 @@ def test_the_help_has_every_flag_with_the_losses_defaults(capsys):
     assert {"--local-loss", "--train-data", "--aug-cfg", "--save-every-steps", "--recipe"} <= set(short.split())
     assert len(short.splitlines()) < 90 and max(map(len, short.splitlines())) <= 125
     whole = " ".join(help_of(capsys, "--help-all").split())
-    for part in ("--prototypes INT number of prototypes [m]", "--local-loss calculate loss w/ local", "--fsdp shard"):
+    for part in (
+        "--prototypes INT number of prototypes (queueclip: queue length) [m]",
+        "--local-loss calculate loss w/ local",
+        "--fsdp shard",
+    ):
         assert part in whole
     assert "main.py" not in whole and "--alpha-gradient" not in short + whole
 
