@@ -13,7 +13,7 @@ from openclip_ext.evaluation.training_log import TrainingLog, metric_names, read
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import Chart, draw_curves
 
-_METRICS = 2  # maximum number of validation metrics
+_METRICS = 2  # maximum number of validation metrics to draw
 
 
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
@@ -23,7 +23,7 @@ def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
 
 
 def draw(charts: Sequence[Chart], output: Path) -> None:
-    """Draw charts with a common legend, two charts per row."""
+    """Draw charts with a common legend, two charts per row, and save the figure to ``output``."""
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).ravel()
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         problem = f"no training step is logged in {empty}: expected LOGS/NAME of training runs"
         if not logged or not all(run.is_dir() for run in args.runs):
             raise ValueError(problem)
-        logging.warning(problem)  # a run may have stopped before its first step, and does not prevent the figure
+        logging.warning(problem)  # a run may have stopped before its first step; draw the others
     plot(logged, args.output)
     print(args.output)
 
