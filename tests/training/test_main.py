@@ -160,7 +160,7 @@ def test_an_evaluation_that_fails_ends_a_program_that_does_nothing_else(shards, 
     monkeypatch.setattr(Validation, "run", fail)
     with pytest.raises(RuntimeError, match="the data server is down"):
         run(evaluation(tmp_path, "run", "--val-data", shards, "--logs", "none"))
-    assert "this evaluates an untrained model" in caplog.text
+    assert "The evaluated model is untrained" in caplog.text
 
 
 @contextmanager

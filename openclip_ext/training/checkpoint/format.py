@@ -1,8 +1,8 @@
 """Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
-The model file is ``epoch_K.pt`` after K full epochs, ``epoch_latest.pt`` with ``--save-most-recent``, or, until the next save,
-``epoch_K_step_S.pt`` after S optimizer steps. The folder has the same name with the suffix ``.state``, and a subfolder named
-after the step::
+The model file is ``epoch_K.pt`` after K full epochs, or ``epoch_latest.pt`` with ``--save-most-recent``. Mid-epoch, it is
+``epoch_K_step_S.pt`` after S optimizer steps, which the next save removes. The folder has the name of the model file with the
+suffix ``.state``, and a subfolder for the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position
@@ -11,8 +11,8 @@ after the step::
     epoch_3.state/step_1200/checksums.json  SHA-256 of all these files and of epoch_3.pt
     epoch_3.lora/                           with --lora-rank: the adapter for peft; a resume does not read it
 
-A save first writes temporary files, then renames the state folder, and finally the model file. Until this last rename, the
-old checkpoint is complete. A resume verifies the checksums.
+A save first writes temporary files, then renames the state folder, and finally renames the model file. Until the last rename,
+the old checkpoint is complete. A resume verifies the checksums.
 """
 
 import hashlib
@@ -52,17 +52,17 @@ class RunIdentity:
     model: str
     loss: str
     optimizer: str
-    num_samples: int  # size of the index space
+    num_samples: int  # number of samples in the data set, including excluded samples
     global_batch: int  # samples per optimizer step
     seed: int
     data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
     lora: str | None = None  # rank, alpha and targets of the adapters
-    settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ (a difference is logged)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk. ``shared`` is None if stock OpenCLIP wrote the checkpoint."""
+    """A complete checkpoint on disk. ``shared`` is the content of ``shared.pt``, or None if stock OpenCLIP wrote it."""
 
     path: Path
     model_file: dict[str, Any]
@@ -106,7 +106,7 @@ def verify(path: Path) -> None:
             named = ", ".join(name for name in expected if NAME.match(Path(name).stem) or name == f"{LATEST}.pt")
             raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming")
         files = [path if name == path.name else folder / name for name in expected]
-        # Threads run in parallel here, because hashing releases Python's global interpreter lock.
+        # Threads compute checksums in parallel, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(checksum, files))
         pairs = zip(files, found, expected.values(), strict=True)
@@ -118,7 +118,7 @@ def verify(path: Path) -> None:
 
 
 def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Read a model file in OpenCLIP's format; raise UsageError if it is missing, unreadable or of another kind."""
+    """Read a model file in OpenCLIP's format; raise UsageError if it is missing, unreadable or not a training checkpoint."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     content = load(path, mmap)

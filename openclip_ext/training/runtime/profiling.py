@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from openclip_ext import distributed
 
-# Untraced steps at the start, which include compilation, caching and the loss's checks of the training loop.
+# Numbers of untraced first steps. They include compilation, caching and the loss's checks of the training loop.
 _FIRST, _WARM_UP = 10, 2
 
 
