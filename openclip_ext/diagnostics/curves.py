@@ -17,7 +17,7 @@ _METRICS = 2  # maximum number of validation metrics to draw
 
 
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
-    """Draw the curves of runs over the number of training samples. A run has the same color in all charts."""
+    """Draw the curves of runs over the number of samples seen. A run has the same color in all charts."""
     metrics = sorted(metric_names(logs.values()), key=_order_of_metrics)[:_METRICS]
     draw(training_charts({name: [log] for name, log in logs.items()}, metrics), output)
 
@@ -44,7 +44,10 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument(
-        "--output", type=output_path, required=True, help="file for the figure; the extension sets the format"
+        "--output",
+        type=output_path,
+        required=True,
+        help="file for the figure; the extension (such as .png) sets the format",
     )
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]

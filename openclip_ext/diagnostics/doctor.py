@@ -166,7 +166,7 @@ class Doctor:
             yield WARNING, f"memory: {warning}"
         else:
             need, available = self.plan.asked.gpu / _GIB, self.gpu_memory / _GIB
-            yield OK, f"memory: a GPU needs {need:.1f} GiB of {available:.1f} (details: openclip-ext plan)"
+            yield OK, f"memory: a GPU needs {need:.1f} GiB of its {available:.1f} GiB (details: openclip-ext plan)"
 
     def _folder(self) -> Iterator[Finding]:
         folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length

@@ -31,7 +31,7 @@ def _described(name: str) -> Iterator[str]:
     replicated, per_sample = loss.state_size()
     networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes per sample{networks}"
-    yield "  cost:     openclip-ext plan reports the memory, docs/scale.md the time"
+    yield "  cost:     openclip-ext plan predicts the memory; docs/scale.md reports the time"
     yield f"  trains:   {'the model and projection heads' if loss.model_head() is not None else 'only the model'}"
     yield f"  flags that OpenCLIP does not have, with their defaults in training:\n\n{describe_options(name)}\n"
 

@@ -150,7 +150,7 @@ class Plan:
         sizes = f"n = {training.samples:,}, global batch {training.global_batch}, {row.world_size} ranks"
         yield f"{training.loss}, {training.model}, {sizes}"
         if training.loss == "openclip":
-            yield "with --local-loss --gather-with-grad; without them each rank needs memory for the full B x B matrix"
+            yield "with --local-loss --gather-with-grad; without these flags, each rank stores a full B x B matrix"
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
         yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"

@@ -168,6 +168,6 @@ def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hint
     svg = stream.getvalue().partition("<svg")[2].replace(_TEXT_COLOR, "currentColor")
     for number, hint in enumerate(hints):
         svg = svg.replace(f'<g id="{_hint_id(number)}">', f"<g><title>{escape(hint)}</title>", 1)
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's ids, which repeat in every chart
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # remove matplotlib's ids, which repeat in every chart
     svg = re.sub(r'="([\d.]+)pt"', r'="\1"', svg, count=2)
     return Markup(f'<svg role="img" aria-label="{escape(label)}"{svg}')

@@ -280,7 +280,7 @@ class EvaluationConfig:
         choices=("quick", "full"),
     )
     suite_data: str | None = flag(None, "folder with DataComp's data", dest="eval_data_dir", needs="eval_suite")
-    suite_every: int = flag(1, "evaluate the suite every N epochs and at the end", dest="eval_frequency")
+    suite_every: int = flag(1, "evaluate --eval-suite every N epochs and after the last epoch", dest="eval_frequency")
     batch_size: int = flag(64)
     workers: int = flag(0)
 

@@ -25,7 +25,7 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 
 
 def parse(argv: list[str]) -> TrainingConfig:
-    """Return the configuration for a command line with OpenCLIP's flags and ours.
+    """Return the configuration for a command line, which may have OpenCLIP's flags and ours.
 
     Raise UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. Raise SystemExit after
     ``--help``.
@@ -144,7 +144,7 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 
 def _recipe_argv(args: argparse.Namespace) -> list[str]:
-    """Return the flags of ``--recipe`` for the command line's loss."""
+    """Return the flags that ``--recipe`` sets for the loss on the command line."""
     loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
         recipe = recipes.get(args.recipe, loss)

@@ -185,7 +185,7 @@ class StepGuard:
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     """Return whether this process's shards of the gradients are finite: a 0-d bool on their device."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # With FSDP, a process may have an empty shard of a small parameter.
+    # With FSDP, a process may have an empty shard of a small parameter. It is finite, so skip it.
     shards = [gradient for gradient in gradients if gradient.numel()]
     if not shards:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
@@ -199,7 +199,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Copies:
-    """Copies of tensors, to restore them.
+    """Copies of tensors, from which the tensors can be restored.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
     kernel to copy it and two to restore it.

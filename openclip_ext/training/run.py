@@ -136,7 +136,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     identity = _identity(config, loader.source)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     reference = loader.source.reference
-    # An epoch may have fewer steps than before the resume.
+    # After a resume, an epoch may have fewer steps than the run has already completed in it.
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
         position.step_in_epoch, steps_per_epoch
     )
@@ -146,7 +146,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         changed = restoring.changed_settings(start.checkpoint, identity)
-        settings_warning = changed and f"The run continues with other settings: {'; '.join(changed)}."
+        settings_warning = changed and f"The run continues with changed settings: {'; '.join(changed)}."
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
         for warning in filter(None, (settings_warning, batch_warning, reference and reference.warning)):
             logging.warning(warning)

@@ -47,7 +47,7 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
     if newest is not None:
         logging.info(f"Resuming from {newest}.")
         return newest, unreadable
-    # A run that was killed before its first save starts from scratch. After a save, the run's log must not be overwritten.
+    # If the run was killed before its first save, start from scratch. After a save, this would overwrite the run's log.
     log = config.folder / "metrics.jsonl"
     steps = sum("loss" in line for line in json_lines.read(log))
     if steps and (config.folder / SAVED).exists():

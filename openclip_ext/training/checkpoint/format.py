@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> None:
-    """Raise UsageError if a file of a checkpoint is missing or differs from its checksum.
+    """Raise UsageError if a file of a checkpoint is missing or does not match its checksum.
 
     OpenCLIP's checkpoints have no checksums.
     """
@@ -104,7 +104,7 @@ def verify(path: Path) -> None:
         expected = json.loads((folder / CHECKSUMS).read_text())
         if path.name not in expected:
             named = ", ".join(name for name in expected if NAME.match(Path(name).stem) or name == f"{LATEST}.pt")
-            raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming")
+            raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming of {path.name}")
         files = [path if name == path.name else folder / name for name in expected]
         # Threads compute checksums in parallel, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
@@ -129,7 +129,7 @@ def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def _state_folder(path: Path, model_file: dict[str, Any]) -> Path | None:
-    """Return the folder with a checkpoint's other files; None if stock OpenCLIP wrote the checkpoint."""
+    """Return the ``.state`` subfolder of a checkpoint, or None if stock OpenCLIP wrote the checkpoint."""
     step = model_file.get("step")
     return None if step is None else path.with_suffix(".state") / f"step_{step}"
 

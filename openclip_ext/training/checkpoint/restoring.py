@@ -133,7 +133,9 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
         compared.discard("global_batch")
     if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
         compared.discard("data")
-        logging.warning(f"{checkpoint.path} was trained on other data of the same size: continuing with new data.")
+        logging.warning(
+            f"{checkpoint.path} was trained on other data of the same size. The run continues with the new data."
+        )
     differing = [key for key in sorted(compared) if found[key] != asked[key]]
     if differing:
         differences = "; ".join(f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in differing)

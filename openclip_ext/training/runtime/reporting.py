@@ -130,7 +130,7 @@ class Reporter:
             self._bar.update()
 
     def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
-        """Report a step. ``record`` contains ``step``, ``epoch``, ``samples``, ``loss`` and other plain numbers."""
+        """Report a step. ``record`` contains ``step``, ``epoch``, ``loss``, a dictionary ``terms``, and other numbers."""
         if not self.active:
             return
         steps = max(stopwatch.steps, 1)
