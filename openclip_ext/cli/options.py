@@ -97,7 +97,7 @@ class Option:
         object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
 
     def check(self, value: Any) -> Any:
-        """Convert ``value`` to the option's type; raise OptionError if the value is not accepted."""
+        """Convert ``value`` to the option's type. Raise OptionError if the value is not accepted."""
         if value is None and self.nullable:
             return None
         wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self._accepted()}")

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         problem = f"no training step is logged in {empty}: expected LOGS/NAME of training runs"
         if not logged or not all(run.is_dir() for run in args.runs):
             raise ValueError(problem)
-        logging.warning(problem)  # a run may have stopped before its first step; draw the others
+        logging.warning(problem)  # a run may have stopped before its first step, so draw the others
     plot(logged, args.output)
     print(args.output)
 

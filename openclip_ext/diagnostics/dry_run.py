@@ -49,7 +49,7 @@ def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run the first training steps of an epoch on meta tensors; return the mean communication and the peak memory of a step.
+    """Run the first training steps of an epoch on meta tensors. Return the mean communication and the peak memory of a step.
 
     ``create`` returns the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples
     per rank (for a loss with two views, the number of images).

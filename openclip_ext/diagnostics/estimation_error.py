@@ -63,7 +63,7 @@ class EstimationError:
     """Result of :func:`measure`.
 
     Attributes:
-        estimator: Error of ``loss.log_normalizers``; None if the loss only has the mini-batch estimate.
+        estimator: Error of ``loss.log_normalizers``. None means that the loss only has the mini-batch estimate.
         minibatch: Error of the mini-batch estimate with batches of ``batch_size``.
         samples: Number of embeddings from which exact log-normalizers were computed.
         temperature: Median temperature of all anchors.

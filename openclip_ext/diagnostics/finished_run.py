@@ -124,7 +124,7 @@ def load_run(
 
 
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
-    """Return a run's training data; raise UsageError if the data are missing or differ from the run's."""
+    """Return a run's training data. Raise UsageError if the data are missing, or if they are not the run's data."""
     fix = "give the run's training data with --train-data"
     if moved_to is not None:
         # Keep the run's manifest if possible, because it contains the list of excluded samples.

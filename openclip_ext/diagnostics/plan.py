@@ -108,7 +108,7 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the row for ``world_size`` ranks; raise ValueError if the batch is not divisible by this number."""
+        """Return the row for ``world_size`` ranks. Raise ValueError if the batch is not divisible by this number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)

@@ -156,7 +156,7 @@ def _hint_id(number: int) -> str:
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on an empty figure; return the ``<svg>`` element. ``hints[i]`` is the tooltip of the element ``hint-i``."""
+    """Draw on an empty figure; return its ``<svg>`` element. ``hints[i]`` is the tooltip of the element ``hint-i``."""
     width, height = size
     stream = io.StringIO()
     # With the label as salt, a chart has the same ids in every run, and other ids than the other charts on the page.

@@ -135,7 +135,7 @@ def refuse_contradictions(argv: Sequence[str]) -> None:
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
-    """Make ``--siglip`` and ``--loss siglip`` agree if one is given; raise UsageError if they contradict each other."""
+    """Make ``--siglip`` and ``--loss siglip`` agree if one is given. Raise UsageError if they contradict each other."""
     if args.loss is None:
         args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
     elif args.siglip and args.loss != "siglip":

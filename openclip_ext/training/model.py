@@ -177,7 +177,7 @@ def build_loss(
     device: torch.device,
     reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set; raise UsageError if the loss would ignore an output of the model."""
+    """Create the loss for a model and a data set. Raise UsageError if the loss would ignore an output of the model."""
     has_reference = "steer" in config.given
     has_parts = has_reference or any(config.given.get(part) for part in PARTS)
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):

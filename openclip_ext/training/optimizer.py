@@ -82,7 +82,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs`` as Python values; reject arguments that flags or the program set."""
+    """Return the arguments of ``--opt-kwargs`` as Python values. Reject arguments that flags or the program set."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -216,7 +216,7 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
 
 
-# Change of log τ in a run: τ falls from OpenCLIP's initial value 0.07 to 0.03, its value at the end of the papers' runs.
+# Expected change of log τ in a run: from OpenCLIP's initial τ, 0.07, to 0.03, as at the end of the papers' runs.
 _LOG_TAU_RANGE = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
 # A run with fewer optimizer steps is too short to train τ, so it keeps the loss's default learning rate of ``log(1/τ)``.

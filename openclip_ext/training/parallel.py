@@ -229,7 +229,7 @@ def all_finite(parameters: Iterable[Tensor]) -> bool:
 
 
 def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
-    """Replace 0-d parameters by vectors of one element; return their names."""
+    """Replace 0-d parameters by vectors of one element. Return their names."""
     names = {name for name, parameter in model.named_parameters() if parameter.ndim == 0}
     for name in names:
         path, _, attribute = name.rpartition(".")

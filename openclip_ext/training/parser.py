@@ -118,7 +118,7 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of losses from the parsed arguments; return the given options by name.
+    """Remove the options of losses from the parsed arguments. Return the given options by name.
 
     Raise UsageError for an option that was given in two ways.
     """

@@ -171,7 +171,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
 def _build_step(
     config: TrainingConfig, built: BuiltModel, source: Source, steps: int, is_fresh: bool
 ) -> tuple[TrainStep, float | None]:
-    """Build the loss and the optimizer around the model; return the training step and the temperature's learning rate."""
+    """Build the loss and the optimizer around the model. Return the training step and the temperature's learning rate."""
     number, device = source.num_samples, built.device
     loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
     check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))

@@ -71,7 +71,7 @@ class TrainStep:
         self._is_first = True
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
-        """Take one optimizer step on one or more micro-batches; return the detached terms of the loss.
+        """Take one optimizer step on one or more micro-batches. Return the detached terms of the loss.
 
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
         and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)``, or the reference model's embeddings
@@ -202,7 +202,7 @@ class TrainStep:
 
 
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text; return the model's outputs.
+    """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text. Return the model's outputs.
 
     ``image_features`` contains the embeddings of the first views, ``text_features`` the embeddings of the second views.
     """

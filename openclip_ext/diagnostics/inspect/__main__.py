@@ -34,7 +34,7 @@ class _Sizes:
 
 
 def main(argv: list[str]) -> None:
-    """Inspect the training data of a run; write an HTML page, JSON, CSV, and optionally a manifest."""
+    """Inspect the training data of a run; write the findings as HTML, JSON and CSV, and optionally a manifest."""
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
@@ -84,7 +84,7 @@ def _categories(text: str) -> list[str]:
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
-    """Return the run's manifest; raise UsageError if the changed manifest cannot be written to ``target``."""
+    """Return the run's manifest. Raise UsageError if the changed manifest cannot be written to ``target``."""
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):

@@ -72,7 +72,7 @@ class Found:
 
     Attributes:
         count: Number of all findings. The arrays contain at most ``Thresholds.max_pairs`` pairs.
-        samples: Rows of the embeddings: ``(k, 2)`` for pairs (the smaller row first) and for misfits with their best match,
+        samples: Rows of the embeddings: ``(k, 2)`` for pairs (the smaller row first) and for misfits (with their best match),
             else ``(k, 1)``.
         value: ``(k,)`` similarities or log-normalizers. For ``duplicates``, the smaller of the image and caption similarities.
     """

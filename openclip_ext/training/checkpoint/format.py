@@ -82,7 +82,7 @@ def table_file(rank_file: Path, table: str) -> Path:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint's model file and shared state; raise UsageError if they are missing or unreadable."""
+    """Read a checkpoint's model file and shared state. Raise UsageError if they are missing or unreadable."""
     model_file = load_model_file(path)
     folder = _state_folder(path, model_file)
     if folder is None:
@@ -118,7 +118,7 @@ def verify(path: Path) -> None:
 
 
 def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Read a model file in OpenCLIP's format; raise UsageError if it is missing, unreadable or not a training checkpoint."""
+    """Read a model file in OpenCLIP's format. Raise UsageError if it is missing, unreadable or not a training checkpoint."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     content = load(path, mmap)

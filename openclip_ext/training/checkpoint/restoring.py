@@ -79,7 +79,7 @@ def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
 
 
 def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> None:
-    """Load the optimizer state; keep this run's hyperparameters and its device's implementation."""
+    """Load the optimizer state, but keep this run's hyperparameters and implementation (``fused``, ``foreach``)."""
     own = optimizer.param_groups[0]
     implementation = {name: own[name] for name in ("fused", "foreach", "capturable") if name in own}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
@@ -174,7 +174,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights, with or without DDP's prefix ``module.``, into a model; raise UsageError if they do not match."""
+    """Load weights, with or without DDP's prefix ``module.``, into a model. Raise UsageError if they do not match."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

@@ -44,7 +44,7 @@ def save(
     identity: RunIdentity,
     parts: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint; return the model file's path. A failed save keeps old files. Collective: all ranks call it.
+    """Write a checkpoint. Return the model file's path. A failed save keeps old files. Collective: all ranks call it.
 
     Args:
         folder, name: The run's ``checkpoints/``, and the file name without suffix.
@@ -144,7 +144,7 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
-    """Run an action on all ranks; return all results. If a rank fails, all ranks raise OSError, so that none waits forever."""
+    """Run an action on all ranks. Return all results. If a rank fails, all ranks raise OSError, so that none waits forever."""
     failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
@@ -196,7 +196,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; log a warning if this fails.
+    """Delete a checkpoint. Log a warning if this fails.
 
     If the process is killed during the deletion, the next launch deletes the remaining files.
     """

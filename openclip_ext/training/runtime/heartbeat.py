@@ -71,7 +71,7 @@ class _Heartbeat:
         store.set(self._key(rank), b"0")
 
     def beat(self) -> list[str]:
-        """Send one heartbeat; return the names of the ranks whose heartbeats are missing."""
+        """Send one heartbeat. Return the names of the ranks whose heartbeats are missing."""
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats))
         return [self._name(rank) for rank in range(self._world_size) if rank != self._rank and self._is_missing(rank)]

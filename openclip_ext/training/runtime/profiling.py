@@ -16,7 +16,7 @@ _FIRST, _WARM_UP = 10, 2
 
 @contextmanager
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Trace ``steps`` steps of rank 0 after the first 12; yield a function to call after each step.
+    """Trace ``steps`` steps of rank 0 after the first 12. Yield a function to call after each step.
 
     Write ``trace.json.gz`` (for chrome://tracing or Perfetto) and ``table.txt`` (the slowest operations) to
     ``folder/profile/``. Nothing is traced if ``steps`` is 0 or ``folder`` is None.

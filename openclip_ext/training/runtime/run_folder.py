@@ -37,8 +37,8 @@ LOCK_PATIENCE = 10  # seconds to wait for another process to release the run fol
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
     """Create the run folder, lock it for this run, and start logging. If no step is taken, remove a new folder.
 
-    Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
-    not given, if another process uses the folder, or if the folder is not writable.
+    Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run (without
+    ``--resume latest``), is in use by another process, or is not writable.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder

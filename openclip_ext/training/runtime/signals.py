@@ -52,8 +52,8 @@ class SignalRequests:
     """A context manager that stores signals until the end of the step, when all ranks act on them together.
 
     A signal may reach only one rank. The other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
-    immediately, except under torchrun, where one Ctrl-C arrives twice (from the terminal and from torchrun). ``exit_status``
-    is the shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
+    immediately, except under torchrun: there, the terminal and torchrun both send each Ctrl-C. ``exit_status`` is the
+    shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
     """
 
     def __init__(self) -> None:
