@@ -20,7 +20,7 @@ _METADATA = "flag"
 
 
 class OptionError(ValueError):
-    """An error for a rejected value of ``option``. The message contains ``gamma=0.5`` (for flags, see :func:`with_flags`)."""
+    """An error for a rejected value of ``option``. :func:`with_flags` changes ``gamma=0.5`` in it to ``--gamma 0.5``."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("openclip_ext.training.main", "train CLIP with OpenCLIP's flags and more"),
+    "train": Command("openclip_ext.training.main", "train CLIP; accepts OpenCLIP's flags and additional flags"),
     "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training run before it is submitted"),
     "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe a loss: parts, cost, options"),
     "manifest": Command("openclip_ext.data.manifest", "count the samples in each shard, to give each sample an index"),

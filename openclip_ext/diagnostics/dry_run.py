@@ -31,7 +31,7 @@ class DryRun:
     """Communication and memory of a step of the loss.
 
     Attributes:
-        exchanged: Bytes by kind of communication: for an all-gather the size of the result, for other kinds of the input.
+        exchanged: Bytes by kind of communication: the size of the result (all-gather) or of the input (other kinds).
         work_bytes: Peak memory that the loss allocates in the forward and backward pass, without the inputs.
     """
 
@@ -40,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms. No all-gather or all-reduce can send fewer."""
+    """Return the bytes that each rank sends with ring algorithms. No all-gather or all-reduce can send fewer bytes."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())

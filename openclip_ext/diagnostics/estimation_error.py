@@ -91,7 +91,7 @@ def exact_log_normalizers(
         tau: One temperature, or temperatures ``(2, A)`` of the image anchors and the text anchors.
         eps: The constant ε.
         include_positive: Global batch size ``B``, if the loss's normalizers include the positive pair
-            (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``. None (default): they exclude it.
+            (``loss.normalizers_include_positive``): ``α*_i = log((1 + (B−1)·g_i)/B)``. None (default) means they do not.
 
     Returns:
         ``(2, A)`` float64 for the image anchors and the text anchors, on the device of ``anchors``.
@@ -240,9 +240,9 @@ def table(title: str, result: EstimationError) -> str:
             values = (error.mean, error.image, error.text, error.bias)
             lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
     lines.append(
-        f"Mean squared error of log-normalizers: {result.anchors:,} image and text anchors, {result.samples:,} samples, "
-        f"batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a factor of {batch.factor:.2g} (median; 90 %: "
-        f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
+        f"Mean squared error of log-normalizers: {result.anchors:,} images and their texts as anchors, "
+        f"{result.samples:,} samples, batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a median factor "
+        f"of {batch.factor:.2g} (90 % of the anchors: {batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
     return "\n".join(lines)
 
@@ -284,7 +284,10 @@ def main(argv: list[str]) -> None:
     count_help = "number of samples whose log-normalizers are measured (default: %(default)s)"
     parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)
     parser.add_argument(
-        "--json", type=output_path, metavar="FILE", help="write the result as JSON (several results: a list)"
+        "--json",
+        type=output_path,
+        metavar="FILE",
+        help="write the result as JSON; for several checkpoints, a list of results",
     )
     parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over the samples seen")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling anchors (default: %(default)s)")

@@ -61,7 +61,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """Memory needs with ``world_size`` ranks, in bytes per GPU. ``gradient``: bytes of the model's gradient to all-reduce."""
+    """Memory needs with ``world_size`` ranks, in bytes per GPU. ``gradient``: bytes to all-reduce for the model's gradient."""
 
     world_size: int
     local_batch: int
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
-    help = "memory of a GPU in GB (default: as this machine's GPU, or 80 without a GPU)"
+    help = "memory of a GPU in GB (default: memory of this machine's GPU, or 80 if there is none)"
     parser.add_argument("--gpu-memory", type=_gigabytes, default=here, metavar="GB", help=help)
 
 

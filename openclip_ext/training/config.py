@@ -237,7 +237,7 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of the run, and other numbers of epochs, micro-batches or optimizer steps."""
+    """The number of epochs, and settings that count micro-batches or optimizer steps."""
 
     epochs: int = flag(minimum=1, hint="to evaluate only, remove --train-data")
     accum_freq: int = flag(1)
@@ -304,7 +304,7 @@ class RunFolderConfig:
     logs: Path | None  # None means that no files are written
     name: str
     resume_latest: bool = False  # whether to continue the run that the folder contains, if any
-    log_local_rank: int | None = None  # with --log-local: rank of this process on its node, whose rank 0 logs
+    log_local_rank: int | None = None  # with --log-local: this process's rank on its node, where rank 0 logs
     rank: int = 0
     debug: bool = flag(False)
     remote_sync: str | None = flag(None)
@@ -445,7 +445,7 @@ def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingCo
         settings = f"lr_{flags['lr']}-b_{flags['batch_size']}-j_{flags['workers']}-p_{flags['precision']}"
         flags["name"] = f"{date}-model_{model}-{settings}"
     own = training_config(flags, config.loss)
-    # The validation loss depends on the evaluation's batch size, so this must not depend on the number of processes.
+    # The validation loss depends on the evaluation's batch size, which must not depend on the number of processes.
     return replace(own, evaluation=replace(own.evaluation, batch_size=config.evaluation.batch_size))
 
 

@@ -1,4 +1,4 @@
-"""Parse a command line into a training configuration. Torch is imported only if necessary, because this takes seconds."""
+"""Parse a command line into a training configuration. Torch is imported only if necessary: the import takes seconds."""
 
 import argparse
 import itertools

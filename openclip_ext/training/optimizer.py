@@ -171,7 +171,7 @@ def _parameter_groups(
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Split each group by learning rate, in order. Each part contains its factor of ``lr`` under :data:`SCALE`."""
+    """Split each group by learning rate, in order. Each new group stores its ratio to ``lr`` under :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in groups:

@@ -188,7 +188,7 @@ def _build_step(
 
 
 def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -> float | None:
-    """Return the temperature's learning rate. If the user gave none, it is larger in a short run."""
+    """Return the temperature's learning rate. If the user did not set it, it is larger in a short run."""
     if "lr_tau" in config.loss.given:
         return loss.logit_scale_lr
     rate = logit_scale_lr(loss.logit_scale_lr, steps)

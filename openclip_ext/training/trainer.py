@@ -158,7 +158,7 @@ class Trainer:
 
     def _act_on(self, request: Request, signals: SignalRequests) -> None:
         if self.step.guard.in_a_row >= self.length.max_skipped_steps:
-            self._save_mid_epoch(must_succeed=True)  # skipped steps change nothing, so the current state is finite
+            self._save_mid_epoch(must_succeed=True)  # skipped steps change nothing, so the state can be saved
             raise TrainingDiverged(
                 f"{self.step.guard.in_a_row} steps in a row were not finite and skipped; the last was step "
                 f"{self.position.step - 1}. Check the samples in the log, lower --lr, set --grad-clip-norm, or "

@@ -170,7 +170,7 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
 def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
-    assert "20 image and text anchors, 84 samples, batches of 16" in capsys.readouterr().out
+    assert "20 images and their texts as anchors, 84 samples, batches of 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]])

@@ -28,7 +28,7 @@ DEFINITIONS = {
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
     "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
     "false-negatives": "two samples: the image of one is at least as similar to the caption of the other as both samples' "
-    "images are to their own captions, and as in the best {best_share:g} % of all image-caption pairs",
+    "images are to their own captions. It is also at least as similar as in the best {best_share:g} % of all such pairs",
     "misfit-captions": "captions whose largest cosine similarity to any image is more than {deviations:g} standard "
     "deviations (1.4826 median absolute deviations) below the median of these largest similarities",
     "misfit-images": "images whose largest cosine similarity to any caption is more than {deviations:g} standard "
@@ -49,7 +49,7 @@ class Thresholds:
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
     false_negative_quantile: float = flag(
         0.9,
-        "minimum similarity of false negatives, as a quantile over positive pairs (0: no minimum)",
+        "minimum similarity of false negatives, as a quantile of the similarities of positive pairs (0: no minimum)",
         minimum=0,
         maximum=1,
     )

@@ -22,7 +22,7 @@ class Start(NamedTuple):
 
 
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
-    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it, but only rank 0 verifies."""
+    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it. Rank 0 verifies for all."""
     if resume is None:
         return Start()
     if resume == "latest" and config.folder is None:

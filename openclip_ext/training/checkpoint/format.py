@@ -1,8 +1,8 @@
 """Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
 The model file is ``epoch_K.pt`` after K full epochs, or ``epoch_latest.pt`` with ``--save-most-recent``. Mid-epoch, it is
-``epoch_K_step_S.pt`` after S optimizer steps, which the next save removes. The folder has the name of the model file with the
-suffix ``.state``, and a subfolder for the step::
+``epoch_K_step_S.pt`` after S optimizer steps. The next save removes this file. The folder has the name of the model file with
+the suffix ``.state``, and a subfolder for the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position

@@ -97,7 +97,7 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
 def cut_logs(folder: Path, position: Position) -> None:
     """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains.
 
-    If the checkpoint was saved between an epoch's last step and the epoch's end, the resumed run also logs the end again.
+    If the checkpoint was saved between an epoch's last step and the epoch's end, the run logs this end again.
     """
     evaluated = not lacks_evaluation(folder, position)
 

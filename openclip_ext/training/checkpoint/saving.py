@@ -48,7 +48,7 @@ def save(
 
     Args:
         folder, name: The run's ``checkpoints/``, and the file name without suffix.
-        model_file: OpenCLIP's checkpoint dictionary. It must be complete only on rank 0, which writes it.
+        model_file: OpenCLIP's checkpoint dictionary. Only rank 0 writes it, so other ranks may pass an incomplete one.
         loss, position, identity: Saved in ``.state``, together with the state of the random generators.
         parts: Other parts of the run, by name. All ranks call each part's ``state_dict``. Rank 0's result is saved.
 

@@ -27,7 +27,7 @@ class Recipe:
 
     dataset: str
     loss: str
-    # By name without ``--``. True means a flag without a value, a list several values, a dictionary several NAME=VALUE.
+    # By name without ``--``. True means no value, a list several values, and a dictionary several NAME=VALUE words.
     openclip_flags: Mapping[str, Value]
     loss_options: Mapping[str, Value]  # options of openclip_ext.create_loss
     gpus: int  # number of GPUs to which ``batch-size`` refers

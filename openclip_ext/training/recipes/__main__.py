@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--share-batch",
         nargs=argparse.REMAINDER,
-        help="number of GPUs, then the flags of a run; print the --batch-size that gives the recipe's global batch",
+        help="print the --batch-size for the recipe's global batch; expects a number of GPUs, then the flags of a run",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -57,7 +57,7 @@ def watched(patience: float | None) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """This rank's heartbeats, and for each other rank, how many of them were sent since the other rank's last heartbeat.
+    """A sender of heartbeats. It counts this rank's heartbeats since the last heartbeat of each other rank.
 
     The timeout is counted in this rank's heartbeats, so that no rank counts as missing after all ranks were paused together.
     """

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from openclip_ext import distributed
 
-# Numbers of untraced first steps. They include compilation, caching and the loss's checks of the training loop.
+# Numbers of first steps that are not traced. These include compilation, caching and the loss's checks of the training loop.
 _FIRST, _WARM_UP = 10, 2
 
 

@@ -81,9 +81,7 @@ class Reporter:
         self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
-        self._unwritten: defaultdict[str, bytes] = defaultdict(
-            bytes
-        )  # by file, the lines that could not be written yet
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # by file: lines that are still to be written
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard: Any = None

@@ -70,7 +70,7 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
         if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # with the stream, closing would try to write the text again, and fail
+            handler.stream = None  # else closing the handler would write the text again, and fail
     else:
         traceback.print_exc()
 
