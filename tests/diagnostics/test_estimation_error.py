@@ -195,7 +195,7 @@ def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
         (tmp_path, "--checkpoint", "all", r"has a \.state folder"),
         (fastclip, "--checkpoint", "epoch_9.pt", "found: epoch_1.pt, epoch_2.pt"),
-        (fastclip, "--train-data", other, "has 24 samples, the run was trained on 84"),
+        (fastclip, "--train-data", other, "expected the run's 84 samples, found 24"),
     ):
         with pytest.raises(UsageError, match=message):
             estimation_error.main([str(folder), flag, value])
