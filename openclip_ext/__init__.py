@@ -1,6 +1,6 @@
-"""openclip_ext: global contrastive losses, index-aware data and exact resuming for OpenCLIP.
+"""openclip_ext: global contrastive losses, data with sample indices, and exact resuming for OpenCLIP.
 
-Public names are imported on first use, so ``import openclip_ext`` is fast. ``__init__.pyi`` contains their types.
+Public names are imported on first use, so ``import openclip_ext`` is fast. ``__init__.pyi`` declares their types.
 """
 
 import importlib

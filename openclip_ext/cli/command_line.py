@@ -14,7 +14,7 @@ from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program. Exit with one line and status 2 after a ValueError or OSError, and with status 130 after Ctrl-C."""
+    """Run a program. On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130."""
     try:
         with until_pipe_breaks():
             main(sys.argv[1:])
@@ -27,12 +27,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
-    """Return a tqdm progress bar. In a log file, where each update adds a line, it is updated every 30 seconds."""
+    """Return a tqdm progress bar. Update it only every 30 seconds in a log file, because each update adds a line there."""
     return tqdm(items, mininterval=0.1 if sys.stderr.isatty() else 30, **arguments)
 
 
 def device(name: str) -> str:
-    """Return ``name``. Raise ArgumentTypeError if it is not a device of PyTorch, or if this machine does not have it."""
+    """Return ``name``. Raise ArgumentTypeError if PyTorch has no such device, or if this machine does not have this GPU."""
     try:
         found = torch.device(name)
     except RuntimeError as error:

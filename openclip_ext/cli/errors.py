@@ -8,8 +8,8 @@ class UsageError(ValueError):
 
 
 def one_line(error: Exception) -> str:
-    """Shorten an error message of ``torch.load`` or ``load_state_dict``. The full message may list all weights."""
+    """Shorten an error message of ``torch.load`` or ``load_state_dict``, because the full message may list all weights."""
     if isinstance(error, pickle.UnpicklingError):
-        return "expected only tensors and plain types, found other objects or a corrupt file, which was not opened"
+        return "expected only tensors and plain types, found other objects (the file may be corrupt)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]

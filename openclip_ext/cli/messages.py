@@ -1,4 +1,4 @@
-"""Remove secrets and control characters from messages and stored settings."""
+"""Mask secrets in messages and stored settings, and escape control characters in messages."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_secrets(value: Any) -> Any:
-    """Mask passwords and tokens in a text with a URL or a ``pipe:`` command, or in all such texts of a list or dictionary."""
+    """Mask passwords and tokens in a text with a URL or a ``pipe:`` command, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {name: without_secrets(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -67,19 +67,19 @@ def until_pipe_breaks() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
-            raise  # another pipe broke, not standard output
-        # Python flushes standard output again at exit. Replace standard output by the null device, or the flush would fail.
+            raise  # standard output is still open, so another pipe broke
+        # Python flushes standard output again at exit. The null device replaces standard output, so that this flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Apply :func:`for_people` to a text, and print it to ``file``. None (default) means standard output."""
+    """Print the result of :func:`for_people` to ``file``. None (default) means standard output."""
     print(for_people(text), file=file or sys.stdout, flush=True)
 
 
 class LogFilter(logging.Filter):
-    """A logging filter that applies :func:`for_people` to the messages of this package."""
+    """A logging filter that masks secrets and escapes control characters in the messages of this package."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.pathname.startswith(_PACKAGE):

@@ -1,7 +1,7 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
 A configuration is a dataclass. :func:`flag` declares each field that is set by a flag. The parser and ``--help`` are built
-from these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help are OpenCLIP's flags.
+from these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help have OpenCLIP's flags.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _METADATA = "flag"
 
 
 class OptionError(ValueError):
-    """A rejected value of ``option``. Messages contain ``gamma=0.5``, not ``--gamma 0.5`` (see :func:`with_flags`)."""
+    """An error for a rejected value of ``option``. :func:`with_flags` changes ``gamma=0.5`` in it to ``--gamma 0.5``."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class OptionError(ValueError):
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return ``; did you mean ...?`` with the most similar known word, or an empty text if none is similar."""
+    """Return ``; did you mean ...?`` with the most similar known word, or an empty text if no known word is similar."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else ""
@@ -40,7 +40,7 @@ _ASSIGNMENT = re.compile(r"\b([a-z]\w*)=([^\s:,;)]*)")
 def with_flags(message: str, options: "Mapping[str, Option]") -> str:
     """Replace options in an :class:`OptionError`'s message by flags: ``gamma=0.5`` becomes ``--gamma 0.5``.
 
-    ``options`` contains options by name. The flag of any other name is the name with hyphens.
+    ``options`` contains options by name. If a name is not in ``options``, its flag is the name with hyphens.
     """
 
     def as_flag(assignment: re.Match[str]) -> str:
@@ -69,7 +69,7 @@ class Option:
         symbol: Symbol in the papers.
         choices: Accepted values. None (default) means any value.
         flag: The flag. Empty (default) means ``--`` and the name with hyphens.
-        nullable: Whether None is accepted ("none" on the command line); ``help`` explains its meaning.
+        nullable: Whether None is accepted ("none" on the command line). ``help`` explains what None means.
         openclip_flag: Whether OpenCLIP's parser has this flag.
         ablation: Whether the option has no flag of its own and is set by ``--loss-option NAME=VALUE``.
         hint: Advice in the error message for a rejected value.
@@ -97,7 +97,7 @@ class Option:
         object.__setattr__(self, "flag", self.flag or "--" + self.name.replace("_", "-"))
 
     def check(self, value: Any) -> Any:
-        """Convert ``value`` to the option's type; raise OptionError if the value is not accepted."""
+        """Convert ``value`` to the option's type. Raise OptionError if the value is not accepted."""
         if value is None and self.nullable:
             return None
         wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self._accepted()}")
@@ -119,7 +119,7 @@ class Option:
         return converted
 
     def parse(self, text: str) -> Any:
-        """Convert a text from the command line, and :meth:`check` it. ``none`` means None if the option is nullable."""
+        """Convert a text from the command line to a checked value. ``none`` means None if the option is nullable."""
         if self.nullable and text.lower() == "none":
             return None
         if self.type is bool:
@@ -176,7 +176,7 @@ def flag(
     """Declare a field of a configuration that is set by a flag.
 
     Args:
-        help: Effect of the flag; empty for OpenCLIP's flags.
+        help: Effect of the flag. An empty text means that the flag is OpenCLIP's.
         dest: The flag's Python name, if it differs from the field's name.
         needs: Python name of the flag that this flag requires.
         limits: Other attributes of :class:`Option`: ``minimum``, ``choices``, and so on.
@@ -196,7 +196,7 @@ def python_name(field: dataclasses.Field) -> str:
 
 
 def own_options(configs: Iterable[type]) -> list[Option]:
-    """Return the flags of the given configurations that OpenCLIP's parser does not define."""
+    """Return the flags of the given configurations, without the flags that OpenCLIP's parser already defines."""
     return [
         _option(config, field)
         for config in configs
@@ -206,7 +206,7 @@ def own_options(configs: Iterable[type]) -> list[Option]:
 
 
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
-    """Create a configuration from the values of flags (by Python name) and from other fields, which take precedence."""
+    """Create a configuration from the values of flags (by Python name). Fields in ``others`` are set directly instead."""
     fields = (field for field in flag_fields(config) if field.name not in others)
     values = {field.name: flags[python_name(field)] for field in fields}
     for field in flag_fields(config):

@@ -23,14 +23,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("openclip_ext.training.main", "train CLIP; accepts OpenCLIP's flags and ours"),
+    "train": Command("openclip_ext.training.main", "train CLIP; accepts OpenCLIP's flags and additional flags"),
     "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training run before it is submitted"),
-    "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe one: parts, cost, options"),
-    "manifest": Command("openclip_ext.data.manifest", "count the samples of each shard, to number all samples"),
+    "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe a loss: parts, cost, options"),
+    "manifest": Command("openclip_ext.data.manifest", "count the samples in each shard, to give each sample an index"),
     "plan": Command("openclip_ext.diagnostics.plan", "predict the memory and communication of a training run"),
     "compare": Command("openclip_ext.compare", "find the best loss for your data"),
     "estimation-error": Command(
-        "openclip_ext.diagnostics.estimation_error", "compare a run's normalizers with exact values"
+        "openclip_ext.diagnostics.estimation_error", "compare a run's log-normalizers with exact values"
     ),
     "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, mismatched pairs and false negatives"),
     "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv``. None (default) means the arguments of this process.
 
     Raises:
-        SystemExit: The status is the command's exit status, 2 for an unknown command, or 130 after Ctrl-C.
+        SystemExit: With the command's exit status, 2 for an unknown command, or 130 after Ctrl-C.
     """
     try:
         with until_pipe_breaks():
@@ -84,7 +84,7 @@ def _run(name: str, *rest: str) -> None:
         print(_COMPLETION.format(commands=" ".join(COMMANDS), losses=" ".join(losses)))
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        # runpy would print a warning if an earlier call in this process has imported the module.
+        # If an earlier call in this process has imported the module, runpy prints a warning.
         warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:

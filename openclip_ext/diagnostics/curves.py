@@ -13,17 +13,17 @@ from openclip_ext.evaluation.training_log import TrainingLog, metric_names, read
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import Chart, draw_curves
 
-_METRICS = 2  # maximum number of validation metrics
+_METRICS = 2  # maximum number of validation metrics to draw
 
 
 def plot(logs: Mapping[str, TrainingLog], output: Path) -> None:
-    """Draw the curves of runs over the number of training samples. A run has the same color in all charts."""
+    """Draw the curves of runs over the number of samples seen. A run has the same color in all charts."""
     metrics = sorted(metric_names(logs.values()), key=_order_of_metrics)[:_METRICS]
     draw(training_charts({name: [log] for name, log in logs.items()}, metrics), output)
 
 
 def draw(charts: Sequence[Chart], output: Path) -> None:
-    """Draw charts with a common legend, two charts per row."""
+    """Draw charts with a common legend, two charts per row, and save the figure to ``output``."""
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(10, 3.25 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).ravel()
@@ -44,7 +44,10 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     parser.add_argument(
-        "--output", type=output_path, required=True, help="file for the figure; the extension sets the format"
+        "--output",
+        type=output_path,
+        required=True,
+        help="file for the figure; the extension (such as .png) sets the format",
     )
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> None:
         problem = f"no training step is logged in {empty}: expected LOGS/NAME of training runs"
         if not logged or not all(run.is_dir() for run in args.runs):
             raise ValueError(problem)
-        logging.warning(problem)  # a run may have stopped before its first step, and does not prevent the figure
+        logging.warning(problem)  # a run may have stopped before its first step, so draw the others
     plot(logged, args.output)
     print(args.output)
 

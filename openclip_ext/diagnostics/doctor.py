@@ -1,7 +1,7 @@
 """Check a training run before it is submitted: ``openclip-ext doctor --world-size 32 FLAGS``, with the flags of ``train``.
 
 The program needs no GPU and trains nothing. It prints a line for each check, and a fix for each problem. The exit status is 1
-if a problem would stop the run. If the shards have no manifest, the program writes one, like a run.
+if a problem would stop the run. If the shards have no manifest, the program writes one, as training does.
 """
 
 import argparse
@@ -37,14 +37,14 @@ _GIB = 2**30
 _PARAMETER_BYTES = 12
 # With adapters, a checkpoint has up to two float32 copies of a parameter: merged and unmerged.
 _ADAPTED_PARAMETER_BYTES = 8
-# Size of the per-sample state in the loss that is built as a check.
+# Maximum number of samples for which the check builds the loss's per-sample state.
 _FEW_SAMPLES = 1000
 OK, WARNING, ERROR = "ok", "warning", "ERROR"
 Finding = tuple[str, str]
 
 
 class Doctor:
-    """Checks of a training run with ``world_size`` processes, in the order in which they would stop the run."""
+    """Checks of a training run with ``world_size`` processes, in the order in which a run would fail."""
 
     def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
         self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
@@ -55,7 +55,7 @@ class Doctor:
         self.plan: Plan | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of all checks. An error that a check raises is a finding, too."""
+        """Yield the findings of all checks. An error in a check becomes a finding, too."""
         checks = (self._versions, self._launcher, self._caches, self._data, self._build, self._memory, self._folder)
         for run_check in checks:
             try:
@@ -69,7 +69,7 @@ class Doctor:
         yield OK, "versions: " + ", ".join(f"{name} {version}" for name, version in run_folder.versions().items())
 
     def _launcher(self) -> Iterator[Finding]:
-        found = "its variables are set" if distributed.check_launcher() else "none found"
+        found = "its environment variables are set" if distributed.check_launcher() else "none found"
         yield OK, f"launcher: {found}; {self.world_size} processes planned"
 
     def _caches(self) -> Iterator[Finding]:
@@ -144,12 +144,12 @@ class Doctor:
         if self.samples is None or self.samples < self.global_batch:
             return
         if ":" in model.name or step.precision not in PRECISIONS:
-            yield WARNING, "memory: no plan for this --model and --precision"
+            yield WARNING, "memory: openclip-ext plan does not support this --model or --precision"
             return
         if self.config.data is not None and self.config.data.hard_negative_key is not None:
-            yield WARNING, "memory: the plan has no hard negatives, which double the memory of the text tower"
+            yield WARNING, "memory: the plan has no hard negatives. They double the memory of the text tower"
         if model.lora.rank is not None:
-            yield WARNING, "memory: the plan trains all weights; --lora-rank needs less memory"
+            yield WARNING, "memory: the plan trains all weights. With --lora-rank, the run needs less memory"
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},
@@ -166,7 +166,7 @@ class Doctor:
             yield WARNING, f"memory: {warning}"
         else:
             need, available = self.plan.asked.gpu / _GIB, self.gpu_memory / _GIB
-            yield OK, f"memory: a GPU needs {need:.1f} GiB of {available:.1f} (details: openclip-ext plan)"
+            yield OK, f"memory: a GPU needs {need:.1f} GiB of its {available:.1f} GiB (details: openclip-ext plan)"
 
     def _folder(self) -> Iterator[Finding]:
         folder, saving, length = self.config.folder.folder, self.config.saving, self.config.length
@@ -174,7 +174,7 @@ class Doctor:
             yield WARNING, "folder: the run saves nothing, because of --logs none"
             return
         if not self.config.folder.resume_latest and run_folder.has_begun(folder):
-            yield ERROR, f"folder: {folder} holds a run: continue it with --resume latest, or use another --name"
+            yield ERROR, f"folder: {folder} contains a run: continue it with --resume latest, or use another --name"
         place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
         with tempfile.TemporaryFile(dir=place):
             free = shutil.disk_usage(place).free
@@ -184,13 +184,13 @@ class Doctor:
         count = kept + 1  # a new checkpoint is written before an old one is deleted
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples
-        space = f"folder: {place} has {free / _GIB:.1f} GiB for {count} checkpoints of {size / _GIB:.2f} GiB"
+        space = f"folder: {place} has {free / _GIB:.1f} GiB free for {count} checkpoints of {size / _GIB:.2f} GiB"
         fix = "free space, use another --logs, increase --save-frequency, or set --delete-previous-checkpoint"
         yield (OK, space) if free > count * size else (ERROR, f"{space}: {fix}")
         if self.config.data is not None and not saving.every_steps:
             yield (
                 WARNING,
-                "folder: checkpoints are saved only at the end of an epoch; --save-every-steps saves more often",
+                "folder: checkpoints are saved only at the end of an epoch. To save more often, set --save-every-steps",
             )
 
 

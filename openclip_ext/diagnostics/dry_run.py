@@ -31,7 +31,7 @@ class DryRun:
     """Communication and memory of a step of the loss.
 
     Attributes:
-        exchanged: Bytes by kind of communication: the size of the gathered result, the reduced tensor, or the message.
+        exchanged: Bytes by kind of communication: the size of the result (all-gather) or of the input (other kinds).
         work_bytes: Peak memory that the loss allocates in the forward and backward pass, without the inputs.
     """
 
@@ -40,7 +40,7 @@ class DryRun:
 
 
 def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms. For all-gather and all-reduce, this is the minimum."""
+    """Return the bytes that each rank sends with ring algorithms. No all-gather or all-reduce can send fewer bytes."""
     share = (world_size - 1) / world_size
     factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
     return sum(factors[kind] * size for kind, size in exchanged.items())
@@ -49,9 +49,9 @@ def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
 ) -> DryRun:
-    """Run training steps of a loss on meta tensors, from the start of an epoch; return the mean over the steps.
+    """Run the first training steps of an epoch on meta tensors. Return the mean communication and the peak memory of a step.
 
-    ``create`` returns the loss of one rank. Its state may have any number of samples. ``local_batch`` is the number of samples
+    ``create`` returns the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples
     per rank (for a loss with two views, the number of images).
     """
     exchanged: Counter[str] = Counter()
@@ -66,8 +66,8 @@ def dry_run(
                 guard = StepGuard(nn.Module(), loss)
                 guard.before_loss()
                 functools.reduce(torch.add, loss(**inputs, output_dict=True).values()).backward()
-                distributed.all_reduce_max(torch.empty(2, device="meta"))  # as in the check for non-finite gradients
-                if head is not None:  # training/step.py also reduces the gradient of the head
+                distributed.all_reduce_max(torch.empty(2, device="meta"))  # as the check for non-finite gradients does
+                if head is not None:  # training/step.py also averages the gradients of projection heads
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
     return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
 

@@ -2,7 +2,7 @@
 
 For sampled anchors ``i``, the exact ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is computed over all ``n`` training embeddings
 ``S`` of a model. An estimator's error is the mean of ``(α_i − α*_i)²``. The mini-batch estimate with the run's batch size is
-the baseline. The program measures checkpoints of one or more runs (NeuCLIP, Figures 2c and 4).
+the baseline. The program can measure several checkpoints and runs, as in NeuCLIP, Figures 2c and 4.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class EstimationError:
     """Result of :func:`measure`.
 
     Attributes:
-        estimator: Error of ``loss.log_normalizers``; None if the loss only has the mini-batch estimate.
+        estimator: Error of ``loss.log_normalizers``. None means that the loss only has the mini-batch estimate.
         minibatch: Error of the mini-batch estimate with batches of ``batch_size``.
         samples: Number of embeddings from which exact log-normalizers were computed.
         temperature: Median temperature of all anchors.
@@ -114,13 +114,13 @@ def _pairs(image: Any, text: Any) -> tuple[Tensor, Tensor]:
     image, text = torch.as_tensor(image), torch.as_tensor(text)
     if image.ndim != 2 or image.shape != text.shape or len(image) < 2:
         raise ValueError(
-            f"image and text: expected two of shape (n, d) with n >= 2, found {tuple(image.shape)} and {tuple(text.shape)}"
+            f"image and text: expected the same shape (n, d), n >= 2, found {tuple(image.shape)} and {tuple(text.shape)}"
         )
     return image, text
 
 
 def _log_g(own: Tensor, other: Tensor, anchors: Tensor, tau: Tensor) -> Tensor:
-    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own``, computed over all other rows of ``other``."""
+    """Return ``log g`` ``(A,)`` of the rows ``anchors`` of ``own``: each row ``i`` against all rows ``j ≠ i`` of ``other``."""
     device = anchors.device
     rows = own[anchors.to(own.device)].to(device, torch.float64)
     positive = (rows * other[anchors.to(other.device)].to(device, torch.float64)).sum(dim=1)
@@ -154,7 +154,7 @@ def measure(
     because some estimators depend on the batch size. The last batch is filled with other samples.
 
     Args:
-        loss: A loss with normalizers of images against texts, including its state, on ``device``.
+        loss: A loss that compares images with texts and has log-normalizers. It has its trained state, and is on ``device``.
         image, text: Unit embeddings ``(n, d)`` of the full training set, as tensors or arrays, copied to ``device`` in parts.
         logit_scale: The model's ``1/τ``.
         batch_size: The run's global batch size ``B``.
@@ -171,7 +171,7 @@ def measure(
         raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
     broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
     if broken:
-        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: the model has diverged")
+        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: use an earlier checkpoint")
     index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
     scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
     total = min(anchors, len(image))
@@ -205,14 +205,16 @@ def measure(
 
 
 def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
-    """Raise ValueError if a loss has no normalizers of images against texts."""
+    """Raise ValueError if a loss has no log-normalizers of images against texts, or if it is steered."""
     if not isinstance(loss, GlobalContrastiveLoss | OpenClipLoss) or loss.views > 1:
         raise ValueError(
             f"{type(loss).__name__} has no log-normalizers of images against texts: expected openclip or a loss with a "
             "normalizer and a temperature scheme"
         )
     if loss.steers:
-        raise ValueError("normalizers of a steered loss are not supported: they depend on its reference model")
+        raise ValueError(
+            "a loss with steer=True is not supported, because the normalizers depend on the reference model"
+        )
 
 
 def anchor_temperatures(
@@ -223,7 +225,7 @@ def anchor_temperatures(
     index: Tensor,
     reference: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the temperatures ``(2, B)`` of a batch's anchors: the loss's or, if it has none, the model's."""
+    """Return the temperatures ``(2, B)`` of a batch's anchors. If the loss sets no temperatures, use the model's."""
     if not isinstance(loss, GlobalContrastiveLoss):
         return (1 / scale).expand(2, len(image))
     return loss.anchor_temperatures(image, text, scale, index, reference)
@@ -238,15 +240,15 @@ def table(title: str, result: EstimationError) -> str:
             values = (error.mean, error.image, error.text, error.bias)
             lines.append(f"{name:<{width}}" + "".join(f"  {value:9.4f}" for value in values))
     lines.append(
-        f"Mean squared error of log-normalizers: {result.anchors:,} anchors on each side, {result.samples:,} samples, "
-        f"batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a factor of {batch.factor:.2g} (90 %: "
-        f"{batch.factor_low:.2g} to {batch.factor_high:.2g})"
+        f"Mean squared error of log-normalizers: {result.anchors:,} images and their texts as anchors, "
+        f"{result.samples:,} samples, batches of {result.batch_size:,}\nThe mini-batch estimate is wrong by a median factor "
+        f"of {batch.factor:.2g} (90 % of the anchors: {batch.factor_low:.2g} to {batch.factor_high:.2g})"
     )
     return "\n".join(lines)
 
 
 def checkpoints_of(run: Path, names: str) -> list[str]:
-    """Return the checkpoint names in a comma-separated list; ``all`` means all with a ``.state`` folder, the oldest first."""
+    """Return the names in a comma-separated list. ``all`` means all checkpoints with a ``.state`` folder, oldest first."""
     if names != "all":
         return names.split(",")
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
@@ -256,7 +258,7 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Draw the errors of each run's loss, and of its mini-batch estimate, over the number of training samples."""
+    """Draw the errors of each run's loss and of the run's mini-batch estimate over the number of samples seen."""
     from openclip_ext.diagnostics.curves import draw
     from openclip_ext.pages.charts import Chart, Curve
 
@@ -282,9 +284,12 @@ def main(argv: list[str]) -> None:
     count_help = "number of samples whose log-normalizers are measured (default: %(default)s)"
     parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)
     parser.add_argument(
-        "--json", type=output_path, metavar="FILE", help="write the result, or a list of results, as JSON"
+        "--json",
+        type=output_path,
+        metavar="FILE",
+        help="write the result as JSON; for several checkpoints, a list of results",
     )
-    parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over training samples")
+    parser.add_argument("--plot", type=output_path, metavar="FILE", help="draw the errors over the samples seen")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling anchors (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
@@ -294,7 +299,7 @@ def main(argv: list[str]) -> None:
         refuse_without_normalizers(run.loss)
         if read_config(folder)["flags"]["single_source_batches"]:
             raise UsageError(
-                f"{folder} was trained with --single-source-batches, so its normalizers are not over the full training set"
+                f"{folder} was trained with --single-source-batches: expected a run with normalizers over all samples"
             )
         result = measure(
             run.loss,

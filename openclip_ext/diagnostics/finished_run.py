@@ -54,7 +54,7 @@ class FinishedRun:
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """Add the command-line arguments of :func:`load_run`. If ``several``, the user can give more than one run."""
-    count, others = ("+", "; several separated by commas, or all") if several else (None, "")
+    count, others = ("+", "; or several names, separated by commas, or all") if several else (None, "")
     parser.add_argument("run", nargs=count, type=Path, metavar="RUN_FOLDER", help="LOGS/NAME of a training run")
     names = f"file in checkpoints/, or latest{others} (default: %(default)s)"
     parser.add_argument("--checkpoint", default="latest", help=names)
@@ -78,7 +78,7 @@ def load_run(
 ) -> FinishedRun:
     """Load a run from its folder. :func:`add_run_arguments` explains the arguments; ``others`` are ignored.
 
-    The model has the trained weights, to which the loss's state belongs, and not their average (``--model-ema-decay``).
+    The loss's state belongs to the trained weights, so the model has these, not their average (``--model-ema-decay``).
 
     Raises:
         UsageError: The run, the checkpoint, its state or the training data are missing, or the data have changed.
@@ -92,7 +92,7 @@ def load_run(
         if settings.lora.rank is not None:
             add_adapters(model, settings.lora, weights=None)
         load_model(model, unmerged(loaded, model)[TRAINED_KEY], loaded.path)
-    assert loaded.shared is not None  # _read_checkpoint rejects checkpoints without it
+    assert loaded.shared is not None  # _read_checkpoint rejects checkpoints without shared state
     identity = loaded.shared["identity"]
     source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
     loader = EvalLoader(
@@ -124,7 +124,7 @@ def load_run(
 
 
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
-    """Return a run's training data; raise UsageError if the data are missing or differ from the run's."""
+    """Return a run's training data. Raise UsageError if the data are missing, or if they are not the run's data."""
     fix = "give the run's training data with --train-data"
     if moved_to is not None:
         # Keep the run's manifest if possible, because it contains the list of excluded samples.
@@ -138,7 +138,7 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
         raise UsageError(f"cannot read the run's training data: {error}. If the data have moved, {fix}") from error
     expected, found = identity["num_samples"], source.num_samples
     if found != expected:
-        raise UsageError(f"{spec.source} has {found:,} samples, the run was trained on {expected:,}: {fix}")
+        raise UsageError(f"{spec.source}: expected the run's {expected:,} samples, found {found:,}: {fix}")
     if None not in (digests := {identity.get("data"), source.index_digest}) and len(digests) > 1:
         raise UsageError(f"{spec.source} is not the run's training data: {fix}")
     return source
@@ -178,7 +178,9 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
         verify(path)
     loaded = read(path)
     if loaded.shared is None:
-        raise UsageError(f"{path} has no state of a loss: expected a checkpoint of openclip-ext train with its .state")
+        raise UsageError(
+            f"{path} has no state of a loss: give a checkpoint of openclip-ext train with its .state folder"
+        )
     return loaded
 
 
@@ -188,8 +190,8 @@ def open_model(
     """Return a run's model configuration, model (with a checkpoint's weights), evaluation transform and tokenizer."""
     add_model_configs()
     settings = model_config(flags)
-    # Keep a pretrained tag, because it also sets the normalization of images. Remove a pretrained file, because it may no
-    # longer exist and has no other effect.
+    # Keep a pretrained tag, because it also sets the normalization of images. Remove a pretrained file: it may no longer
+    # exist, and only sets weights that the checkpoint overwrites.
     is_tag = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
     settings = replace(settings, pretrained=settings.pretrained if is_tag else None, pretrained_image=False)
     with command_line.without_warnings():

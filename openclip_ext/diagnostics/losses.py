@@ -1,4 +1,4 @@
-"""List the losses, or describe one: ``openclip-ext losses [NAME ...]``."""
+"""List all losses, or describe the given losses: ``openclip-ext losses [NAME ...]``."""
 
 import argparse
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ def _described(name: str) -> Iterator[str]:
     replicated, per_sample = loss.state_size()
     networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
     yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes per sample{networks}"
-    yield "  cost:     openclip-ext plan reports the memory, docs/scale.md the time"
-    yield f"  trains:   {'a head with the model' if loss.model_head() is not None else 'nothing but the model'}"
-    yield f"  flags, with their defaults in training, except OpenCLIP's flags:\n\n{describe_options(name)}\n"
+    yield "  cost:     openclip-ext plan predicts the memory; docs/scale.md reports the time"
+    yield f"  trains:   {'the model and projection heads' if loss.model_head() is not None else 'only the model'}"
+    yield f"  flags that OpenCLIP does not have, with their defaults in training:\n\n{describe_options(name)}\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plan a training run: memory per rank and communication per step, for several numbers of ranks.
 
-The plan needs no GPUs and no data. The run's model, and its loss with state for a few samples, process tensors without values
+The plan needs no GPUs and no data. It runs the model, and the loss with state for a few samples, on tensors without values
 (see ``dry_run.py``). The plan does not include memory that libraries reserve.
 """
 
@@ -50,7 +50,7 @@ class Training:
     reference_dim: int | None = None  # embedding dimension of a reference model
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
-        """Create the run's loss with state for ``samples`` samples (default: a few)."""
+        """Create the run's loss with state for ``samples`` samples."""
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()
@@ -61,7 +61,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """Memory needs with ``world_size`` ranks, in bytes per GPU. ``gradient`` is the communication of the model's gradient."""
+    """Memory needs with ``world_size`` ranks, in bytes per GPU. ``gradient``: bytes to all-reduce for the model's gradient."""
 
     world_size: int
     local_batch: int
@@ -81,14 +81,14 @@ class Plan:
     """A prediction of the memory and communication of a training run.
 
     Attributes:
-        replicated: Bytes of the loss's replicated state.
+        replicated: Bytes of the loss's state that every rank stores in full.
         of_sample: Bytes per sample of the loss's tables.
         asked: The row for ``world_size`` ranks.
     """
 
     def __init__(self, training: Training, world_size: int, gpu_memory: float) -> None:
         if training.samples < training.global_batch:
-            raise ValueError(f"--samples {training.samples} are fewer than a --global-batch of {training.global_batch}")
+            raise ValueError(f"--samples {training.samples}: expected at least --global-batch {training.global_batch}")
         models = open_clip.list_models()
         if training.model not in models:
             raise ValueError(f"--model {training.model}: expected one of {', '.join(models)}")
@@ -108,7 +108,7 @@ class Plan:
         self.asked = self.row(world_size)
 
     def row(self, world_size: int) -> Row:
-        """Return the row for ``world_size`` ranks; raise ValueError if the batch is not divisible by this number."""
+        """Return the row for ``world_size`` ranks. Raise ValueError if the batch is not divisible by this number."""
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)
@@ -136,7 +136,7 @@ class Plan:
             return None
         return (
             f"{row.world_size} rank{'s' if row.world_size > 1 else ''}: a GPU needs {_gib(row.gpu)} GiB "
-            f"and has {_gib(self.gpu_memory)}: use more ranks, "
+            f"and has {_gib(self.gpu_memory)} GiB: use more ranks, "
             "--accum-freq or --grad-checkpointing for fewer activations, or a smaller --global-batch"
         )
 
@@ -150,7 +150,7 @@ class Plan:
         sizes = f"n = {training.samples:,}, global batch {training.global_batch}, {row.world_size} ranks"
         yield f"{training.loss}, {training.model}, {sizes}"
         if training.loss == "openclip":
-            yield "with --local-loss --gather-with-grad; without them each rank needs memory for the full B x B matrix"
+            yield "with --local-loss --gather-with-grad; without these flags, each rank stores a full B x B matrix"
         millions = self.parameters / 1e6
         how = f"{training.precision}, {'with' if training.grad_checkpointing else 'without'} --grad-checkpointing"
         yield f"model                      {_gib(row.model)} GiB a GPU ({millions:.1f} M parameters, AdamW, float32)"
@@ -214,8 +214,8 @@ def _parser() -> argparse.ArgumentParser:
     add_machine_flags(parser)
     parser.add_argument("--global-batch", type=count, required=True, help="samples per step over all ranks")
     parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="default: %(default)s, as in OpenCLIP")
-    parser.add_argument("--grad-checkpointing", action="store_true", help="as in training")
+    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="as in training (default: %(default)s)")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="recompute activations, as in training")
     parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches per step (default: %(default)s)")
     parser.add_argument("--reference-dim", type=count, help="embedding dimension of a reference model (--reference)")
     add_loss_flags(parser.add_argument_group("loss"))
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
-    help = "memory of a GPU in GB (default: this machine's GPU, or 80)"
+    help = "memory of a GPU in GB (default: memory of this machine's GPU, or 80 if there is none)"
     parser.add_argument("--gpu-memory", type=_gigabytes, default=here, metavar="GB", help=help)
 
 

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Colors based on Okabe and Ito's palette for color-blind people. Their contrast is at least 3:1 in both themes.
+# Colors based on Okabe and Ito's palette for color-blind people. Their contrast is at least 3:1 on a light and a dark page.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c0689a", "#a67c00", "#4a90d9", "#8a63d2", "#808080")
 # Placeholder for the page's text color (``currentColor``), which matplotlib does not support. It is replaced in the SVG.
 _TEXT_COLOR = "#010203"
@@ -56,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: name, points in ascending order of x, number of the color, and an optional range ``(low, high)`` per point."""
+    """A curve: name, points in ascending order of x, color number (see :func:`color`), optional ``(low, high)`` per point."""
 
     name: str
     points: Sequence[Point]
@@ -134,7 +134,7 @@ def line_chart(chart: Chart, size: tuple[int, int] = (400, 270)) -> Markup:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        # Margins are set here, because matplotlib's layout engine would take as long as the drawing.
+        # Set fixed margins, because matplotlib's layout engine would take as long as the drawing.
         width, height = size
         figure.subplots_adjust(left=50 / width, right=1 - 12 / width, bottom=42 / height, top=1 - 28 / height)
         draw_curves(axes, chart)
@@ -156,10 +156,10 @@ def _hint_id(number: int) -> str:
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hints: Sequence[str]) -> Markup:
-    """Draw on an empty figure; return the ``<svg>`` element. ``hints[i]`` is the tooltip of the element ``hint-i``."""
+    """Draw on an empty figure; return its ``<svg>`` element. ``hints[i]`` is the tooltip of the element ``hint-i``."""
     width, height = size
     stream = io.StringIO()
-    # With the label as salt, the ids of a chart never change, and differ from the ids of other charts on the page.
+    # With the label as salt, a chart has the same ids in every run, and other ids than the other charts on the page.
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
         figure = Figure((width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
         draw(figure)
@@ -168,6 +168,6 @@ def _svg(draw: Callable[[Figure], None], size: tuple[int, int], label: str, hint
     svg = stream.getvalue().partition("<svg")[2].replace(_TEXT_COLOR, "currentColor")
     for number, hint in enumerate(hints):
         svg = svg.replace(f'<g id="{_hint_id(number)}">', f"<g><title>{escape(hint)}</title>", 1)
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's ids, which repeat in every chart
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # remove matplotlib's ids, which repeat in every chart
     svg = re.sub(r'="([\d.]+)pt"', r'="\1"', svg, count=2)
     return Markup(f'<svg role="img" aria-label="{escape(label)}"{svg}')

@@ -24,7 +24,7 @@ def render_page(template: str, title: str, **values: Any) -> str:
 
 
 def render_lines(template: str, **values: Any) -> list[str]:
-    """Render a template to plain text; return its non-empty lines. Values are not escaped."""
+    """Render a template to plain text, and return the non-empty lines. Values are not escaped."""
     return [line for line in _environment().get_template(template).render(**values).splitlines() if line]
 
 

@@ -26,8 +26,8 @@ def check(config: TrainingConfig) -> None:
     weights, data = config.model.pretrained, config.data
     if weights and os.path.isdir(weights):
         raise UsageError(
-            f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If it has an "
-            f"open_clip_config.json, use --model local-dir:{weights}"
+            f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If the folder "
+            f"has an open_clip_config.json, use --model local-dir:{weights}"
         )
     _check_model(config.model)
     if data is not None and config.model.torchscript:
@@ -45,7 +45,7 @@ def check(config: TrainingConfig) -> None:
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
         files = _local_files(data)
-        if files and not any(map(os.path.isfile, files)):  # if some files are missing, their samples count as bad
+        if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
@@ -79,7 +79,7 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
     if config.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
-        raise UsageError("--keep-best needs --logs, and an evaluation such as --val-data with a frequency above 0")
+        raise UsageError("--keep-best needs --logs, and an evaluation, such as --val-data with --val-frequency 1")
     if config.parallel.fsdp and world_size > 1:
         parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 
@@ -117,7 +117,7 @@ def _check_pixels(config: ModelConfig) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raise UsageError if PyTorch does not support the device, or if this machine does not have it. None is accepted."""
+    """Raise UsageError if PyTorch does not support a device, or if this machine does not have it. None means the default."""
     try:
         command_line.device(name or "cpu")
     except argparse.ArgumentTypeError as error:
@@ -127,7 +127,7 @@ def check_device(name: str | None) -> None:
 def _check_evaluation(config: EvaluationConfig) -> None:
     for flag, folder in (("--imagenet-val", config.imagenet_val), ("--imagenet-v2", config.imagenet_v2)):
         if folder is not None and not Path(folder).is_dir():
-            raise UsageError(f"{flag} {folder} is not a folder")
+            raise UsageError(f"{flag} {folder} is not a folder: expected an existing folder")
     if config.val_data is not None:
         files = _local_files(config.val_data)
         missing = [file for file in files if not os.path.isfile(file)]
@@ -139,5 +139,5 @@ def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
-    # Only expand the names: rejecting a shard that is given twice needs access to every file. Rank 0 does this later.
+    # Only expand the names. Rank 0 later rejects a shard that is given twice, because this needs access to every file.
     return [local_path(url) for urls in expand_components(spec.source) for url in urls if is_local(url)]

@@ -39,7 +39,7 @@ class LoraConfig:
     )
     alpha: float | None = flag(
         None,
-        "scale of the adapters, multiplied by their rank (default: twice the rank, so one --lr works for every rank)",
+        "LoRA's alpha: adapters are scaled by alpha / rank (default: twice the rank, so one --lr works for every rank)",
         dest="lora_alpha",
         needs="lora_rank",
         exclusive_minimum=0.0,
@@ -54,7 +54,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """``--lora-alpha`` with its default, twice the rank."""
+        """The value of ``--lora-alpha``. The default is twice the rank."""
         return 2.0 * (self.rank or 0) if self.alpha is None else self.alpha
 
 
@@ -62,8 +62,8 @@ class LoraConfig:
 class ModelConfig:
     """OpenCLIP's flags for building the model. Most fields are named as in ``open_clip``'s factory.
 
-    A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze its BatchNorm statistics or
-    LayerNorm parameters.
+    A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze the tower's BatchNorm
+    statistics or LayerNorm parameters.
     """
 
     name: str = flag(dest="model")
@@ -83,7 +83,7 @@ class ModelConfig:
     image_resize_mode: str | None = flag(None)
     image_backend: str = flag(
         "pil",
-        "library that decodes training images; torchvision takes a third of the time, but rounds pixel values differently",
+        "library that decodes training images; torchvision is three times as fast, but rounds pixel values differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
@@ -143,7 +143,7 @@ def _tower_lr(tower: str) -> Any:
 
 
 def _layer_decay(tower: str) -> Any:
-    text = f"learning rate of each {tower} layer, divided by the next layer's; the head has the full learning rate"
+    text = f"ratio of each {tower} layer's learning rate to the next layer's; the head has the full learning rate"
     return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
 
 
@@ -151,7 +151,7 @@ def _layer_decay(tower: str) -> Any:
 class OptimizerConfig:
     """The optimizer: ``adamw``, ``lamb`` (from timm), or ``timm/NAME``.
 
-    ``weight_decay`` applies to parameters with more than one dimension. A value of None means the timm optimizer's default.
+    ``weight_decay`` applies to parameters with more than one dimension. None means the default of the timm optimizer.
     """
 
     name: str = flag("adamw", dest="opt")
@@ -176,7 +176,7 @@ class OptimizerConfig:
     text_layer_decay: float = _layer_decay("text")
 
     def tower_rates(self) -> dict[str, tuple[float, float]]:
-        """For each tower with a separate configuration, return its learning rate divided by ``--lr``, and its layer decay."""
+        """Return each separately configured tower's learning rate, divided by ``--lr``, and its layer decay."""
         towers = {"image": (self.lr_image, self.image_layer_decay), "text": (self.lr_text, self.text_layer_decay)}
         return {
             tower: (1.0 if lr is None else lr / self.lr, decay)
@@ -207,7 +207,7 @@ class ParallelConfig:
     fsdp: bool = flag(False, "shard parameters, gradients and optimizer state over the processes (FSDP2, not DDP)")
     keep_gathered: bool = flag(
         False,
-        "with --fsdp: keep gathered parameters between forward and backward; less communication, more memory",
+        "with --fsdp: keep parameters gathered from the forward to the backward pass; less communication, more memory",
         dest="fsdp_no_reshard_after_forward",
         needs="fsdp",
     )
@@ -237,7 +237,7 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of the run, and settings that are counted in optimizer steps."""
+    """The number of epochs, and settings that count micro-batches or optimizer steps."""
 
     epochs: int = flag(minimum=1, hint="to evaluate only, remove --train-data")
     accum_freq: int = flag(1)
@@ -258,12 +258,14 @@ class SavePolicy:
     every_steps: int = flag(0, "also save every N optimizer steps (0: never)", dest="save_every_steps", minimum=0)
     most_recent: bool = flag(False, dest="save_most_recent")
     delete_previous: bool = flag(False, dest="delete_previous_checkpoint")
-    best_metric: str | None = flag(None, "metric by which the best model is saved as best.pt", dest="keep_best")
+    best_metric: str | None = flag(
+        None, "save the model with the best value of this metric as best.pt", dest="keep_best"
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluations at intervals of epochs, and after the last epoch. An interval of 0 means that an evaluation never runs."""
+    """Evaluations at intervals of epochs, and after the last epoch. With an interval of 0, an evaluation never runs."""
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
@@ -278,7 +280,7 @@ class EvaluationConfig:
         choices=("quick", "full"),
     )
     suite_data: str | None = flag(None, "folder with DataComp's data", dest="eval_data_dir", needs="eval_suite")
-    suite_every: int = flag(1, "evaluate the suite every N epochs and at the end", dest="eval_frequency")
+    suite_every: int = flag(1, "evaluate --eval-suite every N epochs and after the last epoch", dest="eval_frequency")
     batch_size: int = flag(64)
     workers: int = flag(0)
 
@@ -302,7 +304,7 @@ class RunFolderConfig:
     logs: Path | None  # None means that no files are written
     name: str
     resume_latest: bool = False  # whether to continue the run that the folder contains, if any
-    log_local_rank: int | None = None  # with --log-local: this process's rank on its node; rank 0 of each node logs
+    log_local_rank: int | None = None  # with --log-local: this process's rank on its node, where rank 0 logs
     rank: int = 0
     debug: bool = flag(False)
     remote_sync: str | None = flag(None)
@@ -381,7 +383,7 @@ class TrainingConfig:
         return without_secrets({**self.flags, **paths, "name": config.name, "aug_cfg": dict(self.flags["aug_cfg"])})
 
 
-# Dataclasses that are filled from flags, by the heading of these flags in ``--help``.
+# Dataclasses that are filled from flags. The keys are the headings of these flags in ``--help``.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
@@ -391,7 +393,7 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
 
 
 def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfig:
-    """Return the configuration for a dictionary of flags by Python name. Flags that OpenCLIP sets later may be missing."""
+    """Return the configuration for flags by Python name. Flags that OpenCLIP sets after parsing may be missing."""
     folder = from_flags(
         RunFolderConfig,
         flags,
@@ -443,12 +445,12 @@ def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingCo
         settings = f"lr_{flags['lr']}-b_{flags['batch_size']}-j_{flags['workers']}-p_{flags['precision']}"
         flags["name"] = f"{date}-model_{model}-{settings}"
     own = training_config(flags, config.loss)
-    # The validation loss depends on its batch size, which therefore must not depend on the number of processes.
+    # The validation loss depends on the evaluation's batch size, which must not depend on the number of processes.
     return replace(own, evaluation=replace(own.evaluation, batch_size=config.evaluation.batch_size))
 
 
 def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
-    """Return ``batch_size`` and ``accum_freq`` for ``--global-batch``, with as few micro-batches as possible."""
+    """Return ``batch_size`` and ``accum_freq`` for ``--global-batch``. Use as few micro-batches as possible."""
     total, loading = config.shared_batch, config.loading
     if total is None:
         return {}

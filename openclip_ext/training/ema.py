@@ -13,16 +13,16 @@ from openclip_ext import compat
 # Key of the trained weights in a checkpoint whose ``state_dict`` contains their average.
 TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
-# Elements updated at a time. Their temporary float32 copy takes 128 MiB.
+# Number of elements to update at a time. Their temporary float32 copy needs 128 MiB.
 _GROUP = 1 << 25
 
 
 class ModelEma:
-    """The average of the weights. Each optimizer step sets it to ``d·average + (1−d)·weights``.
+    """The average of the weights. Each optimizer step replaces the average by ``d·average + (1−d)·weights``.
 
     ``d = min(decay, 1 − (1+t)^(−2/3))``, where ``t`` counts optimizer steps from 0. ``d`` starts at 0 and grows, so the
-    initial weights do not enter the average. BatchNorm's statistics are also averaged. Averages have float32 precision or
-    more. All processes have equal replicas of the model, so their averages are equal without communication.
+    initial weights do not enter the average. BatchNorm's statistics are also averaged. Averages have at least
+    float32 precision. All processes have equal replicas of the model, so their averages are equal without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Parse a command line into a training configuration. Torch is imported only if necessary, which saves seconds."""
+"""Parse a command line into a training configuration. Torch is imported only if necessary: the import takes seconds."""
 
 import argparse
 import itertools
@@ -25,13 +25,13 @@ _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--imag
 
 
 def parse(argv: list[str]) -> TrainingConfig:
-    """Return the configuration for a command line with OpenCLIP's flags and ours.
+    """Return the configuration for a command line, which may have OpenCLIP's flags and ours.
 
     Raise UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. Raise SystemExit after
     ``--help``.
     """
     if argv[:1] == ["--"]:
-        # torchrun rejects ``--logs`` unless ``--`` comes first: ``torchrun ... -m openclip_ext.training.main -- --logs DIR``.
+        # torchrun rejects ``--logs``, except after ``--``: ``torchrun ... -m openclip_ext.training.main -- --logs DIR``.
         argv = argv[1:]
     if parsing.print_help(argv):
         raise SystemExit(0)
@@ -47,7 +47,9 @@ def parse(argv: list[str]) -> TrainingConfig:
     _check_together(argparse.Namespace(**flags))
     config = training_config(flags, loss)
     if config.data is None and not config.evaluation.frequencies:
-        raise UsageError("nothing to do: give --train-data, or --val-data, --imagenet-val or --eval-suite to evaluate")
+        raise UsageError(
+            "nothing to do: give --train-data, or evaluate with --val-data, --imagenet-val or --eval-suite"
+        )
     return config
 
 
@@ -55,7 +57,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     """Return all flags of a run by their Python names, and the configuration of its loss."""
     name = parsing.chosen_loss(argv)
     if name is not None and (":" in name or (name not in SUMMARIES and "openclip_ext.losses.registry" in sys.modules)):
-        from openclip_ext.losses import registry  # a late import: it imports torch, which only custom losses need here
+        from openclip_ext.losses import registry  # imported late: only custom losses need torch here
 
         registry.find_method(name)
     elif name is not None:
@@ -67,7 +69,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
-        # The recipe's flags come first, because argparse uses the last value of a flag, here the user's.
+        # The recipe's flags come first: argparse uses the last value of a flag, so the user's flags override the recipe.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
     reconcile_siglip(args)
@@ -82,7 +84,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags. The UsageError for an unknown flag suggests a similar known flag."""
+    """Return the parsed flags. For an unknown flag, raise UsageError with a similar known flag."""
     try:
         return parser.parse_args(argv)
     except UsageError as error:
@@ -127,13 +129,13 @@ def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
 
 
 def refuse_contradictions(argv: Sequence[str]) -> None:
-    """Raise UsageError if two flags set the same option."""
+    """Raise UsageError if both ``--rho`` and ``--hard-share`` are given, because they set the same option."""
     if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
         raise UsageError("--rho and --hard-share set the same option: give one of them")
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
-    """Make ``--siglip`` and ``--loss siglip`` agree if one is given; raise UsageError if they contradict each other."""
+    """Make ``--siglip`` and ``--loss siglip`` agree if one is given. Raise UsageError if they contradict each other."""
     if args.loss is None:
         args.loss = "siglip" if args.siglip else compat.OPENCLIP_LOSSES[0]
     elif args.siglip and args.loss != "siglip":
@@ -142,7 +144,7 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 
 def _recipe_argv(args: argparse.Namespace) -> list[str]:
-    """Return the flags of ``--recipe`` for the command line's loss."""
+    """Return the flags that ``--recipe`` sets for the loss on the command line."""
     loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
         recipe = recipes.get(args.recipe, loss)
@@ -155,7 +157,7 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"recipe {args.recipe} is for {kind}, not for --views {options['views']}: remove one of them")
     if given := {part: options[part] for part in (*PARTS, "views") if part in options}:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
-        from openclip_ext.losses import registry  # a late import, because it imports torch
+        from openclip_ext.losses import registry  # imported late, because it imports torch
 
         used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
         kept = {name: value for name, value in recipe.loss_options.items() if name in used}
@@ -165,7 +167,7 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Raise UsageError for unsupported flags and unsupported combinations of flags."""
+    """Raise UsageError for a flag, or a combination of flags, that is not supported."""
     saving = ("save_most_recent", "delete_previous_checkpoint", "copy_codebase", "remote_sync")
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
     if args.save_every_steps and args.recipe is None:  # with a recipe, the value may be the recipe's, not the user's
@@ -201,7 +203,8 @@ def _check_together(args: argparse.Namespace) -> None:
         "--lr-min needs --lr-scheduler cosine": args.lr_min and not is_cosine,
         f"--lr-min {args.lr_min}: expected at most --lr {lr}": args.lr_min and lr and args.lr_min > lr,
         f"--epochs-cooldown is {cooldown}, more than --epochs {args.epochs}": (cooldown or 0) > args.epochs,
-        "--model-ema-decay does not work with --fsdp: remove one": args.model_ema_decay is not None and args.fsdp,
+        "--model-ema-decay does not work with --fsdp: remove one of them": args.model_ema_decay is not None
+        and args.fsdp,
         "--ddp-static-graph does not work with --fsdp: remove one of them": is_static and args.fsdp,
         "--ddp-static-graph does not work with --accum-freq: remove one of them": is_static and args.accum_freq > 1,
     }
@@ -213,7 +216,7 @@ def _check_together(args: argparse.Namespace) -> None:
             conflict = f"{flag} does not work with --lora-rank and --lora-targets {args.lora_targets}: remove it"
             refused[conflict] = getattr(args, name)
         evaluates = not args.train_data and not is_synthetic
-        refused["--lora-rank is for training: remove it to evaluate (checkpoints are plain models)"] = evaluates
+        refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = evaluates
     for reason, is_wrong in refused.items():
         if is_wrong:
             raise UsageError(reason)

@@ -19,9 +19,9 @@ from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
 from openclip_ext.training import parallel
 
-# Number of steps after which the host reads a step's outcome from a GPU.
+# On a GPU, the host reads a step's outcome this many steps later.
 LAG = 2
-# Suffix of ``state_dict`` entries that are counters on the host.
+# Suffix of names in a ``state_dict`` whose values are counters on the host, not tensors on the device.
 _EXTRA_STATE = "_extra_state"
 # Tensors up to this many elements are copied together, to launch fewer kernels.
 _SMALL = 1 << 22
@@ -38,10 +38,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A skipped step. If a gradient scaler is used and ``has_loss`` is True, the float16 gradients overflowed."""
+    """A skipped step. With a gradient scaler, float16 gradients overflowed if ``has_loss`` is True and ``are_bad`` False."""
 
     number: int
-    samples: list[int]  # indices of this rank's non-finite samples, or of its full batch if all samples are finite
+    samples: list[int]  # indices of this rank's non-finite samples, or of all its samples if all are finite
     are_bad: bool  # whether ``samples`` lists non-finite samples, not the full batch
     has_loss: bool  # whether at least one sample of the global batch was valid
 
@@ -50,7 +50,7 @@ class StepGuard:
     """The non-finite step guard: it saves the state before a step, and restores it if the step is skipped.
 
     The saved state is the loss's state (only the batch's rows of tables) and the model's BatchNorm statistics. ``on_host``:
-    whether the host decides if a step is skipped, which synchronizes with a GPU. None (default) means only on a CPU.
+    whether the host decides if a step is skipped, which synchronizes with a GPU. None (default) means True only on a CPU.
     """
 
     def __init__(self, model: nn.Module, loss: ContrastiveLoss, on_host: bool | None = None) -> None:
@@ -158,7 +158,7 @@ class StepGuard:
             table.undo_write(skip_if)
 
     def poll_outcomes(self, wait: bool = False) -> list[SkippedStep]:
-        """Return the skipped steps that were not returned before. All ranks return them in the same call.
+        """Return the skipped steps that no earlier call returned. All ranks return them in the same call.
 
         ``wait``: whether to include the latest steps, which synchronizes with a GPU.
         """
@@ -185,13 +185,13 @@ class StepGuard:
 def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     """Return whether this process's shards of the gradients are finite: a 0-d bool on their device."""
     gradients = [parallel.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # With FSDP, a process may have an empty shard of a small parameter.
+    # With FSDP, a process may have an empty shard of a small parameter. It is finite, so skip it.
     shards = [gradient for gradient in gradients if gradient.numel()]
     if not shards:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
-    # Norms are ten times faster than isfinite on a CPU. A norm also overflows if Adam's squared gradients would overflow.
+    # Norms are ten times faster than isfinite on a CPU. A norm also overflows if the squares in Adam would overflow.
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(shards)])
-    return (norms < math.inf).all()  # False for NaN, too
+    return (norms < math.inf).all()  # NaN also gives False
 
 
 def _copy(value: Any) -> Any:
@@ -199,7 +199,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Copies:
-    """Copies of tensors, to restore them.
+    """Copies of tensors, from which the tensors can be restored.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
     kernel to copy it and two to restore it.

@@ -1,7 +1,7 @@
 """Add, merge and save low-rank adapters (``--lora-rank``, Hu et al. 2021) with the library peft.
 
 A model file contains merged weights, which stock OpenCLIP loads. Merging rounds, so an exact resume needs the unmerged base
-weights and adapters. The same file contains them under :data:`UNMERGED`. Tensors without an adapter are stored only once.
+weights and adapters. The same file contains these under :data:`UNMERGED`. Tensors without an adapter are stored only once.
 
 peft is imported inside functions, because it is optional and its import takes seconds.
 """
@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.scale,
-        # A regular expression matches full names. A list would match the ends of names, which are equal in both towers.
+        # A regular expression matches full names. A list would match the ends of names, which are often equal in both towers.
         target_modules="|".join(map(re.escape, names)),
         base_model_name_or_path=weights,
     )
@@ -48,14 +48,14 @@ def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> N
         if ".lora_" in name:
             parameter.data = parameter.data.float()  # in 16 bits, small updates would be rounded to 0
             # peft 0.21 adds the adapter of an attention's output layer twice (github.com/huggingface/peft/pull/3774). So this
-            # adapter is not trained: its output stays 0, with which all versions of peft give the same result.
+            # adapter is not trained. Its output stays 0, so all versions of peft give the same result.
             parameter.requires_grad_(".base_layer.out_proj." not in name)
         elif name in SCALARS:
             parameter.requires_grad_(True)
 
 
 def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
-    """Return the names of all attention and linear layers in the blocks of ``targets``: ``image``, ``text`` or ``both``."""
+    """Return the names of the layers to adapt in the blocks of ``targets``: ``image``, ``text`` or ``both`` towers."""
     inside = {layer for block in parallel.blocks_of(model) for layer in block.modules()}
     found: dict[str, list[str]] = {"image": [], "text": []}
     for name, layer in model.named_modules():
@@ -72,7 +72,7 @@ def adaptable_layers(model: nn.Module, targets: str) -> list[str]:
 
 def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
     if isinstance(layer, nn.MultiheadAttention):
-        return layer._qkv_same_embed_dim  # peft needs a common projection of queries, keys and values
+        return layer._qkv_same_embed_dim  # peft supports only a common projection of queries, keys and values
     # These parents read the layer's weight and never call the layer, so an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
         layer is getattr(parent, "qkv", None)
@@ -87,7 +87,7 @@ def _attention_layer() -> type[nn.Module]:
     from peft.tuners.lora.layer import MultiheadAttention
 
     class Attention(MultiheadAttention):
-        """An ``nn.MultiheadAttention`` with an adapter that never changes its frozen weights.
+        """An ``nn.MultiheadAttention`` with an adapter. The frozen base weights never change.
 
         peft's class adds the adapter to the weights in each forward pass, and subtracts it afterwards. Both operations round,
         so the base weights drift from the pretrained model. peft's class also replaces the parameter objects in each pass.
@@ -122,7 +122,7 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     layers = dict(compat.unwrap(model).named_modules())
     adapter = f".lora_A.{_ADAPTER}.weight"
     for name in [name.removesuffix(adapter) for name in state if name.endswith(adapter)]:
-        # Only a DistributedDataParallel model's own state has the prefix; an average of the weights does not.
+        # A DistributedDataParallel model's state has the prefix ``module.``. An average of the weights has no prefix.
         layer: Any = layers[name.removeprefix("module.")]
         down = state[f"{name}{adapter}"]
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)

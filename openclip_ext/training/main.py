@@ -1,6 +1,6 @@
 """Train CLIP: ``torchrun --nproc-per-node N -m openclip_ext.training.main --loss NAME ...``.
 
-The command line is parsed before PyTorch and OpenCLIP are imported, so mistakes are reported without waiting for this import.
+The command line is parsed before PyTorch and OpenCLIP are imported, so mistakes are reported before this slow import.
 """
 
 import gc
@@ -38,7 +38,7 @@ def cli() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))
     if "torch" not in sys.modules and is_first:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
-    # Modules are never freed. Garbage collection of their half a million objects would take a fifth of the startup time.
+    # Skip garbage collection during imports, because it would take a fifth of the startup time and free nothing.
     gc.disable()
     from openclip_ext.training.run import program
 

@@ -71,7 +71,7 @@ def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with its transforms and tokenizer. The model's type is Any, because OpenCLIP's models have no common class."""
+    """A model, its transforms and its tokenizer. The model has type Any, because OpenCLIP's models have no common class."""
 
     model: Any
     images: ImagePipeline
@@ -85,10 +85,10 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     _seed(seed)
     try:
         model, preprocess_train, preprocess_val = config.create(device)
-    except TypeError as error:  # some timm towers do not accept this argument
+    except TypeError as error:  # some timm towers have no argument for --force-patch-dropout
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
             raise
-        raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove it") from error
+        raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove the flag") from error
     except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
@@ -116,7 +116,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
 
 @contextlib.contextmanager
 def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
-    """Raise UsageError with ``flag`` in the message if OpenCLIP fails to lock a tower, or locks none of its parameters."""
+    """Raise UsageError with ``flag`` in the message if OpenCLIP fails to lock a tower, or locks no parameter."""
 
     def trainable() -> int:
         return sum(parameter.requires_grad for parameter in model.parameters())
@@ -129,11 +129,13 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
     except Exception as error:  # OpenCLIP and timm raise many types of errors
         raise UsageError(f"{flag} is not possible for this model ({one_line(error) or repr(error)})") from error
     if trainable() == before:
-        raise UsageError(f"{flag} leaves nothing of the {tower} tower locked. Lower it, or remove --lock-{tower}")
+        raise UsageError(
+            f"{flag} leaves nothing of the {tower} tower locked. Lower the number, or remove --lock-{tower}"
+        )
 
 
 def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of its loss: given, or else from OpenCLIP's flags, or else defaults."""
+    """Return the configuration with all options of the loss: given options, else OpenCLIP's flags, else defaults."""
     loss, flags = config.loss, config.flags
     try:
         registry.check_options(loss.name, **loss.given)
@@ -142,7 +144,7 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
     of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}
     options = used | {name: value for name, value in of_run.items() if name in used} | dict(loss.given)
-    # ``seed`` and ``epochs`` always have an effect, because the run also uses them.
+    # ``seed`` and ``epochs`` always have an effect, because other parts of the run also use them.
     unused = of_run.keys() - used.keys() - {"seed", "epochs"}
     without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
     caption_hash = options.get("equal_captions", "negative") != "negative"
@@ -158,7 +160,7 @@ def for_training(
 ) -> LossConfig:
     """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given.
 
-    With a ``reference``, distillation has the reference model's temperature by default.
+    With a ``reference``, the default temperature for distillation is the reference model's.
     """
     options = registry.training_defaults(config.name, config.given, steps, pretrained)
     if reference is not None and "steer" in config.given:
@@ -175,14 +177,14 @@ def build_loss(
     device: torch.device,
     reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set; raise UsageError if the loss would ignore an output of the model."""
+    """Create the loss for a model and a data set. Raise UsageError if the loss would ignore an output of the model."""
     has_reference = "steer" in config.given
     has_parts = has_reference or any(config.given.get(part) for part in PARTS)
     if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
         parts = " with other parts or a reference model" if has_parts else ""
         raise UsageError(f"--loss {config.name}{parts} would ignore the captioner of {model_name}: use --loss openclip")
     if config.without_effect and distributed.is_master():
-        logging.warning(f"No effect on --loss {config.name}: {', '.join(config.without_effect)}.")
+        logging.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
     options: dict[str, Any] = dict(config.options)
     if reference is not None and has_reference:
@@ -197,9 +199,9 @@ def initialize(
     """Set the initial temperature and projection heads of a new run, and freeze what the loss does not train.
 
     Args:
-        weights: The model's pretrained weights, if any. Their temperature stays if the loss trains it.
-        has_temperature: Whether the user gave the loss an initial temperature, which replaces that of ``weights``.
-        is_fresh: Whether no checkpoint will set the temperature and the heads.
+        weights: Tag or file of pretrained weights, or None. The pretrained temperature is kept if the loss trains it.
+        has_temperature: Whether the user gave an initial temperature, which replaces the pretrained temperature.
+        is_fresh: Whether the run is new. In a resumed run, the checkpoint sets the temperature and the heads.
     """
     if is_fresh and weights:
         _load_pretrained_heads(loss, weights)
@@ -217,7 +219,7 @@ def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
     elif (own.kind, own.config) != (heads.kind, heads.config):
         raise UsageError(
             f"{pretrained} has projection heads {heads.kind} {heads.config}, this run has {own.kind} {own.config}: give the "
-            "same options, or start from another model"
+            "same options of the loss, or another --pretrained"
         )
     else:
         own.load_state_dict(heads.state_dict())

@@ -19,11 +19,11 @@ from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 
-# Key in a parameter group: its learning rate divided by the schedule's. The name "lr_scale" has another meaning in timm.
+# Key in a parameter group for its learning rate divided by the schedule's. In timm, the name "lr_scale" is already taken.
 SCALE = "rate_of_schedule"
 # Keys in a parameter group whose values come from flags. Other keys may be state of the optimizer.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "lookahead_k", SCALE)
-# Optimizer arguments that --opt-kwargs does not accept: the first ones have flags, and the program sets the other ones.
+# Optimizer arguments that --opt-kwargs does not accept: those in the first line have flags, the program sets the others.
 _RESERVED = (
     *("lr", "weight_decay", "betas", "eps", "momentum"),
     *("params", "fused", "foreach", "capturable", "differentiable"),
@@ -39,18 +39,18 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with OpenCLIP's parameter groups.
 
-    ``logit_scale_lr`` is the constant learning rate of ``log(1/τ)``, which is then in a separate last group. None means that
+    If ``logit_scale_lr`` is a number, ``log(1/τ)`` has this constant learning rate, in a separate last group. If it is None,
     ``log(1/τ)`` is in OpenCLIP's group without weight decay. ``head`` contains the loss's projection heads, whose parameters
     are added to the model's groups.
     """
     modules = [model] if head is None else [model, head]
     name = full_name(config)
-    # timm's rule for weight decay: the model lists its parameters without. A wrapper of the model has no such list.
+    # As in timm, the unwrapped model's ``no_weight_decay`` lists the parameters without weight decay.
     listed: set[str] | None = None if name == "adamw" else getattr(parallel.unwrap(model), "no_weight_decay", set)()
     groups = _parameter_groups(modules, config.weight_decay, logit_scale_lr is not None, config.decay_excluded, listed)
     if not any(group["params"] for group in groups):
         raise UsageError(
-            "nothing is left to train: both towers are locked, and the loss does not train the temperature"
+            "nothing is left to train: both towers are locked, and the loss does not train the temperature. Unlock a tower"
         )
     towers = config.tower_rates()
     if towers:
@@ -82,7 +82,7 @@ def full_name(config: OptimizerConfig) -> str:
 
 
 def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of ``--opt-kwargs`` as Python values; reject arguments that flags or the program set."""
+    """Return the arguments of ``--opt-kwargs`` as Python values. Reject arguments that flags or the program set."""
     found = {}
     for word in config.kwargs:
         name, separator, text = word.partition("=")
@@ -133,11 +133,11 @@ def _parameter_groups(
     excluded: Sequence[str],
     listed: Collection[str] | None,
 ) -> list[dict[str, Any]]:
-    """Return two groups: gains and biases (without weight decay), and all other parameters.
+    """Return two groups: parameters without weight decay (such as gains and biases), and parameters with weight decay.
 
-    With ``own_logit_scale``, the logit scale is a third group. ``excluded`` contains name patterns for the unwrapped model's
-    parameters without weight decay. Raise UsageError if a pattern matches no trained parameter. Scalars and vectors have no
-    weight decay. The other parameters without it are named by OpenCLIP's rule for AdamW or, for timm's rule, by ``listed``.
+    With ``own_logit_scale``, the logit scale is a third group. No weight decay applies to scalars and vectors, to names that
+    match a pattern in ``excluded``, and to names that a rule excludes: OpenCLIP's rule for AdamW if ``listed`` is None, else
+    timm's rule with the model's list ``listed``. Raise UsageError if a pattern matches no trained parameter.
     """
     unused = set(excluded)
     gains_and_biases, rest, logit_scale = [], [], []
@@ -171,7 +171,7 @@ def _parameter_groups(
 def _split_by_rate(
     groups: list[dict[str, Any]], lr: float, by_name: dict[str, float], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Split the groups, in order, by learning rate. Each group contains its factor under :data:`SCALE`."""
+    """Split each group by learning rate, in order. Each new group stores its ratio to ``lr`` under :data:`SCALE`."""
     scale_of = {id(parameter): by_name.get(name, 1.0) for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -185,7 +185,7 @@ def _split_by_rate(
 def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return each trained parameter's learning rate divided by the schedule's, by name in the (wrapped) model.
 
-    In a tower with ``L`` layers and layer decay ``δ``, this factor is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
+    In a tower with ``L`` layers and layer decay ``δ``, this ratio is ``δ^(L+1)`` for embeddings (or stem), ``δ^(L+1−l)`` for
     layer ``l``, and 1 for the projection and its norm, each multiplied by the tower's factor. ``towers`` is the result of
     ``OptimizerConfig.tower_rates``.
     """
@@ -206,7 +206,7 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
 
 
 def depths(tower: str, names: list[str]) -> dict[str, int]:
-    """Return each parameter's distance in layers from the end of its tower; the end has distance 0."""
+    """Return each parameter's distance in layers from the end of the tower, where the distance is 0."""
     found = {name: _LAYER.search(name) for name in names}
     numbers = sorted({int(match[1]) for match in found.values() if match})
     if not numbers:
@@ -216,18 +216,18 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
 
 
-# Change of log τ in a run: τ falls from OpenCLIP's initial value 0.07 to 0.03, its value at the end of the papers' runs.
+# Expected change of log τ in a run: from OpenCLIP's initial τ, 0.07, to 0.03, as at the end of the papers' runs.
 _LOG_TAU_RANGE = math.log(0.07 / 0.03)
 _LARGEST_LOGIT_SCALE_LR = 5e-4
-# A run with fewer optimizer steps is too short to train the temperature, and keeps the loss's default learning rate.
+# A run with fewer optimizer steps is too short to train τ, so it keeps the loss's default learning rate of ``log(1/τ)``.
 _FEWEST_STEPS = 100
 
 
 def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Return the default learning rate of ``log(1/τ)``: the loss's, increased in a short run to let τ converge.
+    """Return the learning rate of ``log(1/τ)``: the loss's ``default``, or in a short run a larger one, so that τ converges.
 
     Adam moves a parameter by about its learning rate per step, and the papers' learning rates are for about 10⁵ steps. None
-    means the learning rate of the encoders.
+    means that ``log(1/τ)`` has the learning rate of the encoders.
     """
     if default is None or total_steps < _FEWEST_STEPS:
         return default
@@ -253,7 +253,9 @@ def create_schedule(
     """
     steps = steps_per_epoch * config.epochs
     if config.warmup >= steps and not config.skip and distributed.is_master():
-        logging.warning(f"--warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
+        logging.warning(
+            f"Lower --warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}."
+        )
     cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
     encoders = compat.create_scheduler(
         config.name,

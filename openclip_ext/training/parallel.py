@@ -1,4 +1,4 @@
-"""The model on several processes: replicated on each process (DDP), or with sharded parameters (FSDP2, ``--fsdp``).
+"""The model on several processes: a replica on each process (DDP), or sharded parameters (FSDP2, ``--fsdp``).
 
 All code that differs between DDP and FSDP2 is in this file: gradient clipping, the optimizer's state, the logit scale, and the
 full model for an evaluation.
@@ -48,10 +48,10 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
 
 
 def order_buckets(model: nn.Module, forward: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
-    """Let DDP order its buckets of gradients, in a forward and a backward pass of zeros. Call it before the first step.
+    """Run a backward pass with zero gradients, in which DDP orders its gradient buckets. Call this before the first step.
 
-    After the first backward pass of a process, DDP changes the order. With three ranks or more, sums in another order have
-    other rounding errors, so the first step after a resume would differ from the uninterrupted run.
+    DDP changes the order after a process's first backward pass. With three ranks or more, sums in another order have other
+    rounding errors, so the first step after a resume would differ from the uninterrupted run.
     """
     if distributed.world_size() < 3 or isinstance(model, ShardedDataParallel):
         return
@@ -68,11 +68,11 @@ class ShardedDataParallel(nn.Module):
     full model's tensors and names. Both methods are collective: all ranks call them.
 
     For every supported ``--precision``, results are equal to DDP's results. Gradients of 16-bit parameters are averaged in
-    float32. FSDP2 cannot shard 0-d parameters (``logit_scale``), so these become vectors of one element. Gradients are
+    float32. FSDP2 cannot shard 0-d parameters (``logit_scale``), so they become vectors of one element. Gradients are
     averaged after each micro-batch, because otherwise every process would keep full gradients.
 
-    The model is sharded in place. With ``keep_whole``, rank 0 keeps a copy on the host for :func:`whole_model`. Raise
-    UsageError if the parameters have several dtypes, as with ``--precision bf16`` and ``fp16``.
+    The model is sharded in place. With ``keep_whole``, rank 0 keeps a full copy on the host for :func:`whole_model`. Raise
+    UsageError if the parameters have several dtypes, as with ``--precision bf16`` or ``fp16``.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, config: ParallelConfig, keep_whole: bool) -> None:
@@ -83,7 +83,7 @@ class ShardedDataParallel(nn.Module):
             raise UsageError(f"--fsdp needs one dtype, found {found}: use --precision amp_bf16 or pure_bf16")
         is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
-        # The copy is in a list, because PyTorch would register it as a submodule otherwise.
+        # The copy is in a list, so that PyTorch does not register it as a submodule.
         self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
         self.scalars = _give_scalars_a_dimension(model)
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
@@ -152,7 +152,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    """Load the result of :func:`optimizer_state_dict`. The model may be sharded or not."""
+    """Load the result of :func:`optimizer_state_dict` for a sharded or replicated model."""
     if isinstance(model, ShardedDataParallel):
         parameters = _parameters_of(optimizer)
         state = {
@@ -199,13 +199,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a parameter or gradient, without a copy. Other tensors are returned unchanged."""
+    """Return this process's shard of a parameter or gradient, without a copy. Tensors that are not sharded stay unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, even if only some of the gradients are sharded."""
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``. All, some or none of the gradients may be sharded."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -229,7 +229,7 @@ def all_finite(parameters: Iterable[Tensor]) -> bool:
 
 
 def _give_scalars_a_dimension(model: nn.Module) -> set[str]:
-    """Replace 0-d parameters by vectors of one element; return their names."""
+    """Replace 0-d parameters by vectors of one element. Return their names."""
     names = {name for name, parameter in model.named_parameters() if parameter.ndim == 0}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -250,7 +250,7 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
 
 
 def _scattered(value: Any, like: Tensor) -> Any:
-    """Return this process's shard of a full tensor, in the layout of ``like``. Other values are returned unchanged."""
+    """Return this process's shard of a full tensor, sharded like ``like``. Other values are returned unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != like.shape and (value.ndim > 0 or like.numel() > 1):

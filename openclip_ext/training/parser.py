@@ -22,22 +22,24 @@ _EXAMPLE = """\
   openclip-ext train --loss queueclip --train-data 'shards/{00000..00331}.tar' --model ViT-B-32 \\
       --batch-size 128 --epochs 32 --lr 5e-4 --warmup 2000 --name first"""
 _EVERYDAY = {
-    "--loss NAME": "loss, see the list below (default: openclip)",
+    "--loss NAME": "name of the loss, from the list below (default: openclip)",
     "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', or a CSV file",
     "--model NAME": "OpenCLIP's model name (default: RN50)",
     "--batch-size N": "samples per GPU in a micro-batch (default: 64)",
     "--epochs N": "number of epochs (default: 32)",
-    "--lr RATE": "learning rate after the warm-up (default: 5e-4)",
-    "--warmup STEPS": "number of first steps, in which the learning rate rises (default: 10000)",
+    "--lr RATE": "peak learning rate, after the warm-up (default: 5e-4)",
+    "--warmup STEPS": "number of steps in which the learning rate rises (default: 10000)",
     "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
     "--name NAME": "name of the run, which writes to LOGS/NAME (--logs LOGS, default: ./logs)",
     "--resume latest": "continue from the newest checkpoint of the run with this name",
 }
-_MORE = "openclip-ext losses NAME describes a loss. --loss NAME --help lists its flags, --help-all lists all flags."
+_MORE = (
+    "openclip-ext losses NAME describes a loss. --loss NAME --help lists the loss's flags, --help-all lists all flags."
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError for a wrong command line. ``flags`` lists the flags that are not in a group."""
+    """A parser that raises UsageError for a wrong command line. ``flags`` lists all flags that were added outside a group."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.flags: list[str] = []
@@ -62,12 +64,12 @@ def build_parser() -> Parser:
     for title, options in run_options().items():
         group = parser.add_argument_group(title)
         for option in options:
-            if option.flag not in parser.flags:  # OpenCLIP already has the flag --cache-dir, for models
+            if option.flag not in parser.flags:  # OpenCLIP already has the flag --cache-dir
                 add_flag(group, option, default=option.default)
     group.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"the papers' settings for the loss on a data set ({', '.join(recipes.names())}); other flags override them",
+        help=f"the papers' settings for the loss on a data set ({', '.join(recipes.names())}); your flags override them",
     )
     return parser
 
@@ -116,7 +118,7 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of losses from the parsed arguments; return those that were given, by name.
+    """Remove the options of losses from the parsed arguments. Return the given options by name.
 
     Raise UsageError for an option that was given in two ways.
     """
@@ -130,12 +132,12 @@ def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dest(option: Option) -> str:
-    """Return an option's attribute name in the parsed arguments: its flag's name, because the name ``eps`` is Adam's."""
+    """Return an option's attribute name in the parsed arguments. It comes from the flag, because ``eps`` is Adam's ε there."""
     return option.flag.removeprefix("--").replace("-", "_")
 
 
 def _parse_assignment(text: str) -> tuple[str, Any]:
-    """Parse ``NAME=VALUE`` of ``--loss-option``, which is equivalent to the option's own flag."""
+    """Parse ``NAME=VALUE`` of ``--loss-option``. If the option also has a flag, both are equivalent."""
     name, _, value = text.partition("=")
     options = {option.name: option for option in _own_loss_options()}
     option = options.get(name.replace("-", "_"))
@@ -170,14 +172,14 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
         try:
             return option.parse(text)
         except ValueError as error:
-            # argparse puts the flag before the message, so the option's name is removed.
+            # argparse puts the flag before the message, so remove the option's name from the message.
             raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.name}=")) from error
 
     return parse_value
 
 
 def print_help(argv: list[str]) -> bool:
-    """Print the help that a command line requests. Return False if it does not request help."""
+    """If a command line requests help, print the help and return True. Else return False."""
     chosen = chosen_loss(argv)
     if "--help-all" in argv:
         parser = build_parser()
@@ -223,8 +225,8 @@ def _in_columns(rows: Mapping[str, str]) -> str:
 
 
 def describe_options(loss: str) -> str:
-    """Return a help text for the loss's options, except OpenCLIP's flags. Defaults are written as on a command line."""
-    from openclip_ext.losses import registry  # a late import, because it imports torch
+    """Return a help text for the loss's options, except OpenCLIP's flags. Each option is shown as a flag with its default."""
+    from openclip_ext.losses import registry  # imported late, because it imports torch
 
     defaults = registry.training_defaults(registry.find_method(loss).name, {})
     lines = []

@@ -73,7 +73,7 @@ def run(config: TrainingConfig) -> None:
             else:
                 _train(config, built, folder, start)
     except SystemExit:
-        distributed.barrier()  # when one process exits, launchers kill all, but rank 0 may still be copying files
+        distributed.barrier()  # when one process exits, launchers kill all processes, but rank 0 may still be copying files
         raise
     except Exception as error:
         _log_failure(error, keep=handlers)
@@ -116,7 +116,7 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
 
 
 def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> Trainer:
-    """Build the parts of a training run, restore them from the checkpoint, if any, and write the run's settings."""
+    """Build the parts of a training run, restore them from ``start``'s checkpoint, if any, and write the run's settings."""
     assert config.data is not None
     loader = build_train_loader(
         config.data,
@@ -136,7 +136,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     identity = _identity(config, loader.source)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     reference = loader.source.reference
-    # An epoch may have fewer steps than before the resume.
+    # After a resume, an epoch may have fewer steps than the run has already completed in it.
     steps_left = steps_per_epoch * (config.length.epochs - position.epoch) - min(
         position.step_in_epoch, steps_per_epoch
     )
@@ -146,7 +146,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         changed = restoring.changed_settings(start.checkpoint, identity)
-        settings_warning = changed and f"The run continues with other settings: {'; '.join(changed)}."
+        settings_warning = changed and f"The run continues with changed settings: {'; '.join(changed)}."
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
         for warning in filter(None, (settings_warning, batch_warning, reference and reference.warning)):
             logging.warning(warning)
@@ -171,7 +171,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
 def _build_step(
     config: TrainingConfig, built: BuiltModel, source: Source, steps: int, is_fresh: bool
 ) -> tuple[TrainStep, float | None]:
-    """Build the loss and the optimizer around the model; return the training step and the temperature's learning rate."""
+    """Build the loss and the optimizer around the model. Return the training step and the temperature's learning rate."""
     number, device = source.num_samples, built.device
     loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
     check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
@@ -188,12 +188,14 @@ def _build_step(
 
 
 def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -> float | None:
-    """Return the learning rate of the temperature, which is larger in short runs unless the user gave it."""
+    """Return the temperature's learning rate. If the user did not set it, it is larger in a short run."""
     if "lr_tau" in config.loss.given:
         return loss.logit_scale_lr
     rate = logit_scale_lr(loss.logit_scale_lr, steps)
     if rate != loss.logit_scale_lr:
-        logging.info(f"lr_tau is {rate:.3g}, not {loss.logit_scale_lr:g}: the run has only {steps:,} steps.")
+        logging.info(
+            f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, because the run has only {steps:,} steps."
+        )
     return rate
 
 
@@ -216,7 +218,7 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
 def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
     """Remove files and log entries that were written after the run's position. Write the run's settings.
 
-    Raise UsageError if this fails. The settings of the previous launch then stay unchanged.
+    Raise UsageError if a file cannot be written. This file then stays unchanged.
     """
     checkpoints = folder / "checkpoints"
     try:
@@ -252,7 +254,7 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
-    """Evaluate the model of ``--pretrained`` or ``--resume``. This happens if there is no training data, as in OpenCLIP."""
+    """Evaluate the model of ``--pretrained`` or ``--resume``, because there is no training data. OpenCLIP does the same."""
     evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
     position = Position()
     weights: str | Path | None = config.model.weights
@@ -262,7 +264,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
     if distributed.is_master():
         heads = read_heads(weights) if weights else None
         if not weights:
-            logging.warning("Without --train-data, --pretrained and --resume, this evaluates an untrained model.")
+            logging.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
         metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
@@ -271,7 +273,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
 
 
 def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
-    """Write an error to the run's log file, but not to the terminal, because the caller prints the error."""
+    """Write an error only to the run's log file, because the caller prints it to the terminal."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
     logging.root.filter(record)
@@ -283,7 +285,7 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
 def program(config: TrainingConfig) -> None:
     """Run a configuration. For errors that the user can fix, print a message instead of a traceback.
 
-    The exit status is 2 for a wrong command line, and 1 for other errors.
+    The exit status is 2 for errors of the command line and its files, and 1 for errors during training.
     """
     try:
         run(config)

@@ -1,11 +1,11 @@
-"""Detect typing mistakes and flags of related programs before argparse, whose messages would not help."""
+"""Reject typing mistakes and flags of related programs before argparse, whose messages would not contain a fix."""
 
 import re
 from collections.abc import Collection, Sequence
 
 # Characters that word processors and web pages insert instead of ' " and -.
 _QUOTES, _DASHES = "\u2018\u2019\u201c\u201d\u00ab\u00bb", "\u2010\u2011\u2012\u2013\u2014\u2212"
-# Flags of related programs, by program, and what to use here instead.
+# Flags of related programs, by program, with the replacement in this program.
 _OTHER_PROGRAMS = {
     "fast_clip": {
         "fastclip": "--loss fastclip (v0 to v3: docs/methods/fastclip.md)",
@@ -52,9 +52,9 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
 
 def _slip(word: str, known: Collection[str]) -> str | None:
     if word[:1] in tuple(_DASHES) or (word.startswith("-") and word.lstrip("-")[:1] in tuple(_DASHES)):
-        return "it starts with a typographic dash: type --"
+        return "this word starts with a typographic dash: type --"
     if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
-        return "it has typographic quotes: type ' or \""
+        return "this word has typographic quotes: type ' or \""
     if word in ("-help", "-?"):
         return "--help lists the flags"
     flag = word.partition("=")[0]
@@ -63,7 +63,7 @@ def _slip(word: str, known: Collection[str]) -> str | None:
     plain = flag[2:].replace("_", "-").lower()
     if plain in _OURS:
         program, ours = _OURS[plain]
-        return f"a flag of {program}; here: {ours}"
+        return f"this is a flag of {program}; here: {ours}"
     return f"unknown flag; did you mean --{plain}?" if f"--{plain}" in known else None
 
 

@@ -25,13 +25,13 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings for the computation of an optimizer step."""
+    """Settings of an optimizer step: device, dtypes, autocast, gradient clipping and image normalization."""
 
     device: torch.device
-    input_dtype: torch.dtype | None = None  # dtype of the images; None means the dtype in which they are loaded
+    input_dtype: torch.dtype | None = None  # dtype to which images are converted; None means no conversion
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
-    normalize: Callable[[Tensor], Tensor] | None = None  # converts uint8 images to float32; None if images are floats
+    normalize: Callable[[Tensor], Tensor] | None = None  # converts uint8 images to float32; None for float images
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScale
 
 @dataclass(eq=False)
 class TrainStep:
-    """Callable that takes the optimizer steps of a training run.
+    """A callable that takes one optimizer step of a training run.
 
     The model returns a dictionary. It may be wrapped (see ``training/parallel.py``) or compiled. The loss is on the device.
     The optimizer updates the parameters of the model and of the loss's projection heads.
@@ -71,12 +71,12 @@ class TrainStep:
         self._is_first = True
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
-        """Take one optimizer step on one or more micro-batches; return the detached terms of the loss.
+        """Take one optimizer step on one or more micro-batches. Return the detached terms of the loss.
 
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
-        and ``index`` ``(b,)``; if the loss needs them, also ``caption_hash`` ``(b,)`` and the reference model's embeddings
-        ``reference_image`` and ``reference_text`` ``(b, d)``; and, if the data have them, ``hard_negative`` ``(b, L)``. The
-        guard reports the ``number`` of a skipped step.
+        and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)``, or the reference model's embeddings
+        ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have ``hard_negative`` ``(b, L)``. The
+        guard reports ``number`` if the step is skipped.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -90,7 +90,7 @@ class TrainStep:
             terms = self._terms_after_backward(outputs, batches)
         else:
             terms, outputs = self._cached_features(batches)
-        # With ``normalize``, the images were integers, which are always finite, so the guard does not check them.
+        # With ``normalize``, the images were integers. These are always finite, so the guard does not check them.
         images = [batch["image"] for batch in batches] if self.settings.normalize is None else []
         outcome = self._update(images, outputs)
         self.guard.finish(outcome, number, index)
@@ -202,7 +202,7 @@ class TrainStep:
 
 
 def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text; return the model's outputs.
+    """Encode two views of each image, ``(B, 2, 3, H, W)``, as one batch without text. Return the model's outputs.
 
     ``image_features`` contains the embeddings of the first views, ``text_features`` the embeddings of the second views.
     """

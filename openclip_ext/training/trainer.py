@@ -34,7 +34,7 @@ from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
 
-# Maximum number of samples that the log lists for a skipped step.
+# Maximum number of sample indices to log for a skipped step.
 _NAMED_SAMPLES = 32
 _GARBAGE_EVERY_STEPS = 50
 
@@ -80,18 +80,18 @@ class Trainer:
     def _schedule_step(self) -> int:
         """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change.
 
-        A resumed epoch may have more steps than the new number. Its last steps have the learning rate of the next epoch.
+        A resumed epoch may have more steps than ``steps_per_epoch``. The extra steps use the next epoch's first learning rate.
         """
         return self.position.epoch * self.steps_per_epoch + min(self.position.step_in_epoch, self.steps_per_epoch)
 
     def fit(self, evaluate_first: bool = False) -> None:
-        """Train to the last epoch. With ``evaluate_first``, start with the evaluations due at the run's position.
+        """Train to the last epoch. With ``evaluate_first``, start with the evaluations that are due at the run's position.
 
         Raises:
             SystemExit: Status 143 after SIGTERM, 130 after SIGINT. A checkpoint is saved first.
             SaveFailed: The last checkpoint could not be written.
             TrainingDiverged: Parameters are not finite at a save, or too many consecutive steps (or all) were skipped.
-            BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks raise this after a save.
+            BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks first save a checkpoint.
         """
         folder = None if self.policy.folder is None else self.policy.folder.parent
         with (
@@ -124,7 +124,7 @@ class Trainer:
         self.stopwatch.restart()
         with self.reporter.epoch(epoch, self.position.step_in_epoch), contextlib.ExitStack() as stack:
             stack.callback(gc.enable)
-            # zip takes accum_freq micro-batches from the same iterator, for one optimizer step.
+            # For each optimizer step, zip takes accum_freq micro-batches from the same iterator.
             for step_batches in zip(*[batches] * self.length.accum_freq, strict=False):
                 self._one_step(list(step_batches))
                 if self.position.step % _GARBAGE_EVERY_STEPS == 0:
@@ -158,10 +158,10 @@ class Trainer:
 
     def _act_on(self, request: Request, signals: SignalRequests) -> None:
         if self.step.guard.in_a_row >= self.length.max_skipped_steps:
-            self._save_mid_epoch(must_succeed=True)  # skipped steps change nothing, so the current state is good
+            self._save_mid_epoch(must_succeed=True)  # skipped steps change nothing, so the state can be saved
             raise TrainingDiverged(
                 f"{self.step.guard.in_a_row} steps in a row were not finite and skipped; the last was step "
-                f"{self.position.step - 1}. Look at the samples in the log, lower --lr, set --grad-clip-norm, or "
+                f"{self.position.step - 1}. Check the samples in the log, lower --lr, set --grad-clip-norm, or "
                 "raise --max-skipped-steps. --resume latest continues after these steps"
             )
         every = self.policy.every_steps
@@ -178,12 +178,12 @@ class Trainer:
         raise SystemExit(signals.exit_status)
 
     def _save_before_abort(self, must_succeed: bool) -> None:
-        """Save the steps since the last checkpoint. The run can continue with other data or a higher limit."""
+        """Save the steps since the last checkpoint, so that the user can fix the problem and continue the run."""
         if self._has_stepped and (self._last_saved is None or self._last_saved[1] != self.position.step):
             self._save_mid_epoch(must_succeed)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
-        """Log the skipped steps with their samples on all ranks. Collective: all ranks call it."""
+        """Log the skipped steps with the samples of all ranks. Collective: all ranks call it."""
         for step in steps:
             parts = distributed.all_gather_object(step)
             if not distributed.is_master():
@@ -211,10 +211,12 @@ class Trainer:
         named = {name: value / distributed.world_size() for name, value in zip(terms, sums, strict=True)}
         metrics = self.loss.metrics()
         if not has_loss:
-            # Without valid samples the loss returns 0, which would look like a perfect loss.
+            # Without valid samples, the loss returns 0. Log NaN, because 0 would look like a perfect loss.
             named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
         for step, indices in self.loss.pop_nonfinite():
-            logging.warning(f"Rank {distributed.rank()}: non-finite features at step {step} masked, samples {indices}")
+            logging.warning(
+                f"Rank {distributed.rank()}: masked samples {indices} with non-finite features at step {step}"
+            )
         record = {
             "step": position.step,
             "epoch": position.epoch,
@@ -240,7 +242,7 @@ class Trainer:
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
                 f"all {skipped} steps of the run were skipped, because their gradients were not finite. The model is "
-                "unchanged and not saved. Look at the samples in the log, lower --lr, or set --grad-clip-norm"
+                "unchanged and not saved. Check the samples in the log, lower --lr, or set --grad-clip-norm"
             )
         self._save_epoch()
         self._evaluate()
@@ -277,7 +279,7 @@ class Trainer:
         if not parallel.all_finite([*self.model.parameters(), *([] if head is None else head.parameters())]):
             raise TrainingDiverged(
                 f"the parameters are not finite after step {position.step}; the last good checkpoint in {folder} is "
-                "untouched. Lower --lr, lengthen --warmup, or set --grad-clip-norm"
+                "unchanged. Lower --lr, lengthen --warmup, or set --grad-clip-norm"
             )
         target = folder / f"{name}.pt"
         try:
@@ -298,7 +300,7 @@ class Trainer:
         return path
 
     def _model_file(self) -> dict[str, Any]:
-        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. Its ``step`` is part of the ``.state`` path."""
+        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. ``step`` is added to find the ``.state`` folder."""
         model = compat.uncompiled(self.model)
         content = {
             "epoch": self.position.epoch,
@@ -329,7 +331,7 @@ class Trainer:
                 with contextlib.nullcontext() if self.step.ema is None else self.step.ema.in_place():
                     metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
                 ckpt.set_random_state(generators)
-        # best.pt is saved before the result is logged: if the run is killed in between, a resume evaluates again.
+        # Save best.pt before the result is logged. If the run is killed in between, a resume evaluates again.
         self._keep_best(metrics)
         self.reporter.evaluation(metrics, {"step": self.position.step, "epoch": epoch})
         distributed.barrier()

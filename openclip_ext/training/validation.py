@@ -1,4 +1,4 @@
-"""Evaluation during training: the protocol of evaluators, the evaluators for the flags, and OpenCLIP's validation."""
+"""Evaluation during training: the evaluators' interface, their creation from flags, and OpenCLIP's validation."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ class Evaluator(Protocol):
         ...
 
 
-# An evaluator and its interval in epochs; 0 means never.
+# An evaluator, and its interval in epochs. An interval of 0 means that it never runs.
 ScheduledEvaluator = tuple[Evaluator, int]
 
 
@@ -116,7 +116,7 @@ class Validation:
             images.append(image.cpu())
             texts.append(text.cpu())
         if count == 0:
-            raise ValueError("the validation data is empty")
+            raise ValueError("--val-data contains no samples: expected at least one")
         metrics = retrieval_metrics(torch.cat(images), torch.cat(texts))
         metrics |= {"clip_val_loss": losses / count, "num_samples": count}
         return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
@@ -143,7 +143,7 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
     """Return whether an evaluation is better than all earlier evaluations in ``results.jsonl``, or is the first.
 
-    For losses and ranks, smaller is better; for other metrics, larger is better. Without metrics, the result is False.
+    For losses and ranks, smaller is better. For other metrics, larger is better. Return False if ``metrics`` is empty.
     """
     if not metrics:
         return False

@@ -81,7 +81,7 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
     (tmp_path / "run" / "metrics.jsonl").touch()
     argv = command(shards, tmp_path, "run", "openclip")
     assert found(
-        lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} holds a run: continue it with --resume"
+        lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} contains a run: continue it with --resume"
     )
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
 

@@ -170,7 +170,7 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
 def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
-    assert "20 anchors on each side, 84 samples, batches of 16" in capsys.readouterr().out
+    assert "20 images and their texts as anchors, 84 samples, batches of 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]])
@@ -195,7 +195,7 @@ def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
         (tmp_path, "--checkpoint", "all", r"has a \.state folder"),
         (fastclip, "--checkpoint", "epoch_9.pt", "found: epoch_1.pt, epoch_2.pt"),
-        (fastclip, "--train-data", other, "has 24 samples, the run was trained on 84"),
+        (fastclip, "--train-data", other, "expected the run's 84 samples, found 24"),
     ):
         with pytest.raises(UsageError, match=message):
             estimation_error.main([str(folder), flag, value])

@@ -235,7 +235,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     command = [*sizes, "--model", MODEL, "--loss", "openclip"]
     plan.main(command)
     text = capsys.readouterr().out
-    assert "without them each rank needs memory for the full B x B matrix" in text
+    assert "without these flags, each rank stores a full B x B matrix" in text
     largest = int(text.partition("does not fit; up to ")[2].split()[0])
     assert 512 <= largest < 4096
     plan.main([*command, "--accum-freq", "8", "--precision", "fp32"])

@@ -127,7 +127,7 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     argv += ["--temperature-max", "0.5", "--wd", "0.9", "--beta1", "0.5"]
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
     told = "beta1 0.5 (before: 0.9); rho 6.5 (before: 3.0); temperature_max 0.5 (before: 1.0); wd 0.9 (before: 0.2)."
-    assert f"The run continues with other settings: {told}" in caplog.text
+    assert f"The run continues with changed settings: {told}" in caplog.text
     assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["options"]["rho"] == 6.5
     caplog.clear()
     assert run(argv) == 0
@@ -160,7 +160,7 @@ def test_an_evaluation_that_fails_ends_a_program_that_does_nothing_else(shards, 
     monkeypatch.setattr(Validation, "run", fail)
     with pytest.raises(RuntimeError, match="the data server is down"):
         run(evaluation(tmp_path, "run", "--val-data", shards, "--logs", "none"))
-    assert "this evaluates an untrained model" in caplog.text
+    assert "The evaluated model is untrained" in caplog.text
 
 
 @contextmanager

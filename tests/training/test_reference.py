@@ -51,7 +51,7 @@ def test_a_run_reports_unreadable_samples_and_a_resume_other_weights(shards, tmp
     about = json.loads((folder / ABOUT).read_text())
     (folder / ABOUT).write_text(json.dumps(about | {"weights": "b"}))
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
-    assert "The run continues with other settings: reference_weights b (before: a)." in caplog.text
+    assert "The run continues with changed settings: reference_weights b (before: a)." in caplog.text
     caplog.clear()
     assert run(argv) == 0
     assert "other settings" not in caplog.text

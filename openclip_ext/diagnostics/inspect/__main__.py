@@ -34,11 +34,11 @@ class _Sizes:
 
 
 def main(argv: list[str]) -> None:
-    """Inspect the training data of a run; write an HTML page, JSON, CSV, and optionally a manifest."""
+    """Inspect the training data of a run; write the findings as HTML, JSON and CSV, and optionally a manifest."""
     args = _parser().parse_args(argv)
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
-        raise UsageError("--leave-out and --write-manifest need each other: give both or none")
+        raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
     run = load_run(**vars(args))
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
@@ -68,7 +68,7 @@ def _inspect(
         say(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
     for name, category in found.items():
         print(f"{name:<{max(map(len, found))}}  {category.count:>12,}")
-    print(f"{folder / 'index.html'} shows them; found.json and found.csv list them.")
+    print(f"{folder / 'index.html'} shows the findings; found.json and found.csv list them.")
     if manifest is not None:
         changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
@@ -84,11 +84,11 @@ def _categories(text: str) -> list[str]:
 
 
 def _manifest_to_change(source: Source, target: Path) -> Manifest:
-    """Return the run's manifest; raise UsageError if the changed manifest cannot be written to ``target``."""
+    """Return the run's manifest. Raise UsageError if the changed manifest cannot be written to ``target``."""
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--write-manifest {target}: expected a file in an existing folder")
     if not isinstance(source, ShardSource):
-        raise UsageError("--write-manifest needs webdataset shards: remove the samples in found.csv from other data")
+        raise UsageError("--write-manifest supports only webdataset shards: exclude the samples of found.csv yourself")
     if target.is_file() and not len(Manifest.load(target).left_out):
         raise UsageError(f"{target} is a manifest of all samples, which other runs may use: choose another name")
     return source.manifest
@@ -134,8 +134,8 @@ def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch:
     return (
         f"{path} excludes {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
         f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
-        f"continue, add --manifest {path} and --resume latest to the training command if the latest checkpoint is the end of "
-        "an epoch, else another --name and --resume CHECKPOINT"
+        f"continue, add --manifest {path} --resume latest to the training command. If the latest checkpoint is mid-epoch, "
+        "add --resume with the checkpoint of a full epoch instead, and another --name"
     )
 
 
@@ -145,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
-    names = f"exclude these categories, separated by commas: {', '.join(DEFINITIONS)}, misfits; one per pair is kept"
+    names = (
+        f"categories to exclude, separated by commas: {', '.join(DEFINITIONS)}, misfits; one sample per pair is kept"
+    )
     parser.add_argument("--leave-out", type=_categories, default=[], metavar="NAMES", help=names)
     file = "file for a manifest that excludes the samples of --leave-out"
     parser.add_argument("--write-manifest", type=output_path, metavar="PATH", help=file)

@@ -15,7 +15,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
 from openclip_ext.evaluation.embeddings import Embeddings
 
-# Rows and columns of a block of similarities. A block of each of the four kinds needs 64 MiB.
+# Rows and columns of a block of similarities. A block needs 64 MiB, and four blocks are in memory at a time.
 _ROWS, _COLUMNS = 2048, 8192
 # Tolerance for float32 rounding. For example, an image's similarities to two equal captions must count as equal.
 _ROUNDING = 1e-5
@@ -27,15 +27,16 @@ DEFINITIONS = {
     "have a cosine similarity of at least {duplicate_caption:g}",
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
     "duplicate-captions": "two samples whose captions have a cosine similarity of at least {duplicate_caption:g}",
-    "false-negatives": "two samples: the image of one matches the caption of the other at least as well as both samples' "
-    "own pairs match, and as well as the best {best_share:g} % of all own pairs",
+    "false-negatives": "two samples: the image of one is at least as similar to the caption of the other as both samples' "
+    "images are to their own captions. It is also at least as similar as in the best {best_share:g} % of all such pairs",
     "misfit-captions": "captions whose largest cosine similarity to any image is more than {deviations:g} standard "
     "deviations (1.4826 median absolute deviations) below the median of these largest similarities",
     "misfit-images": "images whose largest cosine similarity to any caption is more than {deviations:g} standard "
     "deviations (1.4826 median absolute deviations) below the median of these largest similarities",
-    "hardest": "the {extremes:,} samples with the largest log-normalizers (mean of both sides): other samples match as well "
-    "as their own partners, or better",
-    "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean of both sides): no other sample is similar",
+    "hardest": "the {extremes:,} samples with the largest log-normalizers (mean over image and text): other samples "
+    "match at least as well as the correct caption or image",
+    "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean over image and text): no other sample is "
+    "similar",
 }
 PAIRS = tuple(DEFINITIONS)[:4]
 
@@ -47,14 +48,17 @@ class Thresholds:
     duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
     duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
     false_negative_quantile: float = flag(
-        0.9, "minimum similarity of false negatives, as a quantile of own pairs (0: no minimum)", minimum=0, maximum=1
+        0.9,
+        "minimum similarity of false negatives, as a quantile of the similarities of positive pairs (0: no minimum)",
+        minimum=0,
+        maximum=1,
     )
     deviations: float = flag(
-        3.0, "minimum distance of a misfit's similarity below the median, in standard deviations", minimum=0
+        3.0, "minimum distance of a misfit's best similarity below the median, in standard deviations", minimum=0
     )
     extremes: int = flag(100, "number of hardest samples and of easiest samples", minimum=0)
     max_pairs: int = flag(
-        10_000, "maximum number of pairs to list per category, the most similar first; all are counted", minimum=1
+        10_000, "maximum number of pairs to list per category, the most similar first; all pairs are counted", minimum=1
     )
 
     def definition(self, category: str) -> str:
@@ -68,7 +72,7 @@ class Found:
 
     Attributes:
         count: Number of all findings. The arrays contain at most ``Thresholds.max_pairs`` pairs.
-        samples: Rows of the embeddings: ``(k, 2)`` for pairs (the smaller row first) and for misfits with their best match,
+        samples: Rows of the embeddings: ``(k, 2)`` for pairs (the smaller row first) and for misfits (with their best match),
             else ``(k, 1)``.
         value: ``(k,)`` similarities or log-normalizers. For ``duplicates``, the smaller of the image and caption similarities.
     """
@@ -150,7 +154,7 @@ def log_normalizers(
     """Return log-normalizers ``(A,)`` of the rows ``anchors``, and whether the loss stored them.
 
     A sample's log-normalizer is the mean over its image and its text. If the loss does not store log-normalizers, they are
-    computed exactly over all samples, with the loss's temperatures, which a steered loss may predict with its ``reference``.
+    computed exactly over all samples. A steered loss may need its ``reference`` to predict the temperatures.
     """
     is_stored = isinstance(loss, GlobalContrastiveLoss) and loss.normalizer.needs_index and not loss.steers
     scale = torch.tensor(embeddings.logit_scale, device=device)
@@ -179,7 +183,9 @@ def find(
     """
     positive = torch.linalg.vecdot(embeddings.image, embeddings.text)
     if not torch.isfinite(positive).all():
-        raise ValueError(f"{int((~torch.isfinite(positive)).sum())} embeddings are not finite: the model has diverged")
+        raise ValueError(
+            f"{int((~torch.isfinite(positive)).sum())} embeddings are not finite: use an earlier --checkpoint"
+        )
     floor = float(np.quantile(positive.numpy(), thresholds.false_negative_quantile))
     is_anchor = torch.zeros(len(positive), dtype=torch.bool)
     is_anchor[anchors] = True

@@ -22,7 +22,7 @@ class Start(NamedTuple):
 
 
 def find_start(resume: str | None, config: RunFolderConfig) -> Start:
-    """Find, verify and read the checkpoint of ``--resume``. Collective: only rank 0 finds and verifies the checkpoint."""
+    """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it. Rank 0 verifies for all."""
     if resume is None:
         return Start()
     if resume == "latest" and config.folder is None:
@@ -39,7 +39,7 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
             good = None
             with contextlib.suppress(UsageError):
                 good, _ = scan(Path(resume).parent)
-            raise UsageError(f"{error}. {good} is good" if good else str(error)) from error
+            raise UsageError(f"{error}. {good} is good: resume from it" if good else str(error)) from error
         return Path(resume), frozenset()
     assert config.folder is not None
     fetch_checkpoints(config)
@@ -47,23 +47,23 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
     if newest is not None:
         logging.info(f"Resuming from {newest}.")
         return newest, unreadable
-    # A run that was killed before its first save starts from scratch. After a save, the run's log must not be overwritten.
+    # If the run was killed before its first save, start from scratch. After a save, this would overwrite the run's log.
     log = config.folder / "metrics.jsonl"
     steps = sum("loss" in line for line in json_lines.read(log))
     if steps and (config.folder / SAVED).exists():
         raise UsageError(
-            f"{config.folder} has the log of {steps} steps, and its checkpoints are lost: is the disk of "
-            f"{config.folder / 'checkpoints'} mounted? To start from scratch, remove {log}"
+            f"{config.folder} has the log of {steps} steps, and its checkpoints are lost: check whether the disk of "
+            f"{config.folder / 'checkpoints'} is mounted. To start from scratch, remove {log}"
         )
     logging.info(f"No checkpoint in {config.folder} yet: starting from scratch.")
     return None, unreadable
 
 
 def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
-    """Return a run's newest good checkpoint, if any, and the unreadable checkpoints, each of which is logged.
+    """Return the newest good checkpoint in a folder, if any, and the unreadable checkpoints. Log a warning for each of these.
 
-    Checkpoints that are older than the result are not verified. Raise UsageError if the folder, or each checkpoint in it,
-    cannot be read.
+    Checkpoints that are older than the newest good one are not verified. Raise UsageError if the folder cannot be read, or if
+    it contains checkpoints and none of them can be read.
     """
     try:
         names = sorted(os.listdir(folder)) if folder.exists() else []

@@ -1,8 +1,8 @@
 """Checkpoints: a model file in OpenCLIP's format, and next to it a folder with everything else that an exact resume needs.
 
-The model file is ``epoch_K.pt`` after K full epochs, ``epoch_latest.pt`` with ``--save-most-recent``, or, until the next save,
-``epoch_K_step_S.pt`` after S optimizer steps. The folder has the same name with the suffix ``.state``, and a subfolder named
-after the step::
+The model file is ``epoch_K.pt`` after K full epochs, or ``epoch_latest.pt`` with ``--save-most-recent``. Mid-epoch, it is
+``epoch_K_step_S.pt`` after S optimizer steps. The next save removes this file. The folder has the name of the model file with
+the suffix ``.state``, and a subfolder for the step::
 
     epoch_3.pt
     epoch_3.state/step_1200/shared.pt       state that is equal on all ranks: loss, position
@@ -11,8 +11,8 @@ after the step::
     epoch_3.state/step_1200/checksums.json  SHA-256 of all these files and of epoch_3.pt
     epoch_3.lora/                           with --lora-rank: the adapter for peft; a resume does not read it
 
-A save first writes temporary files, then renames the state folder, and finally the model file. Until this last rename, the
-old checkpoint is complete. A resume verifies the checksums.
+A save first writes temporary files, then renames the state folder, and finally renames the model file. Until the last rename,
+the old checkpoint is complete. A resume verifies the checksums.
 """
 
 import hashlib
@@ -52,17 +52,17 @@ class RunIdentity:
     model: str
     loss: str
     optimizer: str
-    num_samples: int  # size of the index space
+    num_samples: int  # number of samples in the data set, including excluded samples
     global_batch: int  # samples per optimizer step
     seed: int
     data: str | None = None  # openclip_ext.data.sources.source.Source.index_digest of the data
     lora: str | None = None  # rank, alpha and targets of the adapters
-    settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ; differences are logged
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that may differ (a difference is logged)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk. ``shared`` is None if stock OpenCLIP wrote the checkpoint."""
+    """A complete checkpoint on disk. ``shared`` is the content of ``shared.pt``, or None if stock OpenCLIP wrote it."""
 
     path: Path
     model_file: dict[str, Any]
@@ -82,7 +82,7 @@ def table_file(rank_file: Path, table: str) -> Path:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint's model file and shared state; raise UsageError if they are missing or unreadable."""
+    """Read a checkpoint's model file and shared state. Raise UsageError if they are missing or unreadable."""
     model_file = load_model_file(path)
     folder = _state_folder(path, model_file)
     if folder is None:
@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> None:
-    """Raise UsageError if a file of a checkpoint is missing or differs from its checksum.
+    """Raise UsageError if a file of a checkpoint is missing or does not match its checksum.
 
     OpenCLIP's checkpoints have no checksums.
     """
@@ -104,9 +104,9 @@ def verify(path: Path) -> None:
         expected = json.loads((folder / CHECKSUMS).read_text())
         if path.name not in expected:
             named = ", ".join(name for name in expected if NAME.match(Path(name).stem) or name == f"{LATEST}.pt")
-            raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming")
+            raise ValueError(f"{folder} belongs to {named or 'no checkpoint'}. Undo the renaming of {path.name}")
         files = [path if name == path.name else folder / name for name in expected]
-        # Threads run in parallel here, because hashing releases Python's global interpreter lock.
+        # Threads compute checksums in parallel, because hashing releases Python's global interpreter lock.
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(checksum, files))
         pairs = zip(files, found, expected.values(), strict=True)
@@ -118,7 +118,7 @@ def verify(path: Path) -> None:
 
 
 def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Read a model file in OpenCLIP's format; raise UsageError if it is missing, unreadable or of another kind."""
+    """Read a model file in OpenCLIP's format. Raise UsageError if it is missing, unreadable or not a training checkpoint."""
     if not path.is_file():
         raise UsageError(f"checkpoint {path} does not exist")
     content = load(path, mmap)
@@ -129,7 +129,7 @@ def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def _state_folder(path: Path, model_file: dict[str, Any]) -> Path | None:
-    """Return the folder with a checkpoint's other files; None if stock OpenCLIP wrote the checkpoint."""
+    """Return the ``.state`` subfolder of a checkpoint, or None if stock OpenCLIP wrote the checkpoint."""
     step = model_file.get("step")
     return None if step is None else path.with_suffix(".state") / f"step_{step}"
 

@@ -34,8 +34,8 @@ def restore(
 ) -> Position:
     """Load a checkpoint, if any, into a run's step and other parts, and return the run's position.
 
-    A checkpoint of stock OpenCLIP stores only the epoch; the step is computed from ``steps_per_epoch``. Raise UsageError, with
-    the changed settings, if the checkpoint belongs to a different run.
+    A checkpoint of stock OpenCLIP stores only the epoch, so the step is computed from ``steps_per_epoch``. If the checkpoint
+    belongs to a different run, raise UsageError with the changed settings.
     """
     if checkpoint is None:
         return Position()
@@ -58,7 +58,7 @@ def restore(
         step.ema.load_state_dict(content["state_dict"])
     elif step.ema is not None:
         step.ema.load_state_dict(compat.unwrap(model).state_dict())
-        logging.warning(f"{path} has no average of the weights: the average starts here.")
+        logging.warning(f"{path} has no average of the weights: the average starts from the current weights.")
     if checkpoint.shared is None:
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
@@ -79,7 +79,7 @@ def unmerged(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
 
 
 def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> None:
-    """Load the optimizer state; keep this run's hyperparameters and its device's implementation."""
+    """Load the optimizer state, but keep this run's hyperparameters and implementation (``fused``, ``foreach``)."""
     own = optimizer.param_groups[0]
     implementation = {name: own[name] for name in ("fused", "foreach", "capturable") if name in own}
     asked = [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in optimizer.param_groups]
@@ -97,7 +97,7 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
 def cut_logs(folder: Path, position: Position) -> None:
     """Remove log entries that the resumed run writes again: later steps, and an evaluation that only one log contains.
 
-    A run that is saved after the last step of an epoch also ends the epoch again.
+    If the checkpoint was saved between an epoch's last step and the epoch's end, the run logs this end again.
     """
     evaluated = not lacks_evaluation(folder, position)
 
@@ -120,10 +120,10 @@ def lacks_evaluation(folder: Path | None, position: Position) -> bool:
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples: bool) -> None:
-    """Raise UsageError, with all differences, if a checkpoint does not belong to the run that resumes from it.
+    """If a checkpoint does not belong to the run that resumes from it, raise UsageError with all differences.
 
-    The global batch size is compared only mid-epoch. ``keeps_samples``: whether the loss has per-sample state, which is
-    useless for other data.
+    The global batch size is compared only mid-epoch. ``keeps_samples``: whether the loss has per-sample state. Such a loss
+    requires the same data.
     """
     if checkpoint.shared is None:
         return
@@ -133,7 +133,9 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
         compared.discard("global_batch")
     if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
         compared.discard("data")
-        logging.warning(f"{checkpoint.path} was trained on other data of the same size: continuing with new data.")
+        logging.warning(
+            f"{checkpoint.path} was trained on other data of the same size. The run continues with the new data."
+        )
     differing = [key for key in sorted(compared) if found[key] != asked[key]]
     if differing:
         differences = "; ".join(f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in differing)
@@ -156,9 +158,10 @@ def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> li
 
 
 def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
-    """Load the loss's state, and the state of this rank's random generators. The data order does not depend on these.
+    """Load the state of the loss and of this rank's random generators.
 
-    If the number of ranks has changed, per-sample state is sharded again, and the generators are not restored.
+    If the number of ranks has changed, per-sample state is sharded again, and the generators are not restored. The data
+    order does not depend on the generators.
     """
     shared, ranks = checkpoint.shared, checkpoint.rank_files
     if shared is None:
@@ -171,7 +174,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
 
 
 def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str | Path) -> None:
-    """Load weights, with or without DDP's prefix ``module.``, into a model; raise UsageError if they do not fit."""
+    """Load weights, with or without DDP's prefix ``module.``, into a model. Raise UsageError if they do not match."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     try:

@@ -44,16 +44,16 @@ def save(
     identity: RunIdentity,
     parts: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint; return the model file's path. A failed save keeps old files. Collective: all ranks call it.
+    """Write a checkpoint. Return the model file's path. A failed save keeps old files. Collective: all ranks call it.
 
     Args:
         folder, name: The run's ``checkpoints/``, and the file name without suffix.
-        model_file: OpenCLIP's dictionary, which is complete only on rank 0.
+        model_file: OpenCLIP's checkpoint dictionary. Only rank 0 writes it, so other ranks may pass an incomplete one.
         loss, position, identity: Saved in ``.state``, together with the state of the random generators.
-        parts: Other parts of the run, by name. All ranks call each part's ``state_dict``; rank 0's result is saved.
+        parts: Other parts of the run, by name. All ranks call each part's ``state_dict``. Rank 0's result is saved.
 
     Raises:
-        OSError: On all ranks, if one of them could not write.
+        OSError: At least one rank could not write. All ranks raise the error.
     """
     states = {part: stateful.state_dict() for part, stateful in (parts or {}).items()}
     target = folder / f"{name}.pt"
@@ -93,7 +93,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Any, identity: A
 
 
 def _commit(target: Path, temporary: Path, state_folder: Path, model_file: dict[str, Any], checksums: Any) -> None:
-    """Write the model file under a temporary name, then rename the state folder, and finally the model file."""
+    """Write the model file under a temporary name, then rename the state folder, and finally rename the model file."""
     deadline = time.monotonic() + _NODE_SECONDS
     while unseen := sorted(name for name in checksums if not (temporary / name).is_file()):
         if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ class _HashingWriter:
 
 
 def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
-    """Write a file, and return its checksum. The file is synced to disk, so a crash after its rename leaves it complete."""
+    """Write a file, and return its checksum. The file is flushed to disk, so that a crash after its rename loses no data."""
     try:
         with open(path, "wb") as file:
             writer = _HashingWriter(file)
@@ -144,7 +144,7 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
 
 
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
-    """Run an action on all ranks; return all results. If one rank fails, all raise OSError, so none waits forever."""
+    """Run an action on all ranks. Return all results. If a rank fails, all ranks raise OSError, so that none waits forever."""
     failure, results = None, []
     if distributed.is_master() or not master_only:
         try:
@@ -159,7 +159,7 @@ def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
 
 
 def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
-    """Write a model file without ``.state``, atomically, and its adapter, if any. If this fails, log a warning. Collective."""
+    """Write a model file without ``.state``, and its adapter, if any, atomically. On failure, log a warning. Collective."""
     entries = {name: content[name] for name in _MODEL_ENTRIES if name in content}
     try:
         save_adapter(path, content, model)
@@ -172,7 +172,7 @@ def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:
     """On rank 0, write the adapter, if any, next to the model file. If this fails, all ranks raise OSError. Collective.
 
-    Call this before saving the model file: then no model file lacks its adapter.
+    Call this before the model file is saved, so that each model file on disk has its adapter.
     """
 
     def replace() -> None:
@@ -188,7 +188,7 @@ def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) ->
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that cannot be read, so the run does not overwrite or remove it."""
+    """Rename a checkpoint that cannot be read, so that the run does not overwrite or remove it."""
     for part in (path, path.with_suffix(".state"), path.with_suffix(ADAPTER)):
         if part.exists():
             name = f"{part.name}.unreadable"
@@ -196,7 +196,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; log a warning if this fails.
+    """Delete a checkpoint. Log a warning if this fails.
 
     If the process is killed during the deletion, the next launch deletes the remaining files.
     """
@@ -223,7 +223,7 @@ def remove_leftovers(folder: Path) -> None:
     folders = [*folder.glob("epoch_*.state"), *folder.glob(f"epoch_*{ADAPTER}"), *folder.glob(f".*{ADAPTER}.partial")]
     orphans = [path for path in folders if not path.with_suffix(".pt").is_file()]
     for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
-        # A killed save leaves a temporary model file. If there is none, a user may have renamed the model file.
+        # A killed save leaves a temporary model file. Without such a file, a user may have renamed the model file.
         if any(path.glob(f"step_*/{ckpt.CHECKSUMS}")) and not path.with_suffix(".pt.tmp").exists():
             logging.warning(f"{path} has no {path.stem}.pt next to it: undo the renaming, or remove the folder")
         else:

@@ -1,4 +1,4 @@
-"""Recipes: the papers' published settings, as data.
+"""Recipes: the settings with which the papers trained their losses.
 
 ``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's flags, so the user's flags override the recipe.
 ``python -m openclip_ext.training.recipes`` lists the recipes. ``recipes.json`` contains the size and the common flags of each
@@ -27,15 +27,15 @@ class Recipe:
 
     dataset: str
     loss: str
-    # By name without ``--``. True means a flag without a value, a list means several values, a dictionary NAME=VALUE words.
+    # By name without ``--``. True means no value, a list several values, and a dictionary several NAME=VALUE words.
     openclip_flags: Mapping[str, Value]
     loss_options: Mapping[str, Value]  # options of openclip_ext.create_loss
     gpus: int  # number of GPUs to which ``batch-size`` refers
     dataset_size: int  # image-text pairs in the source's training set
     samples_seen: int  # the source's training budget, in pairs
     source: str  # the papers, tables and released commands with these settings
-    results: tuple[str, ...]  # published results in percent (± the spread over seeds), with their sources
-    notes: tuple[str, ...]  # settings that the source does not specify, and the values used here
+    results: tuple[str, ...]  # published scores in percent (± their spread over seeds), with their sources
+    notes: tuple[str, ...]  # remarks, for example on settings that the source does not specify
 
     @property
     def global_batch(self) -> int:
@@ -51,7 +51,7 @@ class Recipe:
         return self.global_batch // gpus
 
     def argv(self) -> list[str]:
-        """Return the recipe as arguments of ``openclip_ext.training.main``. Later arguments override them."""
+        """Return the recipe as arguments of ``openclip_ext.training.main``. Later arguments override these."""
         words = ["--loss", self.loss]
         for flag, value in self.openclip_flags.items():
             words += as_words(f"--{flag}", value)
@@ -77,7 +77,7 @@ class Recipe:
             f"  sets:     {shlex.join(self.argv())}",
             *(f"  expected: {result}" for result in self.results),
             f"  source:   {self.source}",
-            *(f"  open:     {note}" for note in self.notes),
+            *(f"  note:     {note}" for note in self.notes),
         ]
         return "\n".join(lines)
 
@@ -131,7 +131,7 @@ def _load() -> Iterator[Recipe]:
 
 
 def _percent(score: float | list[float]) -> str:
-    """Write a result, or a list of a result and its spread over seeds."""
+    """Format a score, or a list of a score and its spread over seeds, with two decimals."""
     return " ± ".join(f"{number:.2f}" for number in (score if isinstance(score, list) else [score]))
 
 

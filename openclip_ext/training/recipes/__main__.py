@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--share-batch",
         nargs=argparse.REMAINDER,
-        help="print the --batch-size that gives the recipe's global batch; give a number of GPUs, then the flags of a run",
+        help="print the --batch-size for the recipe's global batch; expects a number of GPUs, then the flags of a run",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def batch_flag(gpus: int, training_flags: list[str]) -> str:
-    """Return ``--batch-size=N`` for the recipe in a run's flags, or "" if the flags contain no recipe."""
+    """Return ``--batch-size=N`` for the recipe in a run's flags. If the flags contain no recipe, return an empty text."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--loss")

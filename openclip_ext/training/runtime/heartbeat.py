@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from openclip_ext import distributed
 
-INTERVAL = 5.0  # seconds between two beats
+INTERVAL = 5.0  # seconds between two heartbeats of a rank
 EXIT_STATUS = 1
 _LEFT = b"left"
 
@@ -23,13 +23,13 @@ def watched(patience: float | None) -> Iterator[None]:
     """Send this rank's heartbeats, even while it evaluates or saves for hours, and watch the heartbeats of other ranks.
 
     If another rank sends no heartbeat for ``patience`` seconds (None means no limit), this rank logs the other rank's name
-    and exits its process, because an exception cannot end a blocked collective.
+    and exits. It kills its own process, because an exception cannot end a blocked collective.
     """
     if patience is None or distributed.world_size() == 1:
         yield
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):  # a separate connection, because the process group's connection may block
+    if hasattr(store, "clone"):  # use a separate connection, because the process group's connection may block
         store = store.clone()
     heartbeat = _Heartbeat(store, distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
     ended = threading.Event()
@@ -57,9 +57,9 @@ def watched(patience: float | None) -> Iterator[None]:
 
 
 class _Heartbeat:
-    """This rank's heartbeats, and their number since the last heartbeat of each other rank.
+    """A sender of heartbeats. It counts this rank's heartbeats since the last heartbeat of each other rank.
 
-    The timeout is counted in heartbeats, not in seconds: if all ranks are paused for a while, no rank is missing.
+    The timeout is counted in this rank's heartbeats, so that no rank counts as missing after all ranks were paused together.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: int) -> None:
@@ -71,7 +71,7 @@ class _Heartbeat:
         store.set(self._key(rank), b"0")
 
     def beat(self) -> list[str]:
-        """Send one heartbeat; return the names of the missing ranks."""
+        """Send one heartbeat. Return the names of the ranks whose heartbeats are missing."""
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats))
         return [self._name(rank) for rank in range(self._world_size) if rank != self._rank and self._is_missing(rank)]

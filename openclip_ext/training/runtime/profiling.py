@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from openclip_ext import distributed
 
-# Untraced steps at the start, which include compilation, caching and the loss's checks of the training loop.
+# Numbers of first steps that are not traced. These include compilation, caching and the loss's checks of the training loop.
 _FIRST, _WARM_UP = 10, 2
 
 
 @contextmanager
 def profiled(steps: int, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Trace ``steps`` steps of rank 0 after the first 12; yield a function to call after each step.
+    """Trace ``steps`` steps of rank 0 after the first 12. Yield a function to call after each step.
 
     Write ``trace.json.gz`` (for chrome://tracing or Perfetto) and ``table.txt`` (the slowest operations) to
     ``folder/profile/``. Nothing is traced if ``steps`` is 0 or ``folder`` is None.

@@ -20,13 +20,13 @@ from openclip_ext.training.config import ReportingConfig
 
 # Number of consecutive logged steps at chance that counts as collapse or failure to learn.
 _CHANCE_REPORTS = 5
-# A step is at chance if InfoNCE is at least this fraction of its value at chance. Equal embeddings are exactly at chance, and
-# random embeddings have a larger InfoNCE.
+# A step is at chance if InfoNCE is at least this fraction of log(batch size), the InfoNCE of equal embeddings. Random
+# embeddings have a larger InfoNCE.
 _CHANCE_SHARE = 0.999
 
 
 class Stopwatch:
-    """Measures the seconds of waiting for data and of full steps, since the last report and since the start."""
+    """A timer of full steps, and of the wait for data in each step, since the last report and since the start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -47,7 +47,7 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Exclude the time since the last step, which was spent on a checkpoint or an evaluation."""
+        """Exclude the time since the last step, for example for a checkpoint or an evaluation."""
         self._last = time.perf_counter()
 
     def seconds_for(self, steps: int) -> float:
@@ -58,8 +58,8 @@ class Stopwatch:
 class Reporter:
     """Writer of a run's metrics to all destinations. Only rank 0 writes. ``flags`` are stored in W&B.
 
-    ``is_steered`` states whether the loss is steered. Its InfoNCE may exceed chance, so no warning is logged then.
-    TensorBoard hides what an earlier launch logged for ``first_step`` and later steps if this launch repeats them.
+    ``is_steered``: whether the loss is steered. The InfoNCE of a steered loss may exceed chance, so it causes no warning.
+    If this launch repeats ``first_step`` and later steps, TensorBoard hides the values that an earlier launch logged for them.
 
     If a destination fails (for example on a full disk), a warning is logged once and the run continues. Without a folder, no
     files are written.
@@ -81,7 +81,7 @@ class Reporter:
         self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
-        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # lines that are not yet written, by file
+        self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # by file: lines that are still to be written
         self._reports_at_chance = 0
         self._bar: tqdm | None = None
         self._tensorboard: Any = None
@@ -128,7 +128,7 @@ class Reporter:
             self._bar.update()
 
     def train_step(self, record: dict[str, Any], stopwatch: Stopwatch) -> None:
-        """Report a step. ``record`` contains ``step``, ``epoch``, ``samples``, ``loss`` and other plain numbers."""
+        """Report a step. ``record`` contains ``step``, ``epoch``, ``loss``, a dictionary ``terms``, and other numbers."""
         if not self.active:
             return
         steps = max(stopwatch.steps, 1)
@@ -160,7 +160,7 @@ class Reporter:
         logging.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
-        """Log a warning once if the run stays at chance after the warm-up, because all other metrics may look normal."""
+        """Log a warning once if the run stays at chance after the warm-up. All other metrics may look normal."""
         chance = record["chance"]
         is_late = record["step"] >= self.warmup and not self._is_steered
         is_at_chance = is_late and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
@@ -172,7 +172,7 @@ class Reporter:
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
-        """Write an epoch's number of bad samples unless it is 0. ``position`` contains ``epoch`` and its last ``step``."""
+        """Write an epoch's number of bad samples, unless it is 0. ``position`` contains ``epoch`` and the last ``step``."""
         if self.active and bad_samples:
             self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
@@ -201,7 +201,7 @@ class Reporter:
             with open(self._folder / file, "ab+") as lines:
                 end = lines.tell()
                 lines.seek(max(0, end - 1))
-                torn = lines.read(1) not in (b"", b"\n")  # a killed process may have left half a line
+                torn = lines.read(1) not in (b"", b"\n")  # a killed process may have left an incomplete line
                 lines.write(b"\n" * torn + self._unwritten[file])
             del self._unwritten[file]
         except OSError as error:  # the lines stay in `_unwritten`, and the next call writes them

@@ -28,17 +28,17 @@ _NOT_COMPARED = {
     "resume", "logs", "name", "log_path", "checkpoint_path", "tensorboard_path", "device", "distributed", "rank", "local_rank",
     "world_size", "workers", "log_every_n_steps", "debug",
 }  # fmt: skip
-# An empty file in the run folder. It exists if the run has saved a checkpoint.
+# Name of an empty file in the run folder, which exists if the run has saved a checkpoint.
 SAVED = ".saved"
-LOCK_PATIENCE = 10  # seconds to wait for another process to leave the run folder
+LOCK_PATIENCE = 10  # seconds to wait for another process to release the run folder's lock
 
 
 @contextmanager
 def opened(config: RunFolderConfig) -> Iterator[Path | None]:
-    """Create the run folder, lock it for this run, and start logging. If the run fails to start, remove a new folder.
+    """Create the run folder, lock it for this run, and start logging. If no step is taken, remove a new folder.
 
-    Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run and ``--resume latest`` is
-    not given, if another process uses the folder, or if the folder is not writable.
+    Yield the folder, or None with ``--logs none``. Raise UsageError if the folder contains a run (without
+    ``--resume latest``), is in use by another process, or is not writable.
     """
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
@@ -62,7 +62,7 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
 @functools.cache
 def _warn_log_unwritable() -> None:
     with suppress(OSError):  # the user may have closed the terminal
-        print("error: the log file cannot be written; is the disk full? Training continues.", file=sys.stderr)
+        print("error: the log file cannot be written. Training continues: check the disk space.", file=sys.stderr)
 
 
 def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
@@ -70,14 +70,14 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
         if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # otherwise, closing the stream would fail, because it would write the text again
+            handler.stream = None  # else closing the handler would write the text again, and fail
     else:
         traceback.print_exc()
 
 
 @contextmanager
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
-    """Create the folder, and lock it inside the ``with`` block. After an error, remove a new folder if it contains no step."""
+    """Create the folder, and lock it inside the ``with`` block. After an error before the first step, remove a new folder."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     if not resume_latest and has_begun(folder):
         raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
@@ -89,7 +89,7 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
         lock.acquire(timeout=LOCK_PATIENCE)
         for name in ("config.json", "params.txt", "metrics.jsonl", "out.log"):
             if (folder / name).exists():
-                (folder / name).open("ab").close()  # raises OSError for a folder, or another user's file
+                (folder / name).open("ab").close()  # raises OSError if this is a folder or another user's file
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout as error:
         holder = owner.read_text() if owner.is_file() else "another process"
@@ -125,7 +125,7 @@ def synchronized(config: RunFolderConfig) -> Iterator[None]:
         return
     copy = str(config.folder), config.remote, config.remote_protocol
     if not compat.remote_sync(*copy):
-        raise UsageError(f"the first copy to --remote-sync {config.remote} failed: see the log above")
+        raise UsageError(f"the first copy to --remote-sync {config.remote} failed: fix the error in the log above")
     process = compat.start_remote_sync(config.remote_every, *copy)
     try:
         yield
@@ -136,7 +136,7 @@ def synchronized(config: RunFolderConfig) -> Iterator[None]:
 
 
 def fetch_checkpoints(config: RunFolderConfig) -> None:
-    """Fetch checkpoints that exist only at ``--remote-sync``, for a job that restarts on another node. Supports only s3."""
+    """Copy checkpoints from ``--remote-sync``, for a job that restarts on another node. Only s3 is supported."""
     if config.remote is None or config.folder is None:
         return
     if config.remote_protocol != "s3":
@@ -180,7 +180,7 @@ def versions() -> dict[str, str]:
 def settings(flags: Mapping[str, Any], loss_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect a run's results or files, by name.
 
-    On resume, they are compared with the checkpoint's settings.
+    On resume, these settings are compared with the checkpoint's settings.
     """
     return {name: value for name, value in _plain({**flags, **loss_options}).items() if name not in _NOT_COMPARED}
 

@@ -1,4 +1,4 @@
-"""Requests by signal: SIGUSR1 saves a checkpoint; SIGTERM, SIGINT and SIGHUP save a checkpoint and end the run."""
+"""Requests by signal: SIGUSR1 saves a checkpoint. SIGTERM, SIGINT and SIGHUP save a checkpoint and end the run."""
 
 import ctypes
 import enum
@@ -22,7 +22,7 @@ class Request(enum.IntEnum):
     SAVE_AND_STOP = 2
 
 
-# The conventional exit status of a program that was stopped by a signal.
+# Exit statuses that shells use for a program that was stopped by a signal.
 EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
 EXIT_AFTER_SIGINT = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,8 +41,8 @@ def _is_under_torchrun() -> bool:
 def end_with_torchrun() -> None:
     """Make Linux send SIGTERM to this process when its parent torchrun dies.
 
-    Otherwise, the process could run at the same time as the restarted run. A process whose parent is not torchrun is not
-    changed, because it may have to outlive its parent (``nohup``).
+    Otherwise, the process could run at the same time as the restarted run. If the parent is not torchrun, do nothing, because
+    the process may have to outlive its parent (``nohup``).
     """
     if sys.platform == "linux" and _is_under_torchrun():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -51,8 +51,8 @@ def end_with_torchrun() -> None:
 class SignalRequests:
     """A context manager that stores signals until the end of the step, when all ranks act on them together.
 
-    A signal may reach only one rank; the other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
-    immediately, but not under torchrun: there, the terminal and torchrun both send the first Ctrl-C. ``exit_status`` is the
+    A signal may reach only one rank. The other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
+    immediately, except under torchrun: there, the terminal and torchrun both send each Ctrl-C. ``exit_status`` is the
     shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
     """
 
@@ -100,13 +100,13 @@ class SignalRequests:
             self._is_interruptible = False
 
     def poll_ranks(self, now: bool = False) -> Request:
-        """Return the largest request that any rank had at the previous call, or, with ``now``, at this call. Collective.
+        """Return the largest request of all ranks at the previous call, or with ``now`` also at this call. Collective.
 
         The result is delayed by one call so that no step waits for the host of the slowest rank.
         """
         known = self._request
         earlier, self._asked = self._asked, distributed.any_rank_soon(int(known))
-        if self._request == known:  # otherwise a new signal has arrived, which the next call handles
+        if self._request == known:  # else a new signal has arrived, and the next call handles it
             self._request = Request.NOTHING
         request = earlier()
         if now or distributed.world_size() == 1:
