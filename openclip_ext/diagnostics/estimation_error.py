@@ -6,6 +6,7 @@ the baseline. The program can measure several checkpoints and runs, as in NeuCLI
 """
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -254,7 +255,11 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
     if not found:
         raise UsageError(f"no checkpoint of {run} has a .state folder: train with --save-frequency")
-    return [path.name for path in sorted(found, key=lambda path: list(map(int, re.findall(r"\d+", path.stem))))]
+
+    def age(path: Path) -> list[float]:
+        return [float(number) for number in re.findall(r"\d+", path.stem)] or [math.inf]  # epoch_latest.pt is the newest
+
+    return [path.name for path in sorted(found, key=age)]
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:

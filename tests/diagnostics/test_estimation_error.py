@@ -167,6 +167,14 @@ def test_several_checkpoints_are_measured_in_order_and_drawn(fastclip, tmp_path,
     assert "epoch_1.pt" in capsys.readouterr().out and "samples seen" in drawn.read_text()
 
 
+def test_all_checkpoints_are_sorted_by_age(tmp_path):
+    names = ["epoch_1.pt", "epoch_2_step_9.pt", "epoch_10.pt", "epoch_latest.pt"]
+    for name in names:
+        (tmp_path / "checkpoints" / name).with_suffix(".state").mkdir(parents=True)
+        (tmp_path / "checkpoints" / name).touch()
+    assert estimation_error.checkpoints_of(tmp_path, "all") == names
+
+
 def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
