@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--loss", default="fastclip", help="mnrl, cached-mnrl, or a loss of openclip_ext")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument(
-        "--batch", type=int, default=64, help="number of pairs in memory; a batch of cached-mnrl has 8 times as many"
+        "--batch", type=int, default=64, help="pairs in memory; a cached-mnrl batch has 8 times as many"
     )
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)

@@ -151,7 +151,7 @@ def find_shards(folder: Path) -> list[Path]:
     shards = [folder / "test" / f"{number}.tar" for number in range(int(text))]
     if wrong := {*shards}.symmetric_difference(folder.glob("test/*.tar")):
         names = ", ".join(sorted(path.name for path in wrong)[:5])
-        raise DataError(f"{count_file}: expected {text} shards, numbered from 0.tar; missing or extra: {names}.")
+        raise DataError(f"{count_file}: expected {text} shards numbered from 0.tar, missing or extra: {names}.")
     return shards
 
 

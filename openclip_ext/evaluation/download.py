@@ -156,14 +156,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-dir", type=output_path, required=True, help="folder that contains one folder per data set"
     )
     parser.add_argument(
-        "--tasks", nargs="+", metavar="TASK", help="task keys, task names or suites (default: all 40 tasks)"
+        "--tasks", nargs="+", metavar="TASK", help="keys or names of tasks, or suites (default: all 40)"
     )
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     sizes_help = "with --verify: accept data whose size differs from DataComp's"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the data sets to download and their sizes, then stop"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="only list the data sets to download and their sizes")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: $HF_ENDPOINT, or the public hub)")
     return parser
 

@@ -155,9 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=3)
     parser.add_argument("--model", default="ViT-B-32", help="default: the model of DataComp's scales small and medium")
     parser.add_argument("--scale", type=int, default=200, help="divisor of DataComp's numbers of images and classes")
-    parser.add_argument(
-        "--batch-size", type=int, default=64, help="batch size of both implementations (default: DataComp's)"
-    )
+    parser.add_argument("--batch-size", type=int, default=64, help="default: the batch size of DataComp's harness")
     parser.add_argument(
         "--workers", type=int, default=2, help="number of data workers of both implementations, and of shards"
     )

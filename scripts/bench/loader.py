@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples-per-shard",
         type=int,
         default=200,
-        help="samples per shard of large photos; small photos have twice as many",
+        help="samples per shard of large photos; small photos: twice as many",
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)

@@ -32,9 +32,7 @@ class Checkpoint:
     repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = (
-        frozenset()
-    )  # model, precision, protocol, and options that differ from the training run's
+    protocols: frozenset[str] = frozenset()  # model, precision, protocol, and options that the run did not have
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
     samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
 
