@@ -123,7 +123,7 @@ def _by_question(path: Path, lines: Sequence[str]) -> dict[str, list[str]]:
     for line in lines:
         question, colon, entry = line.partition(":")
         if not colon or question not in entries:
-            raise DataError(f"{path}: expected QUESTION:ENTRY with one of {', '.join(entries)}, found {line!r}.")
+            raise DataError(f"{path}: expected QUESTION:ENTRY with a question of {', '.join(entries)}, found {line!r}.")
         entries[question].append(entry)
     if empty := [question for question, found in entries.items() if not found]:
         raise DataError(f"{path}: no lines for {', '.join(empty)}. Download the data set again.")

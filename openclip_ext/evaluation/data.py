@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return a text file's stripped, non-blank lines; raise DataError if there are none. ``what`` describes them in errors."""
+    """Return a text file's non-blank lines, stripped; raise DataError without any. ``what`` names the lines in messages."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:

@@ -140,8 +140,8 @@ class Encoder:
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
         """Return the zero-shot classifier ``(C, d)``. A row is the normalized mean of the embeddings of a class's prompts.
 
-        Rows are cached by class name and templates, so data sets that share classes (such as ImageNet and its variants) encode
-        them once. Equal class names get equal rows. ``{c}`` in a template stands for the class name.
+        Rows are cached by class name and templates, so classes that data sets share (such as ImageNet and its variants) are
+        encoded once. Equal class names have equal rows. ``{c}`` in a template stands for the class name.
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]

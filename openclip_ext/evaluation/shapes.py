@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _titles(checkpoints: Sequence[str]) -> list[str]:
-    """Return a title for each checkpoint: ``trained`` if there is only one, otherwise its run's name if all are distinct."""
+    """Return a title for each checkpoint: the run's name, or the path if names repeat. A single checkpoint is ``trained``."""
     if len(checkpoints) == 1:
         return ["trained"]
     paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]

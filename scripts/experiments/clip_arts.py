@@ -61,7 +61,7 @@ def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
 
 
 def read_title(path: Path) -> str | None:
-    """Return the title in an image file, which may be empty; None if the image is too large to open."""
+    """Return the title in an image file (it may be empty); None if the image is too large to open."""
     try:
         with Image.open(path) as image:
             title = html.unescape(str(image.info.get("Title", "")))

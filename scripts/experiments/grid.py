@@ -122,7 +122,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike training, it uses the loss's default seed and default temperature learning rate."""
+    """A run of a grid, with the loss's default seed and temperature learning rate instead of the training program's."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -331,12 +331,16 @@ def run_all(
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
+    parser.add_argument("grid", type=Path, help="JSON file with model, schedules, families and seeds")
     parser.add_argument("--data", type=Path, required=True, help="folder from scripts.experiments.icons or .clip_arts")
-    parser.add_argument("--results", type=output_path, required=True, help="file to append finished runs to")
-    parser.add_argument("--workers", type=int, default=2, help="parallel runs, each on one core or GPU")
+    parser.add_argument(
+        "--results", type=output_path, required=True, help="JSON lines file to which finished runs are added"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel runs, each on one core or GPU")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job per run")
-    parser.add_argument("--slurm", default="", help="parameters of the jobs, such as partition=gpu,gpus_per_node=1")
+    parser.add_argument(
+        "--slurm", default="", help="SLURM parameters of the jobs, such as partition=gpu,gpus_per_node=1"
+    )
     parser.add_argument("--start", type=Path, metavar="FILE", help="file with the initial weights of all models")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)

@@ -92,7 +92,7 @@ class IconsConfig:
     num_val: int = flag(2000, "number of validation pairs, from held-out sets")
     num_test: int = flag(2000, "number of test pairs, from held-out sets that validation does not use")
     image_size: int = flag(64, "width and height of the images in pixels")
-    min_authors: int = flag(10, "use only names that at least this many training authors have drawn")
+    min_authors: int = flag(10, "use only icon names that at least this many training authors have drawn")
     seed: int = flag(0, "seed for choosing the held-out sets and the icons")
     val_sets: tuple[str, ...] = flag((), "prefixes of the validation sets; by default, the seed chooses them")
     test_sets: tuple[str, ...] = flag((), "prefixes of the test sets; by default, the seed chooses them")

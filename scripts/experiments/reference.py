@@ -26,9 +26,11 @@ from scripts.experiments.grid import GridRun, config_of, contests, load_data, sc
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
-    parser.add_argument("--data", type=Path, required=True, help="data to train on")
-    parser.add_argument("--of", type=Path, required=True, help="data to embed")
+    parser.add_argument(
+        "grid", type=Path, help="JSON file with a model, one schedule, one family with one setting, and a seed"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data to train on")
+    parser.add_argument("--of", type=Path, required=True, help="folder with the data to embed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the embeddings")
     args = parser.parse_args(argv)
     add_model_configs()

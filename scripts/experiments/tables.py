@@ -92,9 +92,9 @@ def _numbers(setting: Mapping[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="file of the grid")
+    parser.add_argument("grid", type=Path, help="JSON file of the grid")
     parser.add_argument("--data", type=Path, required=True, help="data folder of the grid")
-    parser.add_argument("--results", type=Path, required=True, help="file of finished runs")
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines file of finished runs")
     parser.add_argument("--baseline", help="family to compare with (default: the first family)")
     args = parser.parse_args(argv)
     grid = json.loads(args.grid.read_text())

@@ -68,7 +68,7 @@ def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
         found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
         return found["image_intermediates"][-1].mean(dim=(2, 3))
     if hasattr(visual, "trunk"):
-        features = visual.trunk(images)  # already pooled, unless OpenCLIP added an attention pool
+        features = visual.trunk(images)  # timm has already pooled them, except if OpenCLIP added an attention pool
         return features.mean(dim=(2, 3)) if features.dim() == 4 else features
     if hasattr(visual, "proj"):
         projection, visual.proj = visual.proj, None

@@ -55,7 +55,7 @@ def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
 
 
 def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences from the baseline: group averages (as in AmorLIP's Figure 1) and tasks (as in its Figure 2).
+    """Return a run's differences from the baseline in group averages and tasks, as in AmorLIP's Figures 1 and 2.
 
     The tasks are sorted by difference. None means that the runs have no task in common.
     """
