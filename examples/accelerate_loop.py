@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
-        "--stop-after", type=int, default=None, metavar="EPOCH", help="stop early; continue with --resume"
+        "--stop-after", type=int, default=None, metavar="EPOCH", help="stop after this many epochs; --resume continues"
     )
     parser.add_argument("--output", default="demo/accelerate")
     parser.add_argument("--resume", action="store_true")

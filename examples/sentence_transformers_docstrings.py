@@ -3,7 +3,7 @@
 python examples/sentence_transformers_docstrings.py --loss fastclip
 
 A pair is the first paragraph of a docstring (the summary) and the remaining text. The packages are numpy, pandas, networkx
-and Pillow. ``--loss mnrl`` and ``--loss cached-mnrl`` train with losses of sentence-transformers on equally many pairs.
+and Pillow. ``--loss mnrl`` and ``--loss cached-mnrl`` train with losses of sentence-transformers on the same pairs.
 """
 
 import argparse
@@ -33,7 +33,11 @@ from openclip_ext.training.validation import retrieval_metrics
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
 VOCABULARY, MAX_WORDS = 8000, 128
-SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}  # a hash of the summary, modulo 100
+SPLITS = {
+    "test": range(10),
+    "validation": range(10, 20),
+    "train": range(20, 100),
+}  # hashes of the summaries, modulo 100
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:
@@ -69,7 +73,7 @@ def pairs(packages: list[str], cache: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def create_model(texts: list[str]) -> SentenceTransformer:
-    """Return an encoder that averages learned embeddings of words. It knows the most frequent words of ``texts``."""
+    """Return an encoder that averages learned word embeddings. Its vocabulary is the most frequent words of ``texts``."""
     counts = Counter(word.strip(string.punctuation) for text in texts for word in text.lower().split())
     words = [word for word, _ in counts.most_common(VOCABULARY)]
     tokenizer = WhitespaceTokenizer(words, do_lower_case=True)
@@ -91,7 +95,7 @@ def create_loss(name: str, model: SentenceTransformer, num_samples: int, epochs:
 
 
 def evaluate(model: SentenceTransformer, of_split: list[tuple[str, str]]) -> dict[str, float]:
-    """Return the recall among all pairs of a split, and the number of pairs."""
+    """Return the recall among all pairs ``of_split``, and the number of pairs."""
     features = [
         model.encode(list(texts), convert_to_tensor=True, normalize_embeddings=True)
         for texts in zip(*of_split, strict=True)
@@ -106,7 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", default="fastclip", help="mnrl, cached-mnrl, or a loss of openclip_ext")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64, help="pairs in memory; cached-mnrl contrasts 8 times as many")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="pairs in memory; a cached-mnrl batch has 8 times as many"
+    )
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES))

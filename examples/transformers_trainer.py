@@ -51,7 +51,7 @@ def main() -> None:
             lr_scheduler_type="cosine",
             warmup_steps=50,
             dataloader_drop_last=True,
-            use_cpu=not torch.cuda.is_available(),  # required to connect several CPU processes
+            use_cpu=not torch.cuda.is_available(),  # without it, several CPU processes cannot communicate
             remove_unused_columns=False,
             save_steps=100,
             save_total_limit=2,

@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if linked in pages:
             return f"{image}[{text}]({os.path.relpath(pages[linked], Path(page.file.src_uri).parent)}{anchor})"
         if not linked.exists() or not linked.is_relative_to(ROOT):
-            return link.group()  # a broken link, which MkDocs reports
+            return link.group()  # MkDocs reports this broken link
         if not config.repo_url:
             return text
         kind = "tree" if linked.is_dir() else "blob"

@@ -1,7 +1,7 @@
 """Build the archives of a release and check them: ``python scripts/release.py DIST --repository https://HOST/OWNER/NAME``.
 
-A package index shows README.md outside the repository, where relative links do not work. The archives are therefore built from
-a copy of the sources with absolute links.
+A package index shows README.md outside the repository, so relative links do not work there. The archives are therefore built
+from a copy of the sources with absolute links.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*\]\()(?!\w+:|#)([^)\s
 
 def make_links_absolute(text: str, repository: str, version: str) -> str:
     """Return Markdown in which relative links point to the files of a version in the repository."""
-    # The link of a figure needs "raw", the file itself. "blob" is a page that shows the file.
+    # The link of a figure needs the address of the file ("raw"). The address with "blob" is a page that shows the file.
     return _LINK.sub(
         lambda link: f"{link[1]}{repository}/{'raw' if link[1].startswith('!') else 'blob'}/{version}/{link[2]})", text
     )

@@ -8,8 +8,8 @@
 # TEST_PROCESSES sets the number of test processes (default: one per core, at most 4).
 set -euo pipefail
 extras=eval,test
-# Tests of clusters, servers and killed processes depend on timing, so failed tests of the second tier run once more. The
-# summary lists them with their errors: a test that often needs a rerun hides a race condition.
+# Tests of clusters, servers and killed processes depend on timing, so --all runs each failed test once more. The summary
+# lists these tests with their errors, because a test that often needs a rerun hides a race condition.
 options=()
 case "${1:-}" in
   --all)
@@ -37,7 +37,7 @@ say "docs"
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 
 say "pytest"
-# The tensors are tiny: one thread is as fast as many, and tests with several processes do not compete for cores.
+# The tensors are tiny, so one thread is as fast as many, and tests with several processes do not compete for cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 processes="${TEST_PROCESSES:-$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')}"
 # Each file stays in one process, because its tests share fixtures. tests/all.txt orders the files.

@@ -1,6 +1,6 @@
-"""Contrastive losses of other libraries, as ``--loss other_losses:NAME``, for comparisons in equal training loops.
+"""Contrastive losses of other libraries, as ``--loss other_losses:NAME``, to compare losses in one training loop.
 
-Each loss is used as its package from PyPI defines it: open-clip-torch has its own names (``openclip``, ``siglip``), here are
+Each loss is used as its package on PyPI defines it. (open-clip-torch's losses are ``--loss openclip`` and ``--loss siglip``.)
 
 ``CACHED_MNRL``: ``CachedMultipleNegativesRankingLoss`` of sentence-transformers, image to text and text to image;
 ``NTXENT_XBM``: ``NTXentLoss`` of pytorch-metric-learning with a ``CrossBatchMemory`` for each side;
@@ -8,9 +8,9 @@ Each loss is used as its package from PyPI defines it: open-clip-torch has its o
 
     pip install sentence-transformers pytorch-metric-learning && pip install --no-deps libauc
 
-(What libauc's losses import is already there; its other dependencies are data sets and graph networks.)
+(libauc's losses import only packages that are already installed. Its other dependencies are for data sets and graph networks.)
 
-They run on one process, and their state is not in checkpoints. The model's ``logit_scale`` is not used.
+These losses run only in one process, and checkpoints do not contain their state. They do not use the model's ``logit_scale``.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class OtherLoss(ContrastiveLoss):
     """A loss of another library.
 
     Args:
-        other_temperature: temperature τ, constant or initial.
+        other_temperature: the constant temperature τ, or its initial value if the loss learns it.
     """
 
     learns_logit_scale = False
@@ -44,7 +44,7 @@ class OtherLoss(ContrastiveLoss):
         self.temperature = other_temperature
 
     def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
-        """Return the other library's loss of embeddings ``(B, d)`` with the positions ``(B,)`` of the samples."""
+        """Return the other library's loss of embeddings ``(B, d)``. ``index`` ``(B,)`` has the samples' indices."""
         raise NotImplementedError
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -57,14 +57,14 @@ class OtherLoss(ContrastiveLoss):
 
 
 class CachedMnrl(OtherLoss):
-    """``CachedMultipleNegativesRankingLoss`` of both directions: OpenCLIP's loss at a constant temperature."""
+    """``CachedMultipleNegativesRankingLoss`` in both directions, which is OpenCLIP's loss at a constant temperature."""
 
     def __init__(self, *, other_temperature: float) -> None:
         super().__init__(other_temperature=other_temperature)
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
-        # The model would only embed texts, which the training loop does here.
+        # The class needs a model to embed texts, but here the training loop has already embedded them.
         self.loss = CachedMultipleNegativesRankingLoss(
             SentenceTransformer(modules=[nn.Identity()]),
             scale=1 / other_temperature,
@@ -77,11 +77,11 @@ class CachedMnrl(OtherLoss):
 
 
 class NTXentWithMemory(OtherLoss):
-    """``NTXentLoss`` with a ``CrossBatchMemory`` of texts for the images, and one of images for the texts.
+    """``NTXentLoss`` with two memories (``CrossBatchMemory``): texts for the images, and images for the texts.
 
     Args:
         embed_dim: embedding dimension.
-        num_samples: size of the data set; it makes the loss get the index, which is the label of a pair.
+        num_samples: number of training samples. The index of a sample is the label of its pair.
         memory: number of stored embeddings per side.
     """
 
@@ -113,9 +113,11 @@ class LibaucLoss(OtherLoss):
     """``GCLoss(mode="bimodal")``.
 
     Args:
-        num_samples: size of the data set.
-        scheme: its ``temperature_scheme``.
-        other_gamma: γ, its weight of the new estimate.
+        num_samples: number of training samples.
+        other_gamma: weight γ of the new estimate in the moving averages.
+
+    Attributes:
+        scheme: the argument ``temperature_scheme`` of ``GCLoss``.
     """
 
     needs_index = True
@@ -138,7 +140,7 @@ class LibaucLoss(OtherLoss):
         )
 
     def start_epoch(self, epoch: int) -> None:
-        """Set the library's γ of this epoch: 1 in the first, then constant."""
+        """Set the library's γ for this epoch: 1 in the first epoch, and constant in later epochs."""
         super().start_epoch(epoch)
         silently(self.loss.loss_fn.adjust_gamma, epoch)
 
@@ -153,14 +155,14 @@ class LibaucIndividualLoss(LibaucLoss):
 
 
 def silently(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that prints, without its output."""
+    """Call a function and discard what it prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         return call(*args, **kwargs)
 
 
-_TEMPERATURE = Option("other_temperature", float, 0.05, "temperature of a loss of another library", symbol="τ")
+_TEMPERATURE = Option("other_temperature", float, 0.05, "temperature of the other library's loss", symbol="τ")
 _GAMMA = Option("other_gamma", float, 0.9, "weight of the new estimate in libauc's loss", symbol="γ")
-_MEMORY = Option("memory", int, 1024, "embeddings in the memory of pytorch-metric-learning", minimum=1)
+_MEMORY = Option("memory", int, 1024, "number of embeddings in each memory of pytorch-metric-learning", minimum=1)
 
 CACHED_MNRL = Method("cached-mnrl", whole=WholeLoss(CachedMnrl), options=(_TEMPERATURE,))
 NTXENT_XBM = Method(

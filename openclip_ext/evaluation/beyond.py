@@ -1,8 +1,8 @@
 """Run clip-benchmark with our models on data sets outside DataComp: ``python -m eval.beyond eval ...``.
 
 The arguments are clip-benchmark's (``clip_benchmark eval --help``). This module corrects four faults of clip-benchmark 1.6.2:
-the accuracy fails with numpy 2.4, model loading fails for demo models and projection heads, mixed precision fails on the CPU,
-and missing data sets are downloaded without asking the user.
+computing accuracies fails with numpy 2.4, loading demo models or projection heads fails, mixed precision fails on the CPU, and
+missing data sets are downloaded without asking the user.
 """
 
 import sys
@@ -28,7 +28,7 @@ def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> lis
 def load_clip(
     model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
 ) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
-    """Return a model, its transform and its tokenizer. Replaces clip-benchmark's function."""
+    """Return a model, its transform and its tokenizer. This function replaces ``clip_benchmark.cli.load_clip``."""
     loaded = load_model(model_name, pretrained, device)
     return loaded.model, loaded.preprocess, loaded.tokenizer
 
@@ -36,7 +36,9 @@ def load_clip(
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
     """Build a data set. If its folder is missing, raise FileNotFoundError instead of downloading the data."""
     if not Path(root).exists():
-        raise FileNotFoundError(f"{root} not found: set --dataset_root, or make the folder to download into it")
+        raise FileNotFoundError(
+            f"{root} not found: set --dataset_root, or make the folder to download the data into it"
+        )
     return build(*args, root=root, **options)
 
 

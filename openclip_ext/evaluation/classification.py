@@ -14,13 +14,14 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.metrics import Metrics, classification_metrics, group_metrics, macro_f1, target_ranks
 from openclip_ext.evaluation.tasks import FACE_METADATA, Task
 
-# OpenAI's logit scale. The scale does not change a ranking, but makes logits equal to clip-benchmark's.
+# OpenAI's logit scale. It does not change the ranking of the classes, but makes the logits equal to clip-benchmark's.
 LOGIT_SCALE = 100.0
 
-# Number of FMoW's region 'Other' (4 images). DataComp's code tries to exclude this region, but includes it.
+# Value of FMoW's metadata column `region` for 'Other' (4 images). DataComp's code tries to exclude this region, but fails.
 FMOW_OTHER_REGION = 5
 
-# Questions about each face. In DataComp's `toxic`, classes 14 to 17 are non-human, and later classes are related to crime.
+# Questions about each face. Each has its own list of classes. In the list of `toxic`, classes 14 to 17 are non-human, and
+# later classes are related to crime.
 FACE_QUESTIONS = ("race", "gender", "age", "toxic")
 FACE_WHITE = 1
 FACE_NONHUMAN = range(14, 18)
@@ -37,7 +38,7 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """The result of a task: metrics (None if undefined), scored samples, found samples, and messages about skipped images."""
+    """The result of a task: metrics (None if undefined), numbers of scored and found samples, messages on skipped images."""
 
     metrics: Metrics
     samples: int
@@ -47,7 +48,7 @@ class TaskResult:
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":
-        """Build the result of a task from its scored samples and skipped images."""
+        """Build the result of a task. ``samples`` contains the scored samples and the skipped images."""
         count, skipped = len(samples.keys), list(samples.skipped.values())
         return cls(metrics, count, count + len(skipped), skipped)
 
@@ -78,13 +79,13 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
     if len(classnames["toxic"]) <= FACE_CRIME_FROM:
         raise DataError(
             f"{folder / data.CLASSNAMES_FILE}: expected more than {FACE_CRIME_FROM} lines toxic:CLASS, found "
-            f"{len(classnames['toxic'])}. The numbers of these classes have fixed meanings. Download the data set again."
+            f"{len(classnames['toxic'])}. Download the data set again."
         )
     batches = encoder.batches(data.find_samples(folder), SampleFormat(metadata_columns=len(task.metadata)))
     weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
     answers = classify(encoder, batches, weights, task)
     metadata = answers.values["metadata"].numpy()
-    # The other columns are only groups, or not compared with a class number.
+    # Predictions are compared with these two columns. `race` only defines groups, and `race_binary` is used as a bool.
     for question in ("gender", "age"):
         limit = len(classnames[question])
         too_large = metadata[:, FACE_METADATA.index(question)] >= limit
@@ -98,8 +99,8 @@ def evaluate_faces(task: Task, folder: Path, encoder: Encoder, any_size: bool = 
 def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence[Tensor], task: Task) -> Samples:
     """Answer each question about each image with the question's classifier ``(C, d)``. Logits are not stored.
 
-    Returns ``predicted`` class numbers ``(N, questions)`` and ``metadata`` ``(N, columns)``. If the first question has labels,
-    also ``label`` ``(N,)`` and ``rank`` ``(N,)``, the number of classes that rank before the right class.
+    Returns class numbers ``predicted`` ``(N, questions)`` and ``metadata`` ``(N, columns)``. If samples have labels for the
+    first question, the result also has ``label`` ``(N,)`` and ``rank`` ``(N,)``: how many classes rank before the label.
     """
     # Equal class names must have exactly equal scores, but a matrix product may round equal rows differently. So the scores of
     # each distinct row are computed once.
@@ -117,15 +118,15 @@ def classify(encoder: Encoder, batches: Iterator[Samples], classifiers: Sequence
 
 
 def _by_question(path: Path, lines: Sequence[str]) -> dict[str, list[str]]:
-    """Return the entries of a file's lines ``question:entry`` by question."""
+    """Parse lines ``question:entry`` of the file ``path``, and return the entries of each question."""
     entries: dict[str, list[str]] = {question: [] for question in FACE_QUESTIONS}
     for line in lines:
         question, colon, entry = line.partition(":")
         if not colon or question not in entries:
-            raise DataError(f"{path}: expected QUESTION:ENTRY with one of {', '.join(entries)}, found {line!r}.")
+            raise DataError(f"{path}: expected QUESTION:ENTRY with a question of {', '.join(entries)}, found {line!r}.")
         entries[question].append(entry)
     if empty := [question for question, found in entries.items() if not found]:
-        raise DataError(f"{path}: no lines for {', '.join(empty)}.")
+        raise DataError(f"{path}: no lines for {', '.join(empty)}. Download the data set again.")
     return entries
 
 
@@ -137,7 +138,7 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 
     if task.kind != "fmow":
         return by(column)
-    # DataComp's metric of the worst region includes 'Other'. A second metric excludes this region.
+    # DataComp's accuracy of the worst region includes 'Other'. A second metric excludes this region.
     by_year, by_region = by("year"), by("region")
     worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
     named = metadata[:, task.metadata.index("region")] != FMOW_OTHER_REGION
@@ -148,7 +149,8 @@ def _grouped_metrics(task: Task, ranks: np.ndarray, metadata: np.ndarray) -> Met
 def face_metrics(predicted: np.ndarray, metadata: np.ndarray) -> Metrics:
     """Compute the metrics of DataComp's tables 3 to 6 for FairFace and UTKFace.
 
-    The columns of ``predicted`` ``(N, 4)`` are `FACE_QUESTIONS`, and those of ``metadata`` ``(N, 4)`` are `FACE_METADATA`.
+    The columns of ``predicted`` ``(N, 4)`` are the answers to `FACE_QUESTIONS`. `FACE_METADATA` names the columns of
+    ``metadata`` ``(N, 4)``.
     """
     answer = dict(zip(FACE_QUESTIONS, predicted.T, strict=True))
     truth = dict(zip(FACE_METADATA, metadata.T, strict=True))

@@ -35,8 +35,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False
         "--precision",
         choices=PRECISIONS,
         default="datacomp",
-        help="datacomp: as in DataComp's harness (on CUDA, autocast for texts, and for images in retrieval; on the CPU, "
-        "float32); fp32: float32 everywhere; amp: autocast everywhere (CUDA only)",
+        help="datacomp: as in DataComp's harness (on CUDA, autocast for texts and for the images of retrieval tasks; on the "
+        "CPU, float32); fp32: float32 everywhere; amp: autocast everywhere (CUDA only)",
     )
     add_model_options(parser)
 
@@ -56,7 +56,8 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the model options that :func:`model_options` reads."""
     group = parser.add_argument_group(
-        "model options", "the same flags as in OpenCLIP's training (default: values of the checkpoint's run)"
+        "model options",
+        "the same flags as in OpenCLIP's training (default: the values in the checkpoint's training run)",
     )
     group.add_argument("--model-config", help="JSON file of a model that OpenCLIP does not contain")
     group.add_argument("--force-quick-gelu", action="store_true", default=None)
@@ -89,7 +90,7 @@ def process_group() -> Iterator[None]:
     """Create a process group for objects and barriers if torchrun started several processes."""
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # gloo is enough, because no GPU tensor is communicated. The timeout is long, because a process may wait for hours.
+            # gloo is enough, because no GPU tensor is communicated. A process may wait for hours until others have finished.
             dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
         yield
     finally:
@@ -97,7 +98,7 @@ def process_group() -> Iterator[None]:
 
 
 def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """Load the model that the arguments select (see `add_model_arguments`); return the model and an encoder for it."""
+    """Load the model that the arguments of `add_model_arguments` select; return the model and an encoder for it."""
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
             raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")

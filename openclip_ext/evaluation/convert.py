@@ -1,4 +1,4 @@
-"""Convert retrieval sets and WinoGAViL to tars from the Hugging Face hub's format, a CSV table and a zip of images.
+"""Convert retrieval sets and WinoGAViL from the Hugging Face hub's format (a CSV table and a zip of images) to tars.
 
 DataComp reads these sets with loading scripts, which current versions of ``datasets`` reject. The result has DataComp's
 format, with two additions: retrieval tars have a ``KEY.txt`` with one caption per line, and WinoGAViL has ``instances.jsonl``.
@@ -53,7 +53,7 @@ def convert_winogavil(source: Path, folder: Path) -> None:
 
 
 def _read_table(source: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of the CSV in ``source`` that has these columns; raise ValueError if not exactly one has them."""
+    """Return the rows of the CSV in ``source`` with these columns; raise ValueError if no CSV or several CSVs have them."""
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in sorted(source.glob("*.csv"))}
     found = [table for table in tables.values() if set(columns) <= set(table.columns)]
     if len(found) != 1:
@@ -95,7 +95,9 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
                 images.setdefault(_SUFFIX.sub("", name), member)
         for name, fields in samples.items():
             if name not in images:
-                raise ValueError(f"{zips[0]} has no image {name!r}, which is in the table")
+                raise ValueError(
+                    f"{zips[0]} has no image {name!r}, which is in the CSV table. Download both files again."
+                )
             suffix = PurePosixPath(images[name]).suffix[1:].lower()
             writer.write({"__key__": _key(name), suffix: archive.read(images[name]), **fields})
     (unfinished / "nshards.txt").write_text(f"{len(list(unfinished.glob('*.tar')))}\n")

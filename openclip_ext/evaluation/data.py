@@ -31,7 +31,7 @@ INSTANCES_FILE = "instances.jsonl"
 
 
 class DataError(ValueError):
-    """A fault in a data set that would make its score wrong. The message contains the fault, its place and the fix."""
+    """A fault in a data set that would make its score wrong. The message contains the fault and the file."""
 
 
 class SampleFormat(NamedTuple):
@@ -79,7 +79,7 @@ class Samples:
     values: dict[str, Tensor] = field(default_factory=dict)
     captions: list[list[str]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # messages about images that do not decode, by key
-    error: str = ""  # message of the fault that makes the batch unusable, if any
+    error: str = ""  # message of the fault that makes the batch unusable; empty if there is none
 
     def pin_memory(self) -> "Samples":
         """Pin the tensors. ``DataLoader`` calls this method if ``pin_memory=True``."""
@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return a text file's stripped, non-blank lines; raise DataError if there are none. ``what`` describes them in errors."""
+    """Return a text file's non-blank lines, stripped; raise DataError without any. ``what`` names the lines in messages."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
@@ -105,17 +105,17 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
     other = {*"{}"}.intersection("".join(templates).replace("{c}", ""))
     if other or not any("{c}" in template for template in templates):
-        raise DataError(f"{folder / TEMPLATES_FILE}: expected {{c}} for the class name, and no other field in braces.")
+        raise DataError(f"{folder / TEMPLATES_FILE}: expected {{c}} for the class name, and no other text in braces.")
     if task.classes is not None and len(classnames) != task.classes and not any_size:
         raise DataError(
             f"{folder / CLASSNAMES_FILE}: expected DataComp's {task.classes} classes, found {len(classnames)}. "
-            "Download the data set again, or score it as it is with --allow-size-mismatch."
+            "Download the data set again, or accept another size with --allow-size-mismatch."
         )
     return classnames, templates
 
 
 class Instance(NamedTuple):
-    """A WinoGAViL cue, the keys of its 5, 6, 10 or 12 candidate images, and of the images that people associated with it."""
+    """A WinoGAViL cue, the keys of its 5, 6, 10 or 12 candidate images, and the keys that people associated with the cue."""
 
     cue: str
     candidates: tuple[str, ...]
@@ -143,7 +143,7 @@ def read_instances(folder: Path, keys: Collection[str]) -> list[Instance]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the test split's shards; raise DataError if their number is not the number in ``nshards.txt``."""
+    """Return the test split's shards; raise DataError if they are not 0.tar to N-1.tar for the N in ``nshards.txt``."""
     count_file = folder / "test" / "nshards.txt"
     text = read_lines(count_file, "number of shards")[0]
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
@@ -151,7 +151,7 @@ def find_shards(folder: Path) -> list[Path]:
     shards = [folder / "test" / f"{number}.tar" for number in range(int(text))]
     if wrong := {*shards}.symmetric_difference(folder.glob("test/*.tar")):
         names = ", ".join(sorted(path.name for path in wrong)[:5])
-        raise DataError(f"{count_file}: expected {text} shards from 0.tar; missing or extra: {names}.")
+        raise DataError(f"{count_file}: expected {text} shards numbered from 0.tar, missing or extra: {names}.")
     return shards
 
 
@@ -178,8 +178,8 @@ def find_samples(folder: Path) -> list[StoredSample]:
         for sample in read_shard(shard, frozenset()):
             if sample.key in found:
                 raise DataError(
-                    f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of them is a copy or "
-                    "belongs to another data set. Download the data set again."
+                    f"key {sample.key!r} occurs twice, in {found[sample.key].file} and in {shard}: one of the samples is a "
+                    "copy or belongs to another data set. Download the data set again."
                 )
             found[sample.key] = StoredSample(shard, sample.key, dict(zip(sample.found, sample.members, strict=True)))
     return list(found.values())
@@ -221,7 +221,7 @@ def read_batch(
 
 
 def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tuple[bytes, dict[str, Any]]:
-    """Return a sample's encoded image, and the ``label``, ``metadata`` and ``captions`` as far as ``spec`` requires them.
+    """Return a sample's encoded image, and the fields that ``spec`` requires (``label``, ``metadata``, ``captions``).
 
     Raise DataError if a field is missing or wrong. The message starts with ``where``.
     """
@@ -253,5 +253,5 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
         lines = content_of("txt").decode("utf-8", errors="replace").splitlines()
         sample["captions"] = [line.strip() for line in lines if line.strip()]
         if not sample["captions"]:
-            raise DataError(f"{where}: no caption in its .txt, expected one per line.")
+            raise DataError(f"{where}: expected one caption per line in the .txt file, found no caption.")
     return image, sample

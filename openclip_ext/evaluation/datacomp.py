@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
 
 The exit status is 0 if all tasks have a result, 1 if a task failed, and 2 if nothing could be evaluated. A task without data
-counts as failed only if ``--tasks`` contains it. Otherwise, it is only reported.
+counts as failed only if ``--tasks`` lists the task. Other tasks without data are only reported.
 """
 
 import argparse
@@ -36,17 +36,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. The same command continues an interrupted run.",
-        epilog="Exit status: 0 if all tasks are done, 1 if one failed or data of --tasks are missing, 2 if none was done.",
+        epilog="Exit status: 0 if all tasks have a result, 1 if a task failed or data of --tasks are missing, 2 if nothing "
+        "could be evaluated.",
     )
     add_model_arguments(parser, takes_run=True)
     folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
     parser.add_argument("--data-dir", type=Path, required=True, help=folder_help)
     tasks_help = f"keys of tasks such as vtab/pets, or suites ({', '.join(SUITES)}); default: all 40 tasks"
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks_help)
-    output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT"
+    output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that already have a result")
-    sizes_help = "also score data whose number of samples or classes differs from DataComp's; the summary lists them"
+    sizes_help = (
+        "also score data whose number of samples or classes differs from DataComp's; the summary lists such tasks"
+    )
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
     return parser.parse_args(argv)
 
@@ -81,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if other:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
         if args.output_dir is None:
-            raise ValueError(f"expected the run's model options, found {run['options']}. Give --output-dir.")
+            raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
     results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
     given = [task for task in tasks if task.key not in missing]
     todo = distributed.on_master(
@@ -119,7 +122,7 @@ def evaluate_tasks(
             bar.set_postfix_str(task.name)
             started = time.perf_counter()
             try:
-                # Taken before the task reads the data, which may be edited meanwhile.
+                # Computed before the task reads the data, because the files may change during the evaluation.
                 data = fingerprint(args.data_dir / task.folder)
                 result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
                 seconds = time.perf_counter() - started
@@ -149,7 +152,7 @@ def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 
 def default_output_dir(loaded: LoadedModel) -> Path:
-    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, otherwise ``datacomp/MODEL-TAG``."""
+    """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, and ``datacomp/MODEL-TAG`` for a pretrained tag."""
     checkpoint = Path(loaded.checkpoint)
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")

@@ -35,7 +35,7 @@ OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing",
 
 
 def _is_converted(task: Task) -> bool:
-    """Return whether the hub stores the set as a CSV table and a zip of images, which must be converted to tars."""
+    """Return whether the hub stores a task's data as a CSV table and a zip of images, which must be converted to tars."""
     return task.kind in ("retrieval", "winogavil")
 
 
@@ -72,7 +72,7 @@ def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
         if not wrong:
             break
     else:
-        raise ValueError(f"{wanted['repo_id']}: the checksum differs from the hub's for {', '.join(wrong)}")
+        raise ValueError(f"{wanted['repo_id']}: checksums differ from the hub's for {', '.join(wrong)}")
     if _is_converted(task):
         (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(target, folder)
         count_items(folder, task, any_size=True)
@@ -116,7 +116,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
     if records is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
         return INCOMPLETE, []
     problems = [
-        f"{name} is missing or has changed since the download: its size or its SHA-256 differs"
+        f"{name} is missing, or its size or SHA-256 differs from {CHECKSUMS_FILE}"
         for name, record in (records or {}).items()
         if not _has_size(folder / name, record["size"]) or _record(folder / name) != record
     ]
@@ -140,7 +140,7 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
     for sample in samples:
         data.parse_sample(sample.read(), spec, f"{sample.file.name}: {sample.key}")
     if empty := {*data.find_shards(folder)} - {sample.file for sample in samples}:
-        raise data.DataError(f"{min(empty).name} has no samples")
+        raise data.DataError(f"{min(empty).name} has no samples. Download the data set again.")
     if task.kind == "winogavil":
         return len(data.read_instances(folder, {sample.key for sample in samples}))
     return len(samples)
@@ -155,17 +155,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-dir", type=output_path, required=True, help="folder that contains one folder per data set"
     )
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="keys, names or suites (default: all 40)")
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help="keys or names of tasks, or suites (default: all 40)"
+    )
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     sizes_help = "with --verify: accept data whose size differs from DataComp's"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
-    parser.add_argument("--dry-run", action="store_true", help="list the sets to download with their sizes, then stop")
-    parser.add_argument("--endpoint", help="address of the hub or a mirror (default: HF_ENDPOINT, or the hub's)")
+    parser.add_argument("--dry-run", action="store_true", help="only list the data sets to download and their sizes")
+    parser.add_argument("--endpoint", help="address of the hub or a mirror (default: $HF_ENDPOINT, or the public hub)")
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Download or check the chosen sets, then exit with status 0 if all of them are complete, otherwise 1.
+    """Download or check the chosen data sets, then exit with status 0 if all of them are complete, otherwise 1.
 
     Raise ValueError if a task is unknown, and ConnectionError if the hub does not answer.
     """

@@ -1,4 +1,4 @@
-"""Write the unit embeddings of a data set by sample index, for ``--reference``: ``openclip-ext embed``."""
+"""Write the unit embeddings of a data set in the order of sample indices, for ``--reference``: ``openclip-ext embed``."""
 
 import argparse
 import functools
@@ -40,14 +40,14 @@ def _embed_pairs(model: ImageTextModel, image: Tensor, text: Tensor) -> list[Ten
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Embed a data set, or continue an interrupted run of the same command; raise ValueError or OSError for a user's error."""
+    """Embed a data set, or continue an interrupted run of the same command; raise ValueError or OSError for wrong input."""
     args = _parse_arguments(argv)
     with shared.process_group():
         try:
             _embed(args)
         except WorkerError as error:
             raise UsageError(
-                f"a data worker was killed or does not answer. The same command continues ({error})"
+                f"a data worker was killed or does not answer ({error}). Run the same command again to continue"
             ) from error
 
 
@@ -87,11 +87,13 @@ def _embed(args: argparse.Namespace) -> None:
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
-                _refuse_bad(spec, source, before + bad, f"the latest at or before {source.group_of(unit.stop - 1)[0]}")
+                _refuse_bad(
+                    spec, source, before + bad, f"the last one is in or before {source.group_of(unit.stop - 1)[0]}"
+                )
         bad = before + sum(distributed.all_gather_object(bad))
         if is_master:
             folder.finish(bad)
-            say(f"{source.num_samples:,} samples, {bad:,} of them unreadable with rows of zeros: {args.output}")
+            say(f"{source.num_samples:,} samples in {args.output}; {bad:,} are unreadable and have rows of zeros")
 
 
 def _rows(outputs: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -107,7 +109,7 @@ def _rows(outputs: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.nd
 def _units(source: Source, workers: int, done: Sequence[Done]) -> list[range]:
     """Split the unfinished samples into ranges: up to ``workers`` consecutive shards, or one block if there are no shards.
 
-    A restart with the same shards, workers and ranks splits them in the same way.
+    After a restart with the same shards, workers and ranks, the ranges of unfinished samples are the same.
     """
     shards, end, size = [], 0, 1
     while end < source.num_samples:
@@ -156,19 +158,19 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
         "data": source.index_digest,
         "logit_scale": inner.logit_scale.exp().item(),
     }
-    return json.loads(json.dumps(about))  # JSON types, so that the result compares equal to a file's content
+    return json.loads(json.dumps(about))  # only JSON types, so that the result can be compared with a file's content
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="openclip-ext embed",
-        description="Write a model's embeddings of a data set by sample index, for --reference. Several processes under "
-        "torchrun share the shards. The same command continues an interrupted run.",
+        description="Write a model's embeddings of a data set in the order of sample indices, for --reference. Several "
+        "processes under torchrun share the shards. The same command continues an interrupted run.",
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
     hugging_face = f"; {PREFIX}NAME is a CLIP or SigLIP of Hugging Face's transformers, from a folder or the hub"
     parser.add_argument("--model", required=True, help=shared.MODEL_HELP + hugging_face)
-    # --checkpoint is an alias, because error messages of functions that all evaluations use contain this name.
+    # --checkpoint is an alias of --pretrained, because error messages that all evaluations share contain this name.
     names = ("--pretrained", "--checkpoint")
     parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")
@@ -179,7 +181,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="amp" if torch.cuda.is_available() else "fp32",
         help="amp: autocast (CUDA only; default if there is a GPU); fp32: float32",
     )
-    group = parser.add_argument_group("data", "as in training")
+    group = parser.add_argument_group("data", "the same flags as in training")
     group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")
     group.add_argument("--csv-separator", default=DataSpec.csv_separator)
     group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)

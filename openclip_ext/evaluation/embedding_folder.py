@@ -1,7 +1,7 @@
 """Write the folder that :class:`openclip_ext.data.reference.EmbeddingStore` reads.
 
-Ranks record finished ranges of samples in progress files, so a killed process loses little work. Last, ``embeddings.json`` is
-written.
+Ranks record finished ranges of samples in progress files, so a killed process loses little work. When all ranges are
+finished, ``embeddings.json`` is written.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
 BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
-# Keys of `about` on which the embeddings depend, in the order of the checks. The path of the weights may change.
+# Keys of `about` on which the embeddings depend, in the order of the checks. The weights' path is excluded: it may change.
 _IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples", "data", "image_key", "caption_key")
 
 
@@ -43,10 +43,11 @@ class EmbeddingFolder:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[list[Done] | None]:
-        """Create the files on rank 0, or check those of an earlier launch. The folder is locked inside the ``with`` block.
+        """Create the files on rank 0, or check an earlier launch's files. The folder is locked inside the ``with`` block.
 
         Yields the finished ranges of all ranks; None means that the folder is complete. Raise UsageError if another program
-        uses the folder, it has other content, a file is corrupt, or the disk is too small. Collective: all ranks call it.
+        uses the folder, if it has other embeddings or a corrupt file, or if the disk is too small. Collective: all ranks call
+        it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_master(lambda: self._begin(stack))
@@ -54,8 +55,8 @@ class EmbeddingFolder:
     def write(self, batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
         """Write batches of ascending indices ``(k,)`` and rows ``(k, d)`` of images and texts; return the number of samples.
 
-        The tables are not memory-mapped. Otherwise, a full disk would kill the process, and two nodes would overwrite each
-        other's rows in the same memory page.
+        The tables are not memory-mapped. In a mapped file, a full disk would kill the process, and two nodes would overwrite
+        each other's rows in the same memory page.
         """
         count, paths = 0, [self.path / name for name in (IMAGES, TEXTS)]
         with paths[0].open("r+b") as images, paths[1].open("r+b") as texts:
@@ -73,7 +74,7 @@ class EmbeddingFolder:
         return count
 
     def note(self, done: Done) -> None:
-        """Record in the progress file that a range is on disk."""
+        """Append a range, whose embeddings are on disk, to this rank's progress file."""
         with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
             # The text starts with a line break, because a killed process may have left half a line.
             file.write("\n" + json.dumps(done._asdict()) + "\n")
@@ -129,8 +130,8 @@ class EmbeddingFolder:
         for key in _IDENTITY:
             if found.get(key) != self.about[key]:
                 raise UsageError(
-                    f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]}. "
-                    "Repeat the original command, or give another --output"
+                    f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]} in "
+                    "this command. Repeat the original command, or give another --output"
                 )
 
     def _progress(self) -> list[Path]:

@@ -26,7 +26,7 @@ class Embeddings:
 def outputs_of(
     model: Callable, batches: Iterable[Mapping[str, Tensor]], precision: str, device: torch.device
 ) -> Iterator[tuple[Mapping[str, Tensor], Any]]:
-    """Yield batches of ``image`` and ``text``, each with ``model(image, text)``. The model must be in evaluation mode."""
+    """Yield each batch with the output of ``model(image, text)`` for it. The model must be in evaluation mode."""
     autocast = compat.autocast_context(precision, device)
     input_dtype = open_clip.get_input_dtype(precision)
     for batch in batches:
@@ -44,14 +44,14 @@ def embed(
     rows: int,
     folder: Path | None = None,
 ) -> Embeddings:
-    """Embed up to ``rows`` samples of ``image``, ``text`` and ``index``, in batches. The model must be in evaluation mode.
+    """Embed batches of ``image``, ``text`` and ``index``, up to ``rows`` samples. The model must be in evaluation mode.
 
     The embeddings are stored in memory-mapped files in ``folder``, or in host memory if ``folder`` is None (default).
     """
     kept: tuple[Tensor, ...] = ()
     count = 0
     for batch, output in outputs_of(model, batches, precision, device):
-        # Embeddings are copied to the host, because those of a large training set do not fit on the GPU next to the model.
+        # Embeddings are copied to the host, because a GPU has no room for the model and a large training set's embeddings.
         features = output["image_features"], output["text_features"]
         kept = kept or tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))
@@ -63,7 +63,7 @@ def embed(
 
 
 def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Return empty tables for image embeddings, text embeddings and indices, in files in ``folder`` or in memory."""
+    """Return unfilled tables for image embeddings, text embeddings and indices: files in ``folder``, or in memory if None."""
 
     def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
         if folder is None:

@@ -25,7 +25,7 @@ PRECISIONS = ("datacomp", "fp32", "amp")
 
 
 def resolve_precision(requested: str, device: str | torch.device) -> str:
-    """Return the precision to use on a device: ``fp32`` on the CPU, otherwise the requested one.
+    """Return the precision to use on a device: the requested precision on CUDA, otherwise ``fp32``.
 
     ``datacomp`` is the precision of DataComp's harness: autocast for texts, and for images only in retrieval and WinoGAViL.
     ``amp`` means autocast everywhere, and needs CUDA.
@@ -62,7 +62,7 @@ class Encoder:
         self._transform, self._normalize = split_transform(self.preprocess)
 
     def batches(self, samples: Sequence[StoredSample], spec: SampleFormat) -> Iterator[Samples]:
-        """Read samples in batches. Workers start immediately, so the caller can encode texts in the meantime."""
+        """Read samples in batches. Workers start immediately, so they read images while the caller encodes texts."""
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence is a data set
             self.batch_size,
@@ -70,7 +70,7 @@ class Encoder:
             collate_fn=partial(read_batch, transform=self._transform, spec=spec),
             worker_init_fn=begin_worker,
             pin_memory=self.device.type == "cuda",
-            # A DataLoader draws a seed for its workers. Training may use the global generator, so it must not change.
+            # A DataLoader draws a seed for its workers. The global generator, which training may use, must not change.
             generator=torch.Generator(),
         )
         return iter(loader)
@@ -80,8 +80,8 @@ class Encoder:
     ) -> Samples:
         """Apply ``compute`` to all batches of images, and concatenate the tensors ``(B, ...)`` that it returns, by name.
 
-        The result also contains the other values of the batches, such as labels, but not the input images. Raise DataError if
-        a batch has an error or no image decodes.
+        The result also contains the batches' other values, such as labels, but not the input images. Raise DataError if a
+        batch has an error or if no image decodes.
         """
         found, parts = Samples(), defaultdict(list)
         with self.progress(total, name, "image") as bar:
@@ -117,14 +117,14 @@ class Encoder:
         images = images.to(self.device, non_blocking=True)
         if self._normalize is not None and images.dtype == torch.uint8:
             images = self._normalize(images)
-        # The input must have the dtype of the tower's weights: half precision after pure half-precision training.
+        # The input must have the dtype of the tower's weights, which is half precision after pure half-precision training.
         kinds = (nn.Conv2d, nn.Linear)
         dtypes = (module.weight.dtype for module in self.model.visual.modules() if isinstance(module, kinds))
         return images.to(next(dtypes, torch.float32))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, autocast: bool = False) -> Tensor:
-        """Return unit embeddings ``(B, d)`` of images. ``autocast``: whether precision ``datacomp`` means autocast here."""
+        """Return unit embeddings ``(B, d)`` of images. ``autocast``: whether to use autocast in the precision ``datacomp``."""
         with self._autocast(autocast or self.precision == "amp"):
             features = self.model.encode_image(self.model_input(images))
         return _unit(features, "image")
@@ -138,14 +138,14 @@ class Encoder:
         return embeddings[[place[text] for text in texts]]
 
     def class_embeddings(self, classnames: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """Return the zero-shot classifier ``(C, d)``. Its rows are the normalized means of each class's prompt embeddings.
+        """Return the zero-shot classifier ``(C, d)``. A row is the normalized mean of the embeddings of a class's prompts.
 
-        Rows are cached by class name and templates, so data sets that share classes (such as ImageNet and its variants) encode
-        them once. Equal class names get equal rows. ``{c}`` in a template stands for the class name.
+        Rows are cached by class name and templates, so classes that data sets share (such as ImageNet and its variants) are
+        encoded once. Equal class names have equal rows. ``{c}`` in a template stands for the class name.
         """
         known = self._class_embeddings.setdefault(tuple(templates), {})
         new = [name for name in dict.fromkeys(classnames) if name not in known]
-        # Classes are encoded in parts, because the embeddings of all ImageNet prompts need gigabytes with large models.
+        # Classes are encoded in parts, because the embeddings of all ImageNet prompts would need gigabytes with large models.
         step = max(1, 16 * self.batch_size // len(templates))
         with self.progress(len(new) * len(templates), "classes", "prompt") as bar:
             for start in range(0, len(new), step):

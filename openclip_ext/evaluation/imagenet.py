@@ -1,7 +1,7 @@
 """Score zero-shot classification on ImageNet and ImageNet-V2 (``--imagenet-val``, ``--imagenet-v2``).
 
 The classifier, the computation and the metric names are the same as in OpenCLIP. OpenCLIP's own script is not used, because it
-fails with numpy 2.4 and later (``TypeError: only 0-dimensional arrays``), and its reader of ImageNet-V2 is not on PyPI.
+fails with numpy 2.4 and later (``TypeError: only 0-dimensional arrays``), and needs an ImageNet-V2 reader that is not on PyPI.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.processes import begin_worker
 
 TOP_K = (1, 5)
-# Possible names of the image folder in --imagenet-v2: from OpenCLIP's reader, and from the archive.
+# Possible names of the image folder inside --imagenet-v2: the name of OpenCLIP's reader, and the name in the archive.
 _V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
 
 
@@ -57,7 +57,7 @@ class ImageNetFolders(ClassFolders):
 def imagenet_loader(
     flag: str, folder: str, preprocess: Callable, batch_size: int, workers: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return batches of images and class numbers. ``flag`` is the user's flag for the folder; errors contain it."""
+    """Return batches of images and class numbers. ``flag`` is the user's flag for the folder; error messages contain it."""
     root = Path(folder)
     if flag == "--imagenet-v2":
         root = next((root / name for name in _V2_FOLDERS if (root / name).is_dir()), root)

@@ -15,7 +15,7 @@ Metrics = dict[str, float | int | None]
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return ``(B,)``: how many classes rank before the right class by logits ``(B, C)``. Ties rank by class number."""
+    """Return ``(B,)``: how many classes have larger logits ``(B, C)`` than the target. Equal logits rank by class number."""
     scores = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)
@@ -32,7 +32,7 @@ def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: n
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Compute the mean F1 of classes that occur in ``labels``. On iWildCam, the mean over all differs by up to 0.15."""
+    """Compute the mean F1 of classes that occur in ``labels``. On iWildCam, a mean over all classes differs by up to 0.15."""
     return float(f1_score(labels, predictions, labels=np.unique(labels), average="macro"))
 
 
@@ -41,8 +41,8 @@ def group_metrics(
 ) -> Metrics:
     """Return WILDS's metrics: ``{name}_avg``, ``{name}_wg`` (worst group), ``{name}_{group}`` and ``count_{group}``.
 
-    Each combination of column values, from 0 to the column's maximum, is a group. An empty group has count 0 and no accuracy,
-    and is never the worst group.
+    Each combination of values of the columns ``groups``, from 0 to a column's maximum, is a group. The accuracy of an empty
+    group is None, and the group is never the worst group.
 
     Args:
         correct: ``(N,)`` bool; its mean is the accuracy.

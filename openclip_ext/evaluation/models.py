@@ -29,8 +29,8 @@ MODEL_OPTIONS = (
 )  # fmt: skip
 
 
-# A module with the interface of OpenCLIP's models: ``visual``, ``encode_image`` (from images ``(B, 3, H, W)`` to ``(B, d)``)
-# and ``encode_text`` (from tokens ``(B, context_length)`` int64 to ``(B, d)``).
+# A module with the interface of OpenCLIP's models: ``visual``, ``encode_image`` (maps images ``(B, 3, H, W)`` to ``(B, d)``)
+# and ``encode_text`` (maps tokens ``(B, context_length)`` int64 to ``(B, d)``).
 ImageTextModel = Any
 
 
@@ -68,8 +68,8 @@ def load_model(
         **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
             None replace those in the ``params.txt`` of the checkpoint's run.
 
-    Raise UsageError if the model, the checkpoint or the kind of its projection heads is unknown, or if the file is unreadable
-    or belongs to another model.
+    Raise UsageError if the model, the checkpoint or the kind of its projection heads is unknown, or if the checkpoint file is
+    unreadable or belongs to another model.
     """
     add_model_configs()
     if model_config is not None:
@@ -88,8 +88,8 @@ def load_model(
     if source is not None and is_file and _weight_names(Path(source)) & {"logit_bias", "module.logit_bias"}:
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)
-    # In two cases, the file is loaded after OpenCLIP has created the model. For hf-hub: and local-dir: names, OpenCLIP ignores
-    # a file. OpenCLIP also resizes a timm tower after loading, but a run's checkpoint already has the run's sizes.
+    # In two cases, the file is loaded after OpenCLIP has created the model. OpenCLIP ignores a file for hf-hub: and local-dir:
+    # names, and it resizes a timm tower after loading, although a run's checkpoint already has the run's sizes.
     is_late = is_file and (_is_folder(name) or bool(run_options))
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
@@ -112,7 +112,7 @@ def load_model(
 
 
 def _architecture(name: str) -> dict[str, Any]:
-    """Return OpenCLIP's configuration of a model; nothing for ``hf-hub:`` and ``local-dir:`` names."""
+    """Return OpenCLIP's configuration of a model; an empty dictionary for ``hf-hub:`` and ``local-dir:`` names."""
     if _is_folder(name):
         return {}
     config = open_clip.get_model_config(name.replace("/", "-"))
@@ -144,14 +144,14 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
 
 
 def _weight_names(path: Path) -> set[str]:
-    """Return the names of a checkpoint's weights; nothing for other file formats, which OpenCLIP loads or rejects."""
+    """Return the names of a checkpoint's weights; an empty set if the file's format cannot be read here."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 return {*file.keys()}
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {*content.get("state_dict", content)}
-    except Exception:  # such as files in an old format, and scripted models
+    except Exception:  # such as old formats and scripted models; OpenCLIP loads or rejects the file later
         return set()
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# Maximum elements of the similarity matrix to compute at a time: 64 MiB in float32.
+# Maximum number of elements of the similarity matrix that are computed at a time: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
 
 
@@ -18,7 +18,7 @@ def ranks_of_best_match(
         queries, items: Embeddings ``(Q, d)`` and ``(N, d)``.
         query_labels, item_labels: ``(Q,)`` and ``(N,)``. Each query needs at least one item with its label.
         ties_by_index: Whether items that tie with the match rank by index, as in ``argmax``. False (default) means that half
-            of them rank before the match, so constant embeddings score at chance.
+            of the tied items rank before the match, so constant embeddings score at chance.
 
     Returns ``(Q,)`` float64; 0 means that the match ranks first.
     """

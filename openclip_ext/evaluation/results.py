@@ -1,7 +1,7 @@
-"""Store and average results.
+"""Store and average the results of evaluations.
 
-Each line of ``eval_results.jsonl`` is one task's result in DataComp's format. The file contains the results of one run only.
-So DataComp's ``aggregate_scores.py`` can read the file, and results of two models are never mixed.
+Each line of ``eval_results.jsonl`` is one task's result in DataComp's format, so DataComp's ``aggregate_scores.py`` can read
+the file. The file contains the results of only one run, so results of two models are never mixed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_atomically
 
-if TYPE_CHECKING:  # reading results does not need OpenCLIP and scikit-learn, which take seconds to import
+if TYPE_CHECKING:  # at run time, these modules would import OpenCLIP and scikit-learn, which takes seconds
     from openclip_ext.evaluation.classification import TaskResult
     from openclip_ext.evaluation.models import LoadedModel
 
@@ -33,7 +33,7 @@ def config_digest(config: Any) -> str:
 
 
 def run_identity(loaded: "LoadedModel", precision: str) -> dict[str, str]:
-    """Return the model, precision and protocol of results."""
+    """Return the model, precision and protocol, which results of one file share."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,
@@ -46,8 +46,8 @@ def run_identity(loaded: "LoadedModel", precision: str) -> dict[str, str]:
 class ResultFile:
     """The results of one run (see `run_identity`) in a folder. Several processes can use the folder at the same time.
 
-    Every change writes a new file under a lock, then renames it, so a killed process leaves the old file intact.
-    ``checkpoint`` is only stored for information. Methods raise UsageError if the folder has results of another run.
+    Every change writes a new file under a lock and renames the new file, so a killed process leaves the old file intact.
+    ``checkpoint`` is stored, but not compared. Methods raise UsageError if the folder has results of another run.
     """
 
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
@@ -56,9 +56,10 @@ class ResultFile:
         self._identity = run
 
     def prepare(self, tasks: Sequence[Task], data_dir: Path, overwrite: bool, any_size: bool) -> list[Task]:
-        """Return the tasks to evaluate: those without a result, those whose data have changed, or all if ``overwrite``.
+        """Return the tasks to evaluate, and delete their old results.
 
-        ``any_size``: whether results of data that do not have DataComp's size are accepted.
+        They are the tasks without a result and the tasks whose data have changed, or all tasks if ``overwrite``. Results of
+        data that do not have DataComp's size are kept only if ``any_size``.
         """
         with self._lines() as lines:
             for task in tasks:
@@ -93,7 +94,7 @@ class ResultFile:
 
     @contextmanager
     def _lines(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Lock the folder and yield the lines by task, then write them. The file stays unchanged after an exception."""
+        """Lock the folder, yield the lines by task key, and write them back. After an exception, the file is unchanged."""
         with held(self.path.parent, _LOCK_FILE, timeout=-1):
             lines = {line["key"]: line for line in read_results(self.path)}
             for line in lines.values():
@@ -103,7 +104,7 @@ class ResultFile:
                         f"{self.path} has results of another run ({', '.join(other)}): give another --output-dir"
                     )
             yield lines
-            # `json_lines` writes valid JSON, which has no NaN.
+            # `json_lines` writes valid JSON, which cannot contain NaN.
             content = "".join(json_lines.dumps(line) + "\n" for line in lines.values())
             write_atomically(self.path, lambda stream: stream.write(content.encode()))
 
@@ -123,7 +124,7 @@ def _names(keys: Sequence[str], most: int = 5) -> str:
 
 
 def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the finite main metrics of result lines, by task key. NaN, which DataComp's own files may contain, is omitted."""
+    """Return the main metrics of result lines, by task key. Missing and NaN values (as in DataComp's files) are omitted."""
     scores = {line["key"]: line["metrics"].get("main_metric") for line in lines}
     return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
@@ -153,7 +154,7 @@ def summary(lines: Sequence[Mapping[str, Any]], failed: Mapping[str, str], missi
 
 
 def has_other_data(line: Mapping[str, Any], data_dir: Path) -> bool:
-    """Return whether the data of a result are in ``data_dir`` and differ from the evaluated data."""
+    """Return whether the task's data in ``data_dir`` differ from the data of the result; False if the data are missing."""
     folder = data_dir / TASKS[line["key"]].folder if line["key"] in TASKS else None
     return folder is not None and folder.is_dir() and line.get("data") != fingerprint(folder)
 

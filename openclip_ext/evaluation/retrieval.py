@@ -1,7 +1,7 @@
 """Score image-text retrieval and WinoGAViL (choosing the images that belong to a cue).
 
-As in DataComp, images of these sets are not converted to RGB before OpenCLIP's transform. DataComp reads them with the
-`datasets` library, but classification sets with webdataset, which converts images to RGB first.
+As in DataComp, images of these data sets are not converted to RGB before OpenCLIP's transform. DataComp reads these sets with
+the `datasets` library, but reads classification sets with webdataset, which converts images to RGB first.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
 def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
     """Compute the mean Jaccard index between the k images nearest to a cue and the k images associated with it.
 
-    k is an instance's number of associations. An instance is skipped if one of its images does not decode.
+    k is the number of images associated with the cue. An instance is skipped if one of its images does not decode.
     """
     samples = find_samples(folder)
     instances = read_instances(folder, {sample.key for sample in samples})
@@ -74,7 +74,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:
-    """Average the Jaccard index over all instances, and by number of candidates. None means no instances."""
+    """Average the Jaccard index over all instances, and by number of candidates. A mean over no instances is None."""
     values, counts = np.asarray(scores), np.asarray(candidates)
     chosen: dict[str, np.ndarray] = {
         "avg_jaccard_score": np.full(len(values), True),

@@ -20,13 +20,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             checked_dict(config.get(name), name)
         return config
     except FileNotFoundError:
-        raise UsageError(f"no run in {folder}: it has no config.json; expected LOGS/NAME of a training run") from None
+        raise UsageError(f"{folder} has no config.json: expected the folder LOGS/NAME of a training run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error
 
 
 def label_of(checkpoint: Path) -> str:
-    """Return a file's stem, but for files that training overwrites (best, epoch_latest) ``epoch_K`` or ``epoch_K_step_S``."""
+    """Return a checkpoint's stem. Training overwrites best and epoch_latest, so their label is ``epoch_K[_step_S]``."""
     if checkpoint.stem in ("best", "epoch_latest"):
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
         if "epoch" in content:
@@ -35,7 +35,7 @@ def label_of(checkpoint: Path) -> str:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return a file's path unchanged, or a run folder's newest readable checkpoint; raise UsageError if there is none."""
+    """Return ``path`` if it is a file, otherwise the run folder's newest readable checkpoint; raise UsageError without one."""
     if path.is_file():
         return path
     found: list[tuple[int, int, Path]] = []

@@ -10,11 +10,11 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.retrieval import evaluate_retrieval, evaluate_winogavil
 from openclip_ext.evaluation.tasks import Task
 
-# Maximum number of images that do not decode: the larger of this number and this fraction of the data set.
+# A task fails if the images that do not decode are more than this number and more than this fraction of all images.
 MAX_SKIPPED = 10
 MAX_SKIPPED_SHARE = 0.01
 
-# Evaluation function by kind of task. All other kinds are classification.
+# Evaluation function by kind of task. Tasks of all other kinds use `evaluate_classification`.
 EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
     "faces": evaluate_faces,
     "retrieval": evaluate_retrieval,
@@ -23,7 +23,7 @@ EVALUATORS: dict[str, Callable[[Task, Path, Encoder, bool], TaskResult]] = {
 
 
 def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: bool = False) -> TaskResult:
-    """Score one task, including its ``main_metric``. ``any_size``: whether the data's size may differ from DataComp's.
+    """Score one task, and add its ``main_metric``. ``any_size``: whether the data's size may differ from DataComp's.
 
     Raise DataError if the data is missing, corrupt or differs from DataComp's, and ValueError for non-finite embeddings.
     """
@@ -37,7 +37,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     if result.found != task.size and not any_size:
         raise DataError(
             f"expected DataComp's {task.size} samples, found {result.found}. "
-            "Download the data set again, or score it as it is with --allow-size-mismatch."
+            "Download the data set again, or accept another size with --allow-size-mismatch."
         )
     main_metric = None if task.main_metric is None else result.metrics[task.main_metric]
     return replace(result, metrics={**result.metrics, "main_metric": main_metric})

@@ -1,7 +1,7 @@
 """Score zero-shot classification and retrieval on the demo set's test split: ``python -m eval.shapes``.
 
 Classification uses the images with one item, and averages the embeddings of prompts with different backgrounds. Retrieval and
-the relation task use complete captions, because most training captions omit so many words that they match several images.
+the relation task use complete captions, because most training captions omit words and therefore match several images.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _METRICS: dict[str, tuple[str, float | None]] = {
     "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
 
-# Other titles and keys of the output. No checkpoint may have such a title.
+# Other keys of the output. The title of a checkpoint must not be one of these keys.
 _OTHER_KEYS = ("model", "checkpoint", "untrained", "chance")
 
 
@@ -68,7 +68,7 @@ def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]
 
 
 def chance(samples: Sequence[ShapesSample]) -> dict[str, float]:
-    """Return the score of random guessing for each metric of `score`."""
+    """Return the expected score of random guessing for each metric of `score`."""
     captions = _candidates(samples)
     recall = sum(captions.count(caption) for caption in captions) / len(captions) ** 2
     return {name: recall if value is None else value for name, (_, value) in _METRICS.items()}
@@ -80,7 +80,7 @@ def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
 
 def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[str, float]:
     def hits(phrases: dict[Any, str], truth: list[Any]) -> Tensor:
-        """Return ``(N,)``: 1 if an image's nearest class is correct, otherwise 0. ``phrases`` describes the classes."""
+        """Return ``(N,)``: 1 if an image's nearest class equals ``truth``, otherwise 0. ``phrases`` describes the classes."""
         names = [f"{'an' if words[0] in 'aeiou' else 'a'} {words}" for words in phrases.values()]
         weights = encoder.class_embeddings(names, _TEMPLATES)
         wanted = torch.tensor([list(phrases).index(name) for name in truth], device=images.device)
@@ -95,7 +95,7 @@ def _classify(encoder: Encoder, images: Tensor, items: Sequence[Item]) -> dict[s
 
 
 def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) -> float:
-    """Return the fraction of images that match the caption with the true relation better than the other three captions."""
+    """Return the fraction of images whose nearest caption, of four that differ in the relation, has the true relation."""
     texts = encoder.encode_texts(
         [shapes.describe(scene, relation) for scene in scenes for relation in shapes.RELATIONS]
     )
@@ -105,7 +105,7 @@ def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) 
 
 
 def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str, float]:
-    """Return recall at 1. Every caption that equals the image's own caption counts as right."""
+    """Return recall at 1 in both directions. An image and a caption match if the caption equals the image's own caption."""
     texts = encoder.encode_texts(captions)
     labels = torch.tensor([captions.index(caption) for caption in captions], device=texts.device)
     ways = {"image-to-text-R@1": (images, texts), "text-to-image-R@1": (texts, images)}
@@ -124,7 +124,7 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
                 image, caption = StoredSample(shard, found.key, members), attributes["complete_caption"]
                 samples.append(ShapesSample(image, Scene.from_attributes(attributes), caption))
             except KeyError as error:
-                raise ValueError(f"{shard}: sample {found.key} is not of the demo set: {error} is missing") from error
+                raise ValueError(f"{shard}: sample {found.key} is not from the demo set: {error} is missing") from error
     kinds = {sample.scene.relation is None for sample in samples}
     held_out = any(item.pair in shapes.HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
     if kinds != {True, False} or not held_out:
@@ -159,16 +159,16 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint",
         nargs="+",
         default=[],
-        help="training checkpoints; without a checkpoint, random weights are scored",
+        help="training checkpoints; without this flag, a model with random weights is scored",
     )
-    parser.add_argument("--untrained", action="store_true", help="also score random weights")
+    parser.add_argument("--untrained", action="store_true", help="also score a model with random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=output_path, help="also write the numbers to this file")
     return parser
 
 
 def _titles(checkpoints: Sequence[str]) -> list[str]:
-    """Return a title for each checkpoint: ``trained`` if there is only one, otherwise its run's name if all are distinct."""
+    """Return a title for each checkpoint: the run's name, or the path if names repeat. A single checkpoint is ``trained``."""
     if len(checkpoints) == 1:
         return ["trained"]
     paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]
@@ -177,7 +177,7 @@ def _titles(checkpoints: Sequence[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Score the checkpoints, random weights, or both; print the table."""
+    """Score the checkpoints, a model with random weights, or both; print the table."""
     args = _parser().parse_args(argv)
     add_model_configs()
     samples = read_samples(args.data_dir)

@@ -23,7 +23,7 @@ class Difference:
 
 
 def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean difference, by Student's t. ``differences`` has one value per seed, at least 2."""
+    """Return the 95 % interval of the mean, by Student's t. ``differences`` has one value per seed, at least two values."""
     mean = statistics.fmean(differences)
     half = student_t(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean - half, mean + half

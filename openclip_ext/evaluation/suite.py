@@ -18,7 +18,7 @@ from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 
 @dataclass
 class DataCompSuite:
-    """Evaluator of the tasks in a suite that have data."""
+    """Evaluator of those tasks of a suite whose data exist."""
 
     name: ClassVar[str] = "datacomp"
     tasks: list[Task]
@@ -40,7 +40,7 @@ class DataCompSuite:
             except Exception as error:
                 logging.error(f"{task.name} failed and is excluded: {error}")
                 continue
-            if value is not None:  # None means undefined, as for WinoGAViL without instances of 10 or 12 candidates
+            if value is not None:  # a metric may be undefined: WinoGAViL's needs instances with 10 or 12 candidates
                 scores[task.key] = value
         complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
         return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
@@ -49,17 +49,17 @@ class DataCompSuite:
 def build_suite(
     suite: str, data_dir: str | Path, *, device: str | torch.device = "cpu", any_size: bool = False, **encoding: Any
 ) -> list[DataCompSuite]:
-    """Build the evaluators of a training run, each with ``name`` and ``run(model) -> dict[str, float]``.
+    """Build a training run's evaluators. Each has a ``name`` and a method ``run(model) -> dict[str, float]``.
 
     Args:
         suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 tasks with a main metric), or another key of `SUITES`.
-            Tasks without data are logged.
+            Tasks without data are skipped and logged.
         data_dir: Folder with the ``wds_*_test`` folders.
         any_size: Whether to score data whose size differs from DataComp's.
         **encoding: ``preprocess``, ``tokenizer`` and other arguments of `Encoder`.
 
     Raises:
-        ValueError: The suite is unknown, or none of its data is in ``data_dir``.
+        ValueError: The suite is unknown, or ``data_dir`` has no data set of the suite.
     """
     if suite not in SUITES:
         raise ValueError(f"--eval-suite: expected one of {', '.join(SUITES)}, found {suite!r}.")

@@ -17,7 +17,7 @@ class Task:
     name: str
     size: int  # number of scored items: images, or instances for WinoGAViL
     classes: int | None = None  # number of entries in ``classnames.txt``, if DataComp states it
-    main_metric: str | None = "acc1"  # the metric in DataComp's average; None means the task is not in the average
+    main_metric: str | None = "acc1"  # the metric in DataComp's average; None means that the average excludes the task
     kind: str = "classification"  # selects the evaluation function, see ``openclip_ext/evaluation/runner.py``
     metadata: tuple[str, ...] = ()  # names of the columns of each sample's ``.npy``
 
@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fairness (Dollar Street, GeoDE)": ("fairness/dollar_street", "fairness/geode"),
 }
 
-# Name of a suite, which --tasks accepts -> keys of its tasks. "quick" (40,754 images) is for evaluation during training.
+# Suite (a name that --tasks accepts) -> keys of its tasks. "quick" (40,754 images) is for evaluation during training.
 SUITES: dict[str, tuple[str, ...]] = {
     "full": tuple(TASKS),
     "quick": ("imagenetv2", "cifar10", "vtab/cifar100", "vtab/caltech101", "vtab/pets", FLICKR),

@@ -15,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 # Prefix of the metric names of DataComp's tasks and averages.
 SUITE_PREFIX = "datacomp/"
 _POINTS = 40  # maximum number of points of a curve
-# Charts of logged steps: title, then the log keys of the curve and of its band's lower and upper ends.
+# Charts of logged steps: title, log key of the curve, and log keys of the lower and upper end of the curve's band.
 _INFONCE = "InfoNCE of the batch"
 _LOGGED = (
     (_INFONCE, "infonce", "infonce", "infonce"),
@@ -35,7 +35,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of a run folder. ``settings`` contains the flags and loss options; it is empty without ``config.json``."""
+    """The log of a run folder. ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist."""
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
@@ -67,7 +67,7 @@ def metric_names(logs: Iterable[TrainingLog]) -> list[str]:
 
 
 def training_charts(runs: Mapping[str, Sequence[TrainingLog]], metrics: Sequence[str]) -> list[Chart]:
-    """Return charts of the logged steps and of the given validation metrics. All repeats of a run have the same color."""
+    """Return charts of the logged steps and of the given validation metrics. Curves of a run's repeats have one color."""
     named = [(name, color, log) for color, (name, logs) in enumerate(runs.items()) for log in logs]
     charts = {title: [_step_curve(*place, *keys) for place in named] for title, *keys in _LOGGED}
     for metric in metrics:

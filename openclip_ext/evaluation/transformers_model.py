@@ -14,25 +14,25 @@ PREFIX = "transformers:"
 
 
 class DualEncoder(nn.Module):
-    """The two towers of a ``transformers`` model, with the names of OpenCLIP's methods."""
+    """The two towers of a ``transformers`` model, with methods named as in OpenCLIP."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Map ``(B, 3, H, W)`` to ``(B, d)``."""
+        """Return the embeddings ``(B, d)`` of images ``(B, 3, H, W)``."""
         return _pooled(self.model.get_image_features(pixel_values=images))
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Map the output ``(B, 2, L)`` of :class:`_Tokenize` to ``(B, d)``."""
+        """Return the embeddings ``(B, d)`` of the output ``(B, 2, L)`` of :class:`_Tokenize`."""
         ids, mask = tokens.unbind(dim=1)
         return _pooled(self.model.get_text_features(input_ids=ids, attention_mask=mask))
 
 
 @dataclass(frozen=True)
 class _Preprocess:
-    """A Hugging Face image processor as a transform: Pillow image to ``(3, H, W)``."""
+    """A transform from a Pillow image to ``(3, H, W)`` that calls a Hugging Face image processor."""
 
     processor: Any
 
@@ -42,9 +42,9 @@ class _Preprocess:
 
 @dataclass(frozen=True)
 class _Tokenize:
-    """A Hugging Face tokenizer as OpenCLIP's: texts to token ids and attention masks ``(B, 2, L)`` int64.
+    """A Hugging Face tokenizer, called like OpenCLIP's. It returns token ids and attention masks ``(B, 2, L)`` int64.
 
-    A tokenizer that returns no mask belongs to a model that was trained without one, such as SigLIP. The mask is then 1.
+    A tokenizer that returns no mask belongs to a model that was trained without a mask, such as SigLIP. The mask is then 1.
     """
 
     tokenizer: Any
@@ -62,8 +62,8 @@ def load_transformers_model(name: str, device: str | torch.device, checkpoint: s
     """Load a model with its image processor and tokenizer. ``name`` is ``transformers:`` and a folder or a name on the hub.
 
     Raises:
-        UsageError: transformers is not installed, a file is missing, or the model is no dual encoder. Or ``checkpoint`` is
-            given, although the folder contains the weights.
+        UsageError: transformers is not installed, a file is missing, the model is no dual encoder, or ``checkpoint`` is given
+            (the model's own folder contains the weights).
     """
     if checkpoint is not None:
         raise UsageError(f"--pretrained {checkpoint}: --model {name} includes its weights. Fix: omit --pretrained")
@@ -93,5 +93,5 @@ def load_transformers_model(name: str, device: str | torch.device, checkpoint: s
 
 
 def _pooled(features: Any) -> Tensor:
-    """Return the embeddings, which transformers 5 wraps in an output object."""
+    """Return the embeddings as a tensor. transformers 5 wraps them in an output object."""
     return features if isinstance(features, Tensor) else features.pooler_output

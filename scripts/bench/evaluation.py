@@ -7,10 +7,10 @@ classifier class by class (``zero_shot_classifier``), and scores the images (``r
 ("ours") loads the model once, encodes texts in batches without padding, and encodes equal classes once. Both implementations
 use the same image tower in the same precision. The script stops with an error if their accuracies differ.
 
-The data have the sizes of ImageNet and its variants, divided by ``--scale``. The number of classes is also divided, because
-texts would otherwise take too large a part of the time. Class names and templates come from clip-benchmark. Images are as
-large as photographs. The two implementations alternate task by task, ``--rounds`` times. A ratio compares the totals of a
-round. A second ratio excludes the time for loading the model, which is a larger part of the total than in a full evaluation.
+The data sets have the sizes of ImageNet and its variants, divided by ``--scale``. The number of classes is also divided,
+because encoding the texts would otherwise take too much of the time. Class names and templates come from clip-benchmark.
+Images are as large as photographs. The two implementations alternate task by task, ``--rounds`` times. A ratio compares the
+totals of a round. A second ratio excludes the time for loading the model, which is a larger share than in a full evaluation.
 """
 
 import argparse
@@ -95,7 +95,7 @@ class Ours(Evaluation):
 
     def evaluate(self, task: Task, folder: Path) -> None:
         self.timed(PROMPTS, self.encoder.class_embeddings, *read_classes(folder, task, any_size=True))
-        # The classes are cached now, so this call only reads, encodes and scores the images, and checks the data.
+        # The encoder has cached the classes, so this call only reads, encodes and scores the images, and checks the data.
         result = self.timed(IMAGES, evaluate_task, task, folder.parent, self.encoder, any_size=True)
         self.samples += result.samples
         self.accuracies.append(result.metrics["acc1"])
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
-    """Write a task in DataComp's format with some of its classes; return its folder. ObjectNet's class names are made up."""
+    """Write random images for a task in DataComp's format; return the folder. Class names of ObjectNet are made up."""
     texts = Path(clip_benchmark.__file__).parent / "datasets"
     classnames = json.loads((texts / "en_classnames.json").read_text())["imagenet1k"]
     templates = json.loads((texts / "en_zeroshot_classification_templates.json").read_text())["imagenet1k"]
@@ -155,9 +155,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=3)
     parser.add_argument("--model", default="ViT-B-32", help="default: the model of DataComp's scales small and medium")
     parser.add_argument("--scale", type=int, default=200, help="divisor of DataComp's numbers of images and classes")
-    parser.add_argument("--batch-size", type=int, default=64, help="batch size of both programs (default: upstream's)")
+    parser.add_argument("--batch-size", type=int, default=64, help="default: the batch size of DataComp's harness")
     parser.add_argument(
-        "--workers", type=int, default=2, help="data workers of both implementations, with one shard each"
+        "--workers", type=int, default=2, help="number of data workers of both implementations, and of shards"
     )
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run the tests that need a GPU, then the benchmarks at target sizes, in parts of under eight minutes each.
+# Run the tests that need a GPU, then benchmarks with large models and batches, in parts of less than eight minutes each.
 #
 #   bash scripts/bench/gpu.sh FOLDER                    # all parts
-#   bash scripts/bench/gpu.sh FOLDER tests losses-large # some
+#   bash scripts/bench/gpu.sh FOLDER tests losses-large # only these two parts
 #
-# FOLDER receives a log per part, and the numbers of each benchmark as JSON. If a part fails or takes too long, the others
-# continue; the last line lists the failed parts, and the exit status is 1. losses-large measures only memory: at batch 65,536
-# OpenCLIP's loss does not fit into 80 GB. PYTHON sets the interpreter, which needs the package and pytest.
+# The script writes a log of each part and the numbers of each benchmark (JSON) to FOLDER. If a part fails or takes too long,
+# the script continues with the next part. Its last line lists the failed parts, and its exit status is 1. losses-large measures
+# only memory. PYTHON sets the interpreter, which needs the package and pytest.
 set -uo pipefail
 mkdir -p "${1:?missing FOLDER for the numbers}"
 folder="$(cd -- "$1" && pwd)"
@@ -15,7 +15,7 @@ python="${PYTHON:-python}"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." || exit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# Script and arguments of each part. Only files with GPU tests run: other files may import missing packages.
+# Script and arguments of each part. Pytest reads only files with GPU tests, because other files may import missing packages.
 declare -A parts=(
     [tests]="-m pytest -m gpu --junitxml $folder/tests.xml $(grep -rlE --include='test_*.py' 'mark\.gpu\b|on_each_device|all_on_a_gpu' tests | paste -sd' ')"
     [launches]="launches.py"

@@ -3,7 +3,7 @@
     python -m scripts.bench.growth [ranks samples shards] [--output results.json] [--figure growth.svg]
 
 Times are CPU times of one run. *slope* is the exponent of growth between the two largest sizes: 0 is constant, 1 is linear.
-Ranks are simulated: a step runs on tensors without values, as in ``openclip-ext plan``. Each shard has one sample.
+Ranks are simulated: a step runs on tensors without values, as in ``openclip-ext plan``.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 
 
 def draw(results: dict[str, harness.Table], path: Path) -> None:
-    """Draw each cost relative to its value at the smallest size where it is not 0, with its slope in the legend."""
+    """Draw each cost, divided by its first value above 0. The legend shows the slope of each cost."""
     figure = Figure(figsize=(5 * len(results), 4.2), layout="constrained")
     for axes, (what, table) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
         slopes = table["slope"]

@@ -47,7 +47,7 @@ def main(
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=output_path, help="write the numbers as JSON")
+    parser.add_argument("--output", type=output_path, help="JSON file for the numbers")
     add_arguments(parser)
     args = parser.parse_args()
     about |= {"hardware": hardware(args.device), "load": os.getloadavg()[0]}
@@ -63,11 +63,11 @@ def main(
 
 def add_losses(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", default=IMAGE_TEXT_LOSSES, choices=IMAGE_TEXT_LOSSES, metavar="LOSS")
-    parser.add_argument("--prototypes", type=int, default=4096, help="number of prototypes, if a loss has any")
+    parser.add_argument("--prototypes", type=int, default=4096, help="number of prototypes in losses with prototypes")
 
 
 def create_loss(name: str, args: argparse.Namespace, embed_dim: int, num_samples: int, device: Any) -> torch.nn.Module:
-    """Create a loss with the default options, but with the number of prototypes from ``--prototypes``."""
+    """Create a loss with the default options, except for the number of prototypes (``--prototypes``)."""
     options = {"prototypes": args.prototypes} if "prototypes" in registry.options_used_by(name) else {}
     return registry.create_loss(name, embed_dim=embed_dim, num_samples=num_samples, **options).to(device)
 
@@ -91,7 +91,7 @@ def compare(rounds: Sequence[Mapping[str, float]], baseline: str, unit: str = "s
     """Compare the measured values of candidates over rounds.
 
     Returns:
-        For each candidate, the median value, and the median, smallest and largest ratio to the baseline of the same round.
+        For each candidate, the median value, and the median, smallest and largest ratio to the baseline in the same round.
     """
     table = {}
     for name in rounds[0]:
@@ -136,7 +136,7 @@ def _read_status(name: str) -> int:
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Return a JPEG with coarse structure and some noise. Its file is about as large as a photograph's."""
+    """Return a JPEG of random colors and noise. Its size in bytes is about that of a photograph with equal dimensions."""
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     noisy = (pixels + rng.normal(0, 8, pixels.shape)).clip(0, 255).astype(np.uint8)

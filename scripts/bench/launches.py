@@ -3,8 +3,8 @@
     python -m scripts.bench.launches [--losses neuclip fastclip] [--output launches.json]
 
 The steps are the same as in ``tests/fake_cuda``, which counts operations without a GPU. The model is tiny, because only the
-number of launches matters. The column *fake* is the count of ``tests/fake_cuda``. This count may differ from the number of
-launches, because an operation on a GPU may launch several kernels or none.
+number of launches matters. The column *fake* is the count of ``tests/fake_cuda``, and the column *waits* the number of syncs.
+The count of ``tests/fake_cuda`` may differ from the launches, because an operation may launch several kernels or none.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def count_calls(name: str, device: torch.device) -> list[dict[str, int]]:
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     table: harness.Table = {}
     for name in args.losses:
-        steps = count_calls(name, torch.device(args.device))[1:]  # without the first step, which creates states
+        steps = count_calls(name, torch.device(args.device))[1:]  # the first step also creates the optimizer's state
         table[name] = {
             "launches": max(sum(step.get(call, 0) for call in LAUNCHES) for step in steps),
             "waits": max(sum(step.get(call, 0) for call in SYNCS) for step in steps),

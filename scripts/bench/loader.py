@@ -3,7 +3,7 @@
     python -m scripts.bench.loader [--output results.json]
 
 OpenCLIP 3.3's loader needs webdataset below 0.2.96. The script installs 0.2.86 into a temporary folder
-(``pip install --target``), which is on the path of OpenCLIP's subprocesses only. All loaders have the same transform,
+(``pip install --target``), which is only on the path of OpenCLIP's subprocesses. All loaders have the same transform,
 tokenizer, batch size and workers. Our loader runs with each image backend and yields uint8 images, which training normalizes
 on the device. ``reference`` is our loader with torchvision and ``--reference``, which adds two embeddings of dimension 512 per
 sample. Each measurement is a new process, which reads one epoch to warm up and times the next one. The loaders alternate. A
@@ -11,7 +11,7 @@ ratio is the median over the rounds.
 
 A second table contains the samples per CPU second of the worker processes, because other programs affect CPU time less. Its
 baseline ``bare`` only decodes, crops and resizes images with torchvision, in the measuring process, before and after the
-epoch. ``one worker`` is our loader with torchvision and one worker. Two more rows are this loader with Hugging Face's
+epoch. ``one worker`` is our loader with torchvision and one worker. Two more rows measure ``one worker`` with Hugging Face's
 tokenizer for CLIP's vocabulary, and without a tokenizer.
 """
 
@@ -84,7 +84,7 @@ def write_reference(folder: Path, samples: int, width: int = 512) -> None:
 
 
 def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
-    """Return a function that does a loader's work on images, with files in memory and crop boxes sampled in advance."""
+    """Return a function that decodes, crops and resizes images, with files in memory and crop boxes sampled in advance."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
     from torchvision.transforms.v2.functional import resized_crop
@@ -105,7 +105,7 @@ def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
 
 
 def rates(work: Callable[[], int], clocks: Sequence[int]) -> list[float]:
-    """Return samples per elapsed second, and per second of these CPU clocks together."""
+    """Return samples per elapsed second, and samples per CPU second (the sum of the CPU clocks ``clocks``)."""
 
     def now() -> np.ndarray:
         return np.array([time.perf_counter(), sum(map(time.clock_gettime, clocks))])
@@ -220,11 +220,14 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-shards", type=int, default=4)
     parser.add_argument(
-        "--samples-per-shard", type=int, default=200, help="samples per shard of large photos; small photos have more"
+        "--samples-per-shard",
+        type=int,
+        default=200,
+        help="samples per shard of large photos; small photos: twice as many",
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--repeats", type=int, default=5, help="number of rounds")
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES, metavar="SIDE", help=", ".join(SIDES))
 
 

@@ -4,7 +4,7 @@
 
 All losses receive the same random unit features, on one device. All options except --prototypes have their defaults. The
 losses alternate. A ratio is the median over the rounds. Losses with solved temperatures are measured after their warm-up.
-Memory is the temporary memory of a call, without features and state. It is reported as infinite for losses that do not fit.
+Memory is the temporary memory of a call, without features and state. It is infinite if the GPU's memory is too small.
 ``--rounds 0`` measures only memory.
 """
 

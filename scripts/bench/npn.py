@@ -2,8 +2,8 @@
 
     python -m scripts.bench.npn [--batch-size 512] [--prototypes 4096] [--embed-dim 512] [--output results.json]
 
-Three candidates alternate in one run: only the two matrix products of an update, our closed form of the gradient, and
-``autograd`` through the equations with ``torch.optim.Adagrad``. The throughput is computed from 8·B·m·d flops per update
+Three candidates alternate in one run: only the two matrix products of each update, updates with our closed form of the
+gradient, and updates by ``autograd`` with ``torch.optim.Adagrad``. The throughput is computed from 8·B·m·d flops per update
 (batch size B, m prototypes, dimension d).
 """
 
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in {"--batch-size": 512, "--prototypes": 4096, "--embed-dim": 512}.items():
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--updates", type=int, default=10, help="T_u")
+    parser.add_argument("--updates", type=int, default=10, help="number of updates per step, T_u")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
 def run(step: TrainStep, batches: list[Batch]) -> None:
     for number, batch in enumerate(batches):
         step([batch], number)
-        step.guard.poll_outcomes()  # as in training, limits how many steps the host is ahead of the GPU
+        step.guard.poll_outcomes()  # limits how many steps the host is ahead of the GPU, as in training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

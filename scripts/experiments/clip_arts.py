@@ -3,8 +3,8 @@
     apt install openclipart-png         # or: apt-get download openclipart-png && dpkg-deb -x openclipart-png_*.deb .
     .venv/bin/python -m scripts.experiments.clip_arts --output clip-arts
 
-:mod:`scripts.experiments.pairs` describes the output folder. Unlike for icons, validation and test pairs are sampled at
-random, as in ``openclip-ext compare`` for data without splits. Each split therefore contains hundreds of authors.
+:mod:`scripts.experiments.pairs` describes the output folder. Validation and test pairs are sampled at random, as in
+``openclip-ext compare`` for data without splits, so each split contains hundreds of authors. (Icons are split by icon set.)
 
 A caption consists of the clip art's folders and its title (``animals birds: pollo``). Three kinds of images are excluded:
 1,400 computer-generated stars, images that are equal after shrinking, and one image that is too large for Pillow.
@@ -26,7 +26,7 @@ from scripts.experiments.pairs import Pair, complete_folder, png_on_white, progr
 
 SOURCE = Path("/usr/share/openclipart/png")
 EXCLUDED_FOLDER = "shapes/stars"
-SHARED_TITLE = 4  # a title that more images share is a collection's title, and the file name replaces it
+SHARED_TITLE = 4  # if more images share a title, it is a collection's title, and the caption uses the file name instead
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ClipArtsConfig:
 
 
 def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
-    """Return the clip arts without duplicates, in the order of the seed."""
+    """Return the clip arts without duplicates, in an order that the seed determines."""
     paths = [path for path in sorted(source.rglob("*.png")) if not path.is_symlink()]
     paths = [path for path in paths if not path.relative_to(source).is_relative_to(EXCLUDED_FOLDER)]
     titles = {path: title for path in tqdm(paths, "titles", unit="img") if (title := read_title(path)) is not None}
@@ -61,7 +61,7 @@ def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:
 
 
 def read_title(path: Path) -> str | None:
-    """Return the title in an image file, which may be empty; None if the image is too large to open."""
+    """Return the title in an image file (it may be empty); None if the image is too large to open."""
     try:
         with Image.open(path) as image:
             title = html.unescape(str(image.info.get("Title", "")))
@@ -86,7 +86,7 @@ def make(source: Path, output: Path, config: ClipArtsConfig) -> None:
         num_held_out = config.num_val + config.num_test
         if len(pairs) <= num_held_out:
             raise ValueError(
-                f"{source} has {len(pairs)} images, too few to hold out {num_held_out}: install openclipart-png"
+                f"{source}: expected more than {num_held_out} images, found {len(pairs)}. Install openclipart-png"
             )
         held_out = {"val": pairs[: config.num_val], "test": pairs[config.num_val : num_held_out]}
         splits = {"train": pairs[num_held_out:], **held_out}
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     parser = program(__doc__, ClipArtsConfig)
     parser.add_argument("--source", type=Path, default=SOURCE, help="folder png of the package")
     args = parser.parse_args(argv)
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # some drawings are large
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Pillow warns about large drawings
     make(args.source, args.output, from_flags(ClipArtsConfig, vars(args)))
 
 

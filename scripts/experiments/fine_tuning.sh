@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trainings for "Measured" in docs/fine-tuning.md. Data: docs/experiments/icons.md and docs/experiments/demo-set.md.
-# For the other rows, change --loss, --temperature-scheme, --lr, the layer decays or --pretrained as in the table.
+# Train the models of the section "Measured" in docs/fine-tuning.md. docs/experiments/icons.md and demo-set.md describe the data.
+# For other rows of the table, change --loss, --temperature-scheme, --lr, the layer decays or --pretrained.
 set -euo pipefail
 
 openclip-ext train --model demo-resnet --train-data 'icons-11k/train/{00000..00010}.tar' --batch-size 64 --epochs 4 --lr 1e-3 \

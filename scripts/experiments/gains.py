@@ -1,9 +1,9 @@
-"""Compute README's table and figure from the published rows: R@1 of untuned ``queueclip`` minus tuned ``openclip``.
+"""Compute README's table and figure from published results: R@1 of untuned ``queueclip`` minus R@1 of tuned ``openclip``.
 
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png
 
 For ``openclip``, the best of two to five temperatures was chosen on the validation sets, with the first seed. ``queueclip``
-has the defaults of the training program: its initial temperature is 0.1 in runs of fewer than 700 steps, and 0.07 in others.
+has the training program's defaults: its initial temperature is 0.1 in runs of fewer than 700 steps, and 0.07 in longer runs.
 """
 
 import argparse
@@ -38,11 +38,11 @@ def _solved(temperature: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Pairs of runs that differ only in their loss and its setting.
+    """Pairs of runs that have equal seeds and differ only in the setting (the loss and its options).
 
     Attributes:
-        label: Label of the row.
-        data: Digest of the data.
+        label: Label of the row in the table or figure.
+        data: Digest of the data set.
         tuned: Setting of ``openclip``.
         untuned: Setting of ``queueclip``.
     """
@@ -80,7 +80,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Gain:
-    """R@1 in percent with both settings, and the difference of each pair of runs."""
+    """Mean R@1 in percent with the tuned and the untuned setting, and the difference (untuned − tuned) for each seed."""
 
     label: str
     tuned: float
@@ -131,8 +131,8 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("rows", type=Path, nargs="+", help="files of finished runs")
-    parser.add_argument("--figure", type=output_path, help="png file for the figure")
+    parser.add_argument("rows", type=Path, nargs="+", help="JSON lines files of finished runs")
+    parser.add_argument("--figure", type=output_path, help="PNG file for the figure")
     args = parser.parse_args(argv)
     rows = [row for path in args.rows for row in read_results(path).values()]
     print(table(gain(pairing, rows) for pairing in BATCHES))

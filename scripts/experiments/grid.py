@@ -1,11 +1,11 @@
-"""Train a grid of equally tuned losses on icons or clip arts, and append a JSON line per finished run.
+"""Train losses with a grid of settings on icons or clip arts, and append a JSON line per finished run.
 
     python -m scripts.experiments.grid GRID.json --data icons-11k --results runs.jsonl [--workers 2]
 
-``scripts.experiments.pairs`` describes the data folder. For each schedule and family of losses, all settings of the family run
-with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds. ``test/`` has no influence
-on this choice. All families must have the same number of settings. Runs with equal seeds have equal initial weights, order and
-augmentation. Finished runs are skipped, so a call that was killed can be repeated. Only its unfinished runs are lost.
+``scripts.experiments.pairs`` describes the data folder. A family is a list of settings to choose from. For each schedule, all
+settings of a family run with the first seed. Then the setting with the highest score on ``val/`` runs with the other seeds.
+``test/`` has no influence on this choice. All families must have the same number of settings. Runs with equal seeds have equal
+initial weights, order and augmentation. Finished runs are skipped, so you can repeat a killed command.
 
 A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
 ``lr``: a learning rate that replaces the schedule's;
@@ -14,7 +14,7 @@ A setting has ``loss`` and ``options`` for ``create_loss``, and optionally
 ``captions``: ``name`` to train on canonical names, which are often equal, instead of captions.
 
 ``--start`` sets the initial weights of all runs. ``--reference`` sets the embeddings for settings with the option ``steer``.
-``scripts.experiments.reference`` writes both.
+``scripts.experiments.reference`` writes files for both flags.
 
 With ``"estimation_error": N``, the curve has a point for every epoch, and the estimation error on N training samples is
 measured after every epoch (see :func:`estimation_errors`).
@@ -62,23 +62,23 @@ from openclip_ext.training.step import Batch
 METRICS = ("name", "image-to-text", "text-to-image")
 _GRID_KEYS = {"model", "schedules", "families", "seeds", "estimation_error"}
 _SETTING_KEYS = {"loss", "options", "lr", "lora_rank", "temperature", "lr_tau", "captions"}
-_SHIFT = 2  # maximum random shift of a stored image, in pixels
+_SHIFT = 2  # maximum random shift of an image in each direction, in pixels
 _IMAGE_SIZE = 32  # input size of the demo models in pixels; stored images may be twice as large
 # Training flags of all runs. The grid sets the learning rate and the length.
 _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
 
 
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
-    """Return the contests of a grid file, one for each schedule."""
+    """Return the comparison of the families for each schedule of a grid file."""
     for what, content, known in (
         ("a grid", grid, _GRID_KEYS),
         *(("a setting", setting, _SETTING_KEYS) for tried in grid["families"].values() for setting in tried),
     ):
         if unknown := sorted(content.keys() - known):
-            raise ValueError(f"{what} has no {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+            raise ValueError(f"{what} cannot have {', '.join(unknown)}: expected only {', '.join(sorted(known))}")
     sizes = {family: len(settings) for family, settings in grid["families"].items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"families must have equally many settings, because all are tuned equally: found {sizes}")
+        raise ValueError(f"expected equally many settings in all families, found {sizes}")
     found = {}
     for schedule, length in grid["schedules"].items():
         about = {"data": data, "model": grid["model"], "schedule": schedule, **length, "seed": grid["seeds"][0]}
@@ -103,7 +103,7 @@ def data_digest(data: Path) -> str:
 
 
 def load_data(data: Path, model: str) -> PilotData:
-    """Decode the splits to ``data/cache``, if not done before, and tokenize the captions and class names."""
+    """Decode the splits to ``data/cache``, unless it is complete, and tokenize the captions and class names."""
     names = tuple((data / "names.txt").read_text().splitlines())
     train, val, test = (
         cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
@@ -122,7 +122,7 @@ def classes_of(samples: Cache) -> Tensor:
 
 
 class GridRun(PilotRun):
-    """A run of a grid. Unlike training, it uses the loss's default seed and default temperature learning rate."""
+    """A run of a grid, with the loss's default seed and temperature learning rate instead of the training program's."""
 
     def shared_options(self) -> dict[str, Any]:
         return {"epochs": self.run.epochs}
@@ -153,7 +153,7 @@ class GridRun(PilotRun):
 
 
 class ShiftedImages:
-    """Loader of images with equal sizes, randomly shifted on a white background, and of their tokens ``(N, L)``.
+    """Loader of images of equal size, randomly shifted on a white background, with caption tokens ``texts`` ``(N, L)``.
 
     ``seed`` determines the order and the shifts. An incomplete last batch of an epoch is dropped.
     """
@@ -187,7 +187,7 @@ def stored_images(samples: Cache, rows: Sequence[int]) -> Tensor:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift images by ``shifts`` ``(B, 2)`` in pixels, up to two pixels in each direction."""
+    """Shift images by ``shifts`` ``(B, 2)``, which are up to two pixels in each direction."""
     size = images.shape[-1]
     padded = nn.functional.pad(images, [_SHIFT] * 4, value=255)
     places = (_SHIFT + shifts).tolist()
@@ -199,7 +199,7 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
     wanted = max(visual.image_size) if isinstance(visual.image_size, tuple) else visual.image_size
     factor, rest = divmod(images.shape[-1], wanted)
     if rest:
-        raise ValueError(f"images of {images.shape[-1]} pixels: expected a multiple of {wanted}")
+        raise ValueError(f"expected images whose size is a multiple of {wanted} pixels, found {images.shape[-1]}")
     mean, std = (
         images.new_tensor(value, dtype=torch.float32).view(3, 1, 1) for value in (visual.image_mean, visual.image_std)
     )
@@ -207,9 +207,9 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
 
 
 def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
-    """Return the top-1 accuracy among the split's names, R@1 in both directions, and the mean of the three.
+    """Return the top-1 accuracy among the split's names, R@1 in both directions, and the mean of these three scores.
 
-    In retrieval, every sample with the same name counts as correct.
+    In retrieval, every sample with the query's name counts as correct.
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
     images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
@@ -224,7 +224,7 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
 
 
 def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
-    """Return the errors of the log-normalizers over ``count`` training samples (see ``estimation_error.measure``)."""
+    """Return the estimation errors of the log-normalizers on ``count`` training samples (see ``estimation_error.measure``)."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
     images, texts = training.embed(part, part.captions())
@@ -278,7 +278,7 @@ def train(
 
 
 def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
-    """Return the training configuration of a run. Its loss, learning rate and length are set later."""
+    """Return the training configuration of a run. The caller sets loss, learning rate and length later."""
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
     if weights is not None:
         argv += ["--pretrained", str(weights)]
@@ -288,7 +288,7 @@ def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
 
 
 def environment() -> dict[str, str]:
-    """Return the CPU, the GPU and the versions, which may affect results."""
+    """Return the names of the CPU and GPU, and the versions of packages, because these may affect results."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
@@ -331,13 +331,17 @@ def run_all(
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="JSON: model, schedules, families, seeds")
+    parser.add_argument("grid", type=Path, help="JSON file with model, schedules, families and seeds")
     parser.add_argument("--data", type=Path, required=True, help="folder from scripts.experiments.icons or .clip_arts")
-    parser.add_argument("--results", type=output_path, required=True, help="file to append finished runs to")
-    parser.add_argument("--workers", type=int, default=2, help="parallel runs, each on one core or GPU")
+    parser.add_argument(
+        "--results", type=output_path, required=True, help="JSON lines file to which finished runs are added"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel runs, each on one core or GPU")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job per run")
-    parser.add_argument("--slurm", default="", help="parameters of the jobs, such as partition=gpu,gpus_per_node=1")
-    parser.add_argument("--start", type=Path, metavar="FILE", help="initial weights of the models")
+    parser.add_argument(
+        "--slurm", default="", help="SLURM parameters of the jobs, such as partition=gpu,gpus_per_node=1"
+    )
+    parser.add_argument("--start", type=Path, metavar="FILE", help="file with the initial weights of all models")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
@@ -346,7 +350,7 @@ def main(argv: list[str]) -> None:
         pool = make_pool(args.executor, args.workers, jobs, args.slurm)
         failures = run_all(grid, args.data, args.results, pool, args.reference, args.start)
     if failures:
-        sys.exit(f"{len(failures)} runs failed. Repeat the command to retry them")
+        sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")
 
 
 if __name__ == "__main__":

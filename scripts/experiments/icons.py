@@ -5,12 +5,12 @@
 The script downloads ``@iconify/json`` with npm to ``CACHE`` (once), renders icons with ``resvg_py``, and writes
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls); an icon set is in only one of the splits
-    names.txt             the canonical names, one per line; ``cls`` is the line number
+    names.txt             the canonical names, one per line; ``cls`` is the line number, from 0
     sets.json             split, license, author and number of pairs of each set
     recipe.json           the arguments that determine the bytes
 
-Equal arguments and an equal collection give equal bytes. The training set for a smaller ``--num-train`` is the start of the
-set for a larger one. docs/experiments/icons.md describes the data and the licenses.
+Equal arguments and an equal collection give equal bytes. The training set of a smaller ``--num-train`` is the start of the
+training set of a larger ``--num-train``. docs/experiments/icons.md describes the data and the licenses.
 """
 
 import io
@@ -38,11 +38,11 @@ from scripts.experiments.pairs import SPLITS, Pair, complete_folder, png_on_whit
 
 PACKAGE = "@iconify/json"
 EXCLUDED_CATEGORY = "Emoji"
-# Minimum and maximum size of a held-out group of sets, as a fraction of all icons. The minimum is enough for a test, and
-# training can spare the maximum.
+# Minimum and maximum size of a held-out group of sets, as a fraction of all icons: enough for a test, but not so many that
+# training lacks icons.
 HELD_OUT_SHARE = (0.001, 0.02)
-# A held-out split has at least this number of groups, to contain different styles. Its groups together contain at
-# least HELD_OUT_SURPLUS icons per required pair, because not all icons have an eligible name.
+# A held-out split has at least HELD_OUT_GROUPS groups, to contain different styles. Its groups together contain at least
+# HELD_OUT_SURPLUS icons per required pair, because not all icons have an eligible name.
 HELD_OUT_GROUPS = 8
 HELD_OUT_SURPLUS = 4
 
@@ -90,12 +90,12 @@ class IconsConfig:
 
     num_train: int = flag(11_000, "number of training pairs (at most 298,000, with --min-authors 1)")
     num_val: int = flag(2000, "number of validation pairs, from held-out sets")
-    num_test: int = flag(2000, "number of test pairs, from other held-out sets")
+    num_test: int = flag(2000, "number of test pairs, from held-out sets that validation does not use")
     image_size: int = flag(64, "width and height of the images in pixels")
-    min_authors: int = flag(10, "use only names that at least this many training authors have drawn")
+    min_authors: int = flag(10, "use only icon names that at least this many training authors have drawn")
     seed: int = flag(0, "seed for choosing the held-out sets and the icons")
-    val_sets: tuple[str, ...] = flag((), "prefixes of the validation sets; none means that the seed chooses them")
-    test_sets: tuple[str, ...] = flag((), "prefixes of the test sets; none means that the seed chooses them")
+    val_sets: tuple[str, ...] = flag((), "prefixes of the validation sets; by default, the seed chooses them")
+    test_sets: tuple[str, ...] = flag((), "prefixes of the test sets; by default, the seed chooses them")
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]
@@ -126,7 +126,9 @@ def fetch(cache: Path) -> Path:
     if (package / "collections.json").exists():
         return package
     if shutil.which("npm") is None:
-        raise ValueError(f"npm not found (Debian: apt install npm): it downloads {PACKAGE}. Or unpack it as {package}")
+        raise ValueError(
+            f"npm, which downloads {PACKAGE}, not found: apt install npm, or unpack {PACKAGE} as {package}"
+        )
     cache.mkdir(parents=True, exist_ok=True)
     packed = subprocess.run(["npm", "pack", PACKAGE, "--json"], cwd=cache, stdout=subprocess.PIPE, text=True)
     if packed.returncode:
@@ -138,7 +140,7 @@ def fetch(cache: Path) -> Path:
 
 
 def read_collection(package: Path) -> tuple[dict[str, dict[str, Any]], list[Icon]]:
-    """Return the sets' descriptions by prefix, and all icons except emoji, aliases, hidden icons and animated icons."""
+    """Return the icon sets' descriptions by prefix, and all icons except emoji, aliases, hidden and animated icons."""
     sets = {
         prefix: info
         for prefix, info in json.loads((package / "collections.json").read_text()).items()
@@ -161,7 +163,7 @@ _BOX_DEFAULTS = {"left": 0, "top": 0, "width": 16, "height": 16}  # defaults of 
 
 
 def group_sets(sets: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the group of each set. Sets with the same author, or with the same start of the prefix, form a group."""
+    """Return the group of each set. Sets with equal authors, or with prefixes that start with the same word, form a group."""
     parent = {prefix: prefix for prefix in sets}
 
     def root(prefix: str) -> str:
@@ -183,7 +185,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
     for split, prefixes in (("val", config.val_sets), ("test", config.test_sets)):
         unknown = sorted(set(prefixes) - set(sets))
         if unknown:
-            raise ValueError(f"{split} sets {', '.join(unknown)}: not found in the collection without emoji")
+            raise ValueError(f"{split} sets {', '.join(unknown)} not found in the collection (emoji are excluded)")
         splits |= dict.fromkeys(prefixes, split)
     sizes = Counter(group_of[icon.prefix] for icon in icons if splits[icon.prefix] == "train")
     low, high = (share * len(icons) for share in HELD_OUT_SHARE)
@@ -195,7 +197,7 @@ def assign_splits(sets: dict[str, dict[str, Any]], icons: list[Icon], config: Ic
             or sum(sizes[group] for group in held_out) < HELD_OUT_SURPLUS * config.count(split)
         ):
             if not candidates:
-                raise ValueError(f"not enough sets to hold out {config.count(split)} {split} pairs: use fewer pairs")
+                raise ValueError(f"too few sets to hold out {config.count(split)} {split} pairs: reduce --num-{split}")
             held_out.append(candidates.pop(0))
         splits |= {prefix: split for prefix in sets if group_of[prefix] in held_out}
     return splits
@@ -210,12 +212,12 @@ def eligible_names(sets: dict[str, dict[str, Any]], icons: Iterable[Icon], min_a
 
 
 def choose(icons: list[Icon], sets: dict[str, dict[str, Any]], splits: dict[str, str], config: IconsConfig):
-    """Return the candidate icons of each split, in the order of the seed, without duplicate drawings."""
+    """Return the candidate icons of each split without duplicate drawings, in an order that the seed determines."""
     names = eligible_names(sets, (icon for icon in icons if splits[icon.prefix] == "train"), config.min_authors)
     pools: dict[str, list[Icon]] = {split: [] for split in SPLITS}
     seen: set[str] = set()
     order = seeded_order(config.seed)
-    for split in SPLITS:  # training comes first, because held-out splits must not contain its drawings
+    for split in SPLITS:  # training comes first, because held-out splits must not contain training drawings
         mine = [icon for icon in icons if splits[icon.prefix] == split and icon.canonical in names]
         for icon in sorted(mine, key=lambda icon: order(f"{icon.prefix}:{icon.name}")):
             if icon.body not in seen:
@@ -247,7 +249,7 @@ def take(pool: list[Icon], number: int, size: int, executor: ProcessPoolExecutor
                 yield icon, png
         if taken == number:
             return
-    raise ValueError(f"{number} pairs are needed, the sets have {taken}: use fewer pairs, or a smaller --min-authors")
+    raise ValueError(f"expected {number} pairs, found {taken} in the sets: use fewer pairs, or a smaller --min-authors")
 
 
 def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None:
@@ -292,7 +294,7 @@ def make(package: Path, output: Path, config: IconsConfig, workers: int) -> None
 def main(argv: list[str]) -> None:
     parser = program(__doc__, IconsConfig)
     parser.add_argument("--cache", type=Path, required=True, help="folder for the collection, outside the repository")
-    parser.add_argument("--workers", type=int, default=2, help="rendering processes")
+    parser.add_argument("--workers", type=int, default=2, help="number of rendering processes")
     args = parser.parse_args(argv)
     make(fetch(args.cache), args.output, from_flags(IconsConfig, vars(args)), args.workers)
 

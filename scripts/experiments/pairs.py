@@ -1,6 +1,6 @@
 """Code shared by the programs that make image-text shards: seeded order, complete output folders, and writing shards.
 
-:mod:`scripts.experiments.grid` and ``openclip-ext compare`` read these folders::
+:mod:`scripts.experiments.grid` and ``openclip-ext compare`` read the output folder::
 
     train/, val/, test/   WebDataset shards (png, txt, json, cls)
     names.txt             the canonical names, one per line; ``cls`` is the line number, from 0
@@ -33,7 +33,7 @@ class Pair:
     """An image with its caption.
 
     Attributes:
-        described: Metadata of the image. ``name`` is the canonical name, which is equal for all images of the same thing.
+        described: Metadata of the image. ``name`` is the canonical name, which is equal for all images of one thing.
     """
 
     png: bytes
@@ -51,7 +51,7 @@ def program(doc: str, config: type) -> argparse.ArgumentParser:
 
 
 def seeded_order(seed: int) -> Callable[[str], bytes]:
-    """Return a sorting key that shuffles strings. The order is the same on every machine."""
+    """Return a sorting key that shuffles strings. ``seed`` determines the order, which is the same on every machine."""
     return lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest()
 
 
@@ -72,7 +72,7 @@ def png_on_white(image: Image.Image) -> bytes | None:
 def complete_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to ``output`` at the end. ``output`` never exists with partial content."""
     if output.exists():
-        raise ValueError(f"{output} already exists: choose another folder or remove it")
+        raise ValueError(f"{output} already exists: remove it, or give another --output")
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

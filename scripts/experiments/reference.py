@@ -1,9 +1,9 @@
-"""Train a model on one icon data set and embed another, for the grid's ``--start`` and ``--reference``.
+"""Train a model on one icon data set and embed another data set, for the grid's ``--start`` and ``--reference``.
 
     python -m scripts.experiments.reference GRID.json --data icons-300k --of icons-11k --output reference
 
-The grid must have one schedule and one setting. The output folder contains ``model.pt``, and embeddings in the format of
-``openclip-ext embed``.
+The grid must have one schedule and one setting. The output folder contains the weights ``model.pt``, and embeddings in the
+format of ``openclip-ext embed``.
 """
 
 import argparse
@@ -26,9 +26,11 @@ from scripts.experiments.grid import GridRun, config_of, contests, load_data, sc
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="JSON: model, one schedule, one family with one setting, a seed")
-    parser.add_argument("--data", type=Path, required=True, help="data to train on")
-    parser.add_argument("--of", type=Path, required=True, help="data to embed")
+    parser.add_argument(
+        "grid", type=Path, help="JSON file with a model, one schedule, one family with one setting, and a seed"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the data to train on")
+    parser.add_argument("--of", type=Path, required=True, help="folder with the data to embed")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the embeddings")
     args = parser.parse_args(argv)
     add_model_configs()
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> None:
 
 
 def whole_state(training: GridRun) -> dict[str, Tensor]:
-    """Return the model's full weights. Tokens and positions that do not occur in the run's texts have initial weights."""
+    """Return the full model's weights. Tokens and positions that do not occur in the run's texts keep initial weights."""
     state = build_model(training.config.model, training.device, training.run.seed).model.state_dict()
     for name, value in training.model.state_dict().items():
         if state[name].shape == value.shape:

@@ -1,9 +1,9 @@
-"""Print Markdown tables of a grid, which may be unfinished.
+"""Print Markdown tables of a grid's results. The grid may be unfinished.
 
     python -m scripts.experiments.tables GRID.json --data icons-11k --results runs.jsonl
 
-Each schedule has two tables. The first has the results of each family's best setting on the test set, with paired differences
-to a baseline. The second has the results of all settings on the validation set.
+Each schedule has two tables. The first table has the test results of each family's best setting, with paired differences from
+a baseline. The second table has the validation results of all settings.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from scripts.experiments.grid import contests, data_digest
 
 
 def recall(scores: Mapping[str, float]) -> float:
-    """Return R@1 in percent, the mean of both directions."""
+    """Return R@1 in percent, averaged over both directions."""
     return 50 * (scores["image-to-text"] + scores["text-to-image"])
 
 
@@ -66,7 +66,7 @@ def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
 
 
 def with_interval(differences: Sequence[float]) -> str:
-    """Format the mean of paired differences. If there are two or more, add the 95 % interval (Student's t)."""
+    """Format the mean of paired differences. For two or more differences, add the 95 % interval (Student's t)."""
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
         text += " ({:.1f} to {:.1f})".format(*seeds_interval(differences))
@@ -84,7 +84,7 @@ def _tuning(contest: Contest, results: Results) -> str:
 
 
 def _numbers(setting: Mapping[str, Any]) -> str:
-    """Format the numbers in a setting. The settings of a family differ in these numbers."""
+    """Format the numbers in a setting, because settings of a family differ in their numbers."""
     flat = {**setting, **setting.get("options", {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, float | int) and value is not True}
     return ", ".join(f"{key} {value:g}" for key, value in numbers.items()) or "defaults"
@@ -92,10 +92,10 @@ def _numbers(setting: Mapping[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("grid", type=Path, help="file of the grid")
+    parser.add_argument("grid", type=Path, help="JSON file of the grid")
     parser.add_argument("--data", type=Path, required=True, help="data folder of the grid")
-    parser.add_argument("--results", type=Path, required=True, help="file of finished runs")
-    parser.add_argument("--baseline", help="family to compare with (default: the first)")
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines file of finished runs")
+    parser.add_argument("--baseline", help="family to compare with (default: the first family)")
     args = parser.parse_args(argv)
     grid = json.loads(args.grid.read_text())
     print(format_tables(grid, data_digest(args.data), read_results(args.results), args.baseline))

@@ -10,14 +10,14 @@
 #SBATCH --output=%x-%j.out
 #
 # Evaluate the checkpoints of a run folder on DataComp's tasks and write a report. The job's GPUs share the tasks of one
-# checkpoint. Submit it from the root of the clone, with the environment to use active:
+# checkpoint. Activate the Python environment and submit this script from the root of the clone:
 #
 #   sbatch scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp
 #   CHECKPOINTS=last sbatch --gpus-per-node=1 scripts/slurm/datacomp_eval.sh LOGS/NAME PATH/TO/datacomp --tasks imagenet
 #
 # CHECKPOINTS is `all` (the default) or `last`. eval.datacomp receives the arguments after the two folders. Tasks with a result
-# are skipped, so you can requeue or resubmit the job at any time. If a task fails, the job continues with the others and fails
-# at the end.
+# are skipped, so you can requeue or resubmit the job at any time. If a task fails, the job continues with the other tasks, but
+# its exit status is not 0.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then
@@ -31,10 +31,10 @@ python=${PYTHON:-python}
 processes=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 
-# OpenCLIP and our trainer write the flags of a run, one per line.
+# OpenCLIP and our trainer write each flag of a run to a line of params.txt.
 model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
 
-# The configuration from the trainer: without it the weights could load into a different model.
+# Use the model configuration that the trainer saved. Otherwise, the weights could load into a different model.
 run_flags=()
 model_config=$run_folder/model_config/${model//\//-}.json
 if [ -f "$model_config" ]; then
@@ -43,7 +43,7 @@ fi
 
 mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
 if [ "${#checkpoints[@]}" -eq 0 ]; then
-    echo "$run_folder/checkpoints holds no epoch_K.pt" >&2
+    echo "$run_folder/checkpoints has no epoch_K.pt: expected the run folder LOGS/NAME of a training run" >&2
     exit 2
 fi
 case ${CHECKPOINTS:-all} in

@@ -17,19 +17,19 @@
 #
 # Variables that sbatch passes on from your shell:
 #   PYTHON="apptainer exec --nv IMAGE.sif python"    the interpreter, here in a container (default: python)
-#   SRUN_FLAGS="--container-image=IMAGE"             additional flags of srun, such as pyxis's
-#   NCCL_SOCKET_IFNAME=ib0                           the network between the nodes, if NCCL chooses the wrong one
-#   SAVE_SECONDS=90                                  maximum seconds for a checkpoint; --signal=B:USR1@N needs 30 more
+#   SRUN_FLAGS="--container-image=IMAGE"             additional flags for srun, here for its container plugin pyxis
+#   NCCL_SOCKET_IFNAME=ib0                           the network between the nodes, if NCCL chooses a wrong network
+#   SAVE_SECONDS=90                                  maximum seconds to save a checkpoint; N in --signal=B:USR1@N is 30 more
 #
-# Trains on all GPUs of the job's nodes, with one task per GPU. The job continues in the same run folder after a time limit,
-# a preemption or a node failure. Submit it from the root of the clone, with the environment to use active, and pass the
-# trainer's flags. With --recipe the GPUs share the recipe's global batch, unless you set --batch-size:
+# Train on all GPUs of the job's nodes, with one task per GPU. The job continues in the same run folder after a time limit,
+# a preemption or a node failure. Activate the Python environment and submit this script from the root of the clone, with the
+# trainer's flags. With --recipe, the GPUs share the recipe's global batch, unless you set --batch-size:
 #
 #   sbatch scripts/slurm/train.sh --recipe cc3m --loss neuclip --train-data 'PATH/TO/cc3m/{00000..00331}.tar'
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 scripts/slurm/train.sh --recipe cc12m --loss fastclip ...
 #   sbatch --array=0-2 scripts/slurm/train.sh --seed %a --name seed-%a --loss neuclip ...
 #
-# In a job array, %a is the index of the job. Each task has one data worker less than CPUs, unless you set --workers.
+# In a job array, %a is the job's index. Each task has one data worker fewer than it has CPUs, unless you set --workers.
 # 120 seconds before the time limit, SLURM sends SIGUSR1 to this shell. The shell signals the trainers to save and exit, and
 # requeues the job. The next launch resumes from the newest checkpoint. SLURM requeues preempted jobs and jobs that lose a
 # node. Failed runs are not requeued.
@@ -48,7 +48,7 @@ export MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE
 flags=("${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
 batch_size=$("${python[@]}" -m openclip_ext.training.recipes --share-batch "$world_size" ${flags[@]+"${flags[@]}"})
 
-# The last task of an array has the array's own number, which stands for all tasks.
+# The SLURM_JOB_ID of an array's last task is the ID of the whole array, so array tasks are addressed as ARRAY_INDEX.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 
@@ -57,7 +57,7 @@ save_and_end() {
     interrupted=1
     out_of_time=1
     echo "Time limit ahead: saving, then requeueing job $job."
-    scancel --signal=TERM "$job" # signals the job's tasks, not this shell
+    scancel --signal=TERM "$job" # signals the trainers, not this shell
     (sleep "${SAVE_SECONDS:-90}" && scontrol requeue "$job") &
     last_resort=$!
 }
@@ -71,7 +71,7 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$world_size" --ntasks-per-node="$g
     ${flags[@]+"${flags[@]}"} &
 training=$!
 
-# The signal interrupts `wait`; its status is then not the status of the training.
+# If the signal interrupts `wait`, the status of `wait` is not the status of the training, so the loop waits again.
 interrupted=1
 while [ "$interrupted" -eq 1 ]; do
     interrupted=0
@@ -80,7 +80,7 @@ while [ "$interrupted" -eq 1 ]; do
 done
 if [ "$out_of_time" -eq 1 ]; then
     kill "$last_resort" 2>/dev/null || true
-    if [ "$status" -gt 128 ]; then # terminated by the signal
+    if [ "$status" -gt 128 ]; then # the signal terminated the training
         scontrol requeue "$job"
     fi
 fi

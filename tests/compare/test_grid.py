@@ -30,7 +30,7 @@ GRID = {
 def test_grids_that_mean_something_else_are_refused():
     for changes, message in (
         ({"families": {"one": [SETTING, OTHER], "two": [SETTING]}}, "equally many settings"),
-        ({"seed": [0]}, "a grid has no seed: expected estimation_error, families"),
+        ({"seed": [0]}, "a grid cannot have seed: expected only estimation_error, families"),
     ):
         with pytest.raises(ValueError, match=message):
             contests(GRID | changes, "data")

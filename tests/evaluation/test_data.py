@@ -122,7 +122,7 @@ CAMELYON, FAIRFACE = "wilds/camelyon17", "fairness/fairface"
         (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
         (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
-        (FLICKR, {"txt": b"\n\n"}, "no caption"),
+        (FLICKR, {"txt": b"\n\n"}, "expected one caption per line"),
         (FAIRFACE, {"npy": datasets.npy_bytes([9, 0, 0, 1])}, "expected age below 9 in the .npy, found"),
         (FAIRFACE, {"npy": datasets.npy_bytes([0, 2, 0, 1])}, "expected gender below 2 in the .npy, found"),
     ],

@@ -100,7 +100,7 @@ def test_whole_sets_are_held_out_by_a_seeded_choice(tmp_path: Path):
     # The splits do not depend on the number of training pairs.
     assert assign_splits(sets, found, IconsConfig(50, 10, 10, min_authors=2)) == splits
     assert assign_splits(sets, found, IconsConfig(100, 10, 10, min_authors=2, seed=1)) != splits
-    with pytest.raises(ValueError, match="not enough sets"):
+    with pytest.raises(ValueError, match="too few sets"):
         assign_splits(sets, found, IconsConfig(100, 1000, 10))
 
 
@@ -133,6 +133,6 @@ def test_equal_arguments_give_equal_bytes_and_fewer_pairs_a_prefix(
     fewer = make(package, tmp_path / "fewer", replace(SMALL, num_train=4))
     assert read(fewer / "train") == read(first / "train")[:4]
     assert read(fewer / "test") == read(first / "test")
-    with pytest.raises(ValueError, match="6 pairs are needed, the sets have 5"):
+    with pytest.raises(ValueError, match="expected 6 pairs, found 5 in the sets"):
         make(package, tmp_path / "more", replace(SMALL, num_test=6))
     assert not (tmp_path / "more").exists()

@@ -83,5 +83,5 @@ def test_the_last_checkpoint_with_flags_and_the_configuration_of_the_run(tmp_pat
 def test_what_is_no_run_is_refused(tmp_path: Path, run_folder: Path) -> None:
     assert "CHECKPOINTS=best: expected all or last" in start(tmp_path, str(run_folder), "D", CHECKPOINTS="best").stderr
     shutil.rmtree(run_folder / "checkpoints")
-    assert "holds no epoch_K.pt" in start(tmp_path, str(run_folder), "D").stderr
+    assert "has no epoch_K.pt" in start(tmp_path, str(run_folder), "D").stderr
     assert "params.txt" in start(tmp_path, str(tmp_path), "D").stderr

@@ -2,9 +2,9 @@
 
 Source: CLIP-Lite, section 4.8. The two prompts of a pair differ only in the concept ("I am a boy.", "I am a girl."). The two
 embeddings of each pair are shifted to mean zero (Bolukbasi et al., 2016). The principal components of all shifted embeddings
-span the concept's subspace. The concept is removed by subtracting an image embedding's projection onto the subspace. The
-alignment table (Table 6 of the paper) shows how well the best-matching images of two groups fit the prompts of each side,
-before and after the removal. If both groups then have equal values, the concept is removed.
+span the concept's subspace. To remove the concept, an image embedding's projection onto the subspace is subtracted from the
+embedding. The alignment table (Table 6 of the paper) shows how well the best images of two groups match the prompts of each
+side, before and after the removal. If both groups have equal values after the removal, the concept is removed.
 """
 
 import argparse
@@ -35,12 +35,13 @@ TEMPLATES = ("I am a {c}.", "a photo of a {c}.", "this person is a {c}.")
 # Number of nearest images per query on the HTML page, as in the paper's Figure 5, and their maximum size in pixels.
 _NEAREST, _PIXELS = 5, 112
 
-# Side of the prompts -> group of images -> mean alignments "original" and "neutral" (concept removed), and their "delta".
+# Side of the prompts -> group of images -> mean alignment before ("original") and after the removal ("neutral"), and their
+# difference ("delta").
 AlignmentTable = dict[str, dict[str, dict[str, float]]]
 
 
 def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the ``components`` directions in which the embeddings ``(n, d)`` of paired prompts differ most.
+    """Find the ``components`` directions in which the embeddings ``(n, d)`` of the first and second prompts differ most.
 
     Returns:
         A basis ``(components, d)`` with orthonormal rows that point from ``second`` to ``first``, and the fraction
@@ -54,7 +55,9 @@ def concept_subspace(first: Tensor, second: Tensor, components: int = 1) -> tupl
     _, values, vectors = torch.linalg.svd(differences, full_matrices=False)
     variance = values.square()
     if not variance.sum() > 0:
-        raise ValueError("the prompts of the pairs have equal embeddings: they do not differ in any concept")
+        raise ValueError(
+            "both prompts of every pair have equal embeddings: give --pairs of words that differ in a concept"
+        )
     basis = vectors[:components]
     signs = torch.sign(basis @ differences.mean(0))
     basis = basis * torch.where(signs == 0, 1.0, signs).unsqueeze(1)
@@ -71,7 +74,8 @@ def alignment_table(
 ) -> AlignmentTable:
     """Compute Table 6 of CLIP-Lite: the mean alignment of each query with its ``top`` best images, averaged over queries.
 
-    Unit embeddings: ``queries`` maps each side to its prompts ``(q, d)``, and ``images`` each group to its images ``(n, d)``.
+    ``queries`` maps each side to the unit embeddings of its prompts ``(q, d)``, and ``images`` maps each group to the unit
+    embeddings of its images ``(n, d)``.
     """
 
     def mean_of_best(prompts: Tensor, features: Tensor) -> float:
@@ -90,7 +94,7 @@ def alignment_table(
 def nearest_images(
     query: Tensor, groups: Mapping[str, tuple[Tensor, Sequence[str]]], basis: Tensor
 ) -> dict[str, list[tuple[str, float]]]:
-    """Find the five images of each group nearest to a query, before and after the removal, as in CLIP-Lite's Figure 5.
+    """Find each group's five images nearest to a query, before and after the removal, as in CLIP-Lite's Figure 5.
 
     ``groups`` maps names to unit embeddings ``(n, d)`` and paths. The result lists paths and alignments, nearest first.
     """
@@ -122,7 +126,9 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     """Read pairs of words or phrases from a file with one comma-separated pair per line."""
     pairs = [[word.strip() for word in line.split(",")] for line in read_lines(path, "pairs")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise ValueError(f"{path} has lines that are not pairs: expected two words per line, separated by a comma")
+        raise ValueError(
+            f"{path} has lines that are not pairs: expected two words or phrases per line, separated by a comma"
+        )
     return [(first, second) for first, second in pairs]
 
 
@@ -135,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     sides = ("FIRST", "SECOND")
     parser.add_argument("--images", nargs=2, type=Path, required=True, metavar=sides, help="folders of the two groups")
-    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two groups (default: the folders' names)")
+    parser.add_argument("--names", nargs=2, metavar=sides, help="names of the two groups (default: folder names)")
     parser.add_argument("--pairs", type=Path, help="file with one pair of words per line: FIRST, SECOND")
     parser.add_argument("--templates", type=Path, help="file with one prompt per line; {c} stands for the word")
     parser.add_argument(
@@ -151,7 +157,7 @@ def main(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
     names = args.names or [folder.name for folder in args.images]
     if names[0] == names[1]:
-        raise ValueError(f"both groups have the name {names[0]}: name them with --names")
+        raise ValueError(f"both groups have the name {names[0]}: give two different names with --names")
     pairs = read_pairs(args.pairs) if args.pairs else PAIRS
     templates = read_lines(args.templates, "prompts") if args.templates else TEMPLATES
     if not all("{c}" in template for template in templates):

@@ -3,7 +3,7 @@
 Source: CLIP-Lite, section 4.7, which uses Grad-CAM (Selvaraju et al., 2017). The alignment of image and phrase is
 differentiated with respect to the last spatial features of the visual tower. The gradient, averaged over positions, gives a
 weight for each channel. The heat map is the weighted sum of the channels, clipped at zero. In vision transformers, the last
-spatial features are the patch tokens before the attention of the last block, because only the class token is used later.
+spatial features are the patch tokens before the last block's attention, because later layers use only the class token.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        # Detached features get a gradient even in a frozen tower, and earlier layers compute no gradients. The clone protects
-        # the features from in-place operations in later layers.
+        # Features detached from earlier layers get a gradient even in a frozen tower, and earlier layers compute no
+        # gradients. The clone protects the features from in-place operations in later layers.
         caught.append(output.detach().requires_grad_())
         return caught[-1].clone()
 
@@ -86,7 +86,9 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
         hook = visual.get_submodule(layer.name).register_forward_hook(catch)
     except AttributeError:
         known = ", ".join(child for child, _ in visual.named_children())
-        raise UsageError(f"--layer {layer.name} not found in the visual tower; top-level modules: {known}") from None
+        raise UsageError(
+            f"--layer {layer.name} not found in the visual tower: expected a module inside {known}"
+        ) from None
     try:
         with torch.enable_grad():
             images = image.to(encoder.device).unsqueeze(0)
@@ -100,8 +102,8 @@ def grad_cam(encoder: Encoder, image: Tensor, phrases: Sequence[str], layer: Spa
     activations = layer.to_map(features.detach())
     if activations.dim() != 4 or activations.shape[-2:].numel() < 2:
         raise UsageError(
-            f"Grad-CAM: {layer.name} has features of shape {tuple(features.shape)} for images of "
-            f"{tuple(image.shape[-2:])}, expected a map of several positions. Choose an earlier --layer."
+            f"Grad-CAM: expected features at several positions, found the shape {tuple(features.shape)} in {layer.name} for "
+            f"images of {tuple(image.shape[-2:])} pixels. Choose an earlier --layer."
         )
     # Equations 1 and 2 of Grad-CAM: relu(sum_c mean_hw(gradients)_c activations_c)
     weights = torch.cat([layer.to_map(gradient) for gradient in gradients]).float().mean(dim=(2, 3), keepdim=True)
@@ -119,7 +121,7 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
         panel.set_axis_off()
         panel.set_title(textwrap.shorten(title, 40, placeholder="…"), fontsize=9)
     for panel, heat in zip(panels[1:], maps, strict=True):
-        # Zeros keep some color, so that a map of zeros looks different from the plain image.
+        # Where the map is 0, it is drawn with opacity 0.2, so that a map of zeros looks different from the plain image.
         panel.imshow(heat, cmap="turbo", vmin=0, vmax=1, alpha=0.2 + 0.4 * heat)
     return figure
 

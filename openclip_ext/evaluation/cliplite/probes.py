@@ -4,10 +4,10 @@ Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 - ``voc07`` fits a linear SVM for each class on the trainval split, and measures mean average precision on the test split.
   3-fold cross-validation selects the cost with the best average precision. As in VirTex, features have unit norm, and positive
-  samples have twice the weight. An image that VOC marks as difficult for a class is a negative of this class in training, and
-  is excluded from the class's test.
+  samples have twice the weight. If VOC marks an image as difficult for a class, the image is a negative of this class in
+  training, and is excluded from the class's test.
 - ``top1`` fits one multinomial logistic regression over all classes to convergence. The cost is selected on a held-out part of
-  the training data. (CLIP-Lite trains this classifier with SGD for 100 epochs.)
+  the training data. (CLIP-Lite instead trains this classifier with SGD for 100 epochs.)
 """
 
 import argparse
@@ -58,8 +58,8 @@ class Split:
 def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
     """Return the probe's input: features ``(B, d)`` of images ``(B, 3, H, W)``.
 
-    The ``kind`` ``backbone`` means the pooled features before the projection. In ModifiedResNet, they are the global average
-    of the last feature map, as in the papers. The ``kind`` ``embedding`` means the model's image embeddings.
+    The ``kind`` ``backbone`` means the pooled features before the projection. For ModifiedResNet, they are the mean of the
+    last feature map over all positions, as in the papers. The ``kind`` ``embedding`` means the model's image embeddings.
     """
     visual: Any = model.visual  # visual towers have no common interface
     if kind == "embedding":
@@ -68,7 +68,7 @@ def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
         found = visual.forward_intermediates(images, indices=1, intermediates_only=True)
         return found["image_intermediates"][-1].mean(dim=(2, 3))
     if hasattr(visual, "trunk"):
-        features = visual.trunk(images)  # already pooled, unless OpenCLIP added an attention pool
+        features = visual.trunk(images)  # timm has already pooled them, except if OpenCLIP added an attention pool
         return features.mean(dim=(2, 3)) if features.dim() == 4 else features
     if hasattr(visual, "proj"):
         projection, visual.proj = visual.proj, None
@@ -113,7 +113,9 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     columns = [np.loadtxt(file, dtype=str, ndmin=2) for file in files]
     names = columns[0][:, 0]
     if any(column.shape[1] != 2 or not np.array_equal(column[:, 0], names) for column in columns):
-        raise ValueError(f"{devkit}: expected the same images with a label in all class files of {split}")
+        raise ValueError(
+            f"{devkit}: expected all files ImageSets/Main/*_{split}.txt to list the same images with a label"
+        )
     labels = np.stack([column[:, 1].astype(np.int8) for column in columns], axis=1)
     paths = [devkit / "JPEGImages" / f"{name}.jpg" for name in names]
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -135,7 +137,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
 
 
 def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -> dict[str, Any]:
-    """Train a linear SVM for each class; return its average precision and cost, and the mean ``map`` (as in VirTex)."""
+    """Train an SVM for each class (as in VirTex); return each class's average precision and cost, and the mean ``map``."""
     train_features, test_features = normalize(train.features), normalize(test.features)
     per_class, chosen = {}, {}
     svm = LinearSVC(class_weight={True: 2, False: 1}, max_iter=2000, dual="auto", random_state=0)
@@ -167,8 +169,8 @@ def probe_top1(
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # Costs are compared on a held-out tenth of the training data, which contains every class. Then a classifier with the best
-    # cost is fitted to all training data.
+    # Costs are compared on a held-out tenth of the training data, in which every class occurs. Then a classifier with the
+    # best cost is fitted to all training data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -191,11 +193,11 @@ def build_parser() -> argparse.ArgumentParser:
     top1.add_argument("--train", type=Path, required=True, help="training data: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="test data: class folders, or DataComp's format")
     top1.add_argument("--samples-per-class", type=int, help="maximum number of training samples per class")
-    features_help = "features to fit (default: backbone, before the projection)"
+    features_help = "features that the probe receives (default: backbone, the features before the projection)"
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)
         probe.add_argument("--features", choices=("backbone", "embedding"), default="backbone", help=features_help)
-        probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"default: {costs}")
+        probe.add_argument("--costs", type=float, nargs="+", default=costs, help=f"costs to compare (default: {costs})")
         probe.add_argument("--output", type=output_path, help="JSON file to write")
     return parser
 
@@ -211,7 +213,7 @@ def main(argv: list[str]) -> None:
         train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
-        raise ValueError(f"expected the same classes in training and test data, found {different}")
+        raise ValueError(f"expected the same classes in training and test data, found differences: {different}")
     result = (
         probe_voc07(train, test, args.costs) if is_voc else probe_top1(train, test, args.costs, args.samples_per_class)
     )

@@ -16,14 +16,14 @@ from openclip_ext.pages.rendering import markdown_table
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openclip-ext report",
-        description="Compare runs side by side: settings that differ, time, curves, validation, and DataComp's tasks if they "
-        "were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). Differences are "
-        "relative to the first run.",
+        description="Compare runs side by side: settings that differ, training time, curves, validation, and DataComp's tasks "
+        "if they were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). Differences "
+        "are relative to the first run.",
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
-        "repeats of one run, shown as mean and standard deviation. The difference in a validation metric has a 95 %% "
-        "interval if both runs have repeats with the same seeds"
+        "repeats of one run, shown as mean and standard deviation. If two runs have repeats with the same seeds, the "
+        "difference in a validation metric has a 95 %% interval"
     )
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH", help=results_help)
     output_help = "folder of the report (default: %(default)s)"

@@ -17,16 +17,16 @@ from openclip_ext.pages.rendering import render_page
 
 # A difference of at least this many standard errors is shown as better or worse.
 _CLEAR = 2.0
-# The three panels of NeuCLIP's Figure 1 come first. The charts of other groups and tasks are collapsed.
+# The page shows the three panels of NeuCLIP's Figure 1. The charts of other groups and tasks are collapsed.
 _MAIN_GROUPS = ("DataComp average (38)", "ImageNet & variants (7)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)")
 
 
 def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Sequence[Row], title: str) -> str:
-    """Build the page from the tables of runs with logs (``training``) and results of runs with checkpoints (``rows``)."""
+    """Build the page from the tables of training logs (``training``) and the rows of evaluated checkpoints (``rows``)."""
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
     metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
     charts = training_charts({run.name: run.logs for run in trained}, metrics)
-    # Protocols are compared without their first word, the model's name.
+    # Protocols are compared without their first word, which is the model's name.
     protocols = {
         frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
         for run in evaluated
@@ -55,7 +55,7 @@ def _legend(runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
 
 
 def _differences(runs: Sequence[EvaluatedRun], rows: Sequence[Row], index: int) -> dict[str, Any] | None:
-    """Return a run's differences from the baseline: group averages (as in AmorLIP's Figure 1) and tasks (as in its Figure 2).
+    """Return a run's differences from the baseline in group averages and tasks, as in AmorLIP's Figures 1 and 2.
 
     The tasks are sorted by difference. None means that the runs have no task in common.
     """
@@ -89,7 +89,7 @@ def _bars(rows: Iterable[Row], index: int, runs: Sequence[EvaluatedRun]) -> list
 
 
 def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
-    """Draw scores over checkpoints: first the charts of NeuCLIP's Figure 1, then those of all other groups and tasks."""
+    """Draw scores over checkpoints: the charts of NeuCLIP's Figure 1, and the charts of all other groups and tasks."""
     has_samples = all(checkpoint.samples is not None for run in runs for checkpoint in run.checkpoints)
     x_title = "samples seen" if has_samples else "checkpoint"
 

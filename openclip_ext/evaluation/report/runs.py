@@ -32,7 +32,7 @@ class Checkpoint:
     repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
     epoch: int | None = None
     samples: int | None = None
-    protocols: frozenset[str] = frozenset()  # model, precision, protocol and other options than the run's
+    protocols: frozenset[str] = frozenset()  # model, precision, protocol, and options that the run did not have
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
     samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
 
@@ -74,8 +74,8 @@ class EvaluatedRun:
 def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     """Read runs from arguments ``PATH`` or ``NAME=PATH``. Paths with the same NAME are repeats of one run.
 
-    A path is a result file, a folder with a result file, or a run folder. In a run folder, results are in
-    ``datacomp/CHECKPOINT/``, and results of evaluations during training in ``metrics.jsonl``.
+    A path is a result file, a folder with a result file, or a run folder. In a run folder, result files are in
+    ``datacomp/CHECKPOINT/``, and ``metrics.jsonl`` contains results of evaluations during training.
     """
     named: dict[str, list[EvaluatedRun]] = {}
     places, own_names = set[Path](), set[str]()
@@ -86,9 +86,11 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
         run = _read_run(Path(path))
         place, title = Path(path).resolve(), name or run.name
         if place in places:
-            raise ValueError(f"{path} is given twice: give each run once")
+            raise ValueError(f"{path} is given twice: remove one of them")
         if title in (own_names if name else named):  # only an explicit NAME marks repeats
-            raise ValueError(f"{path} is another run with the name {title}: name the runs with NAME=PATH")
+            raise ValueError(
+                f"{path} is another run with the name {title}: give the runs different names with NAME=PATH"
+            )
         places.add(place)
         if not name:
             own_names.add(title)
@@ -114,7 +116,7 @@ def _read_run(path: Path) -> EvaluatedRun:
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
-        # The file replaces the evaluation during training if it contains at least as many tasks.
+        # A result file replaces the evaluation during training if the file contains at least as many tasks.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
     if not found and not log.steps:
@@ -145,7 +147,7 @@ def _from_file(path: Path, label: str) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkpoint:
-    """Add the epoch and the number of training samples to a checkpoint. Between logged steps, the number is interpolated."""
+    """Add the epoch and the number of training samples to a checkpoint. Between logged steps, samples are interpolated."""
     match = _CHECKPOINT_NAME.match(checkpoint.label)
     if match is None:
         return checkpoint
@@ -159,7 +161,7 @@ def _place(checkpoint: Checkpoint, steps: Sequence[Mapping[str, Any]]) -> Checkp
 
 
 def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
-    """Merge repeats of a run: checkpoints with a label that all repeats have, or the only checkpoint of each repeat."""
+    """Merge repeats of a run: checkpoints with equal labels, or, if each repeat has only one checkpoint, these checkpoints."""
     logs = tuple(log for run in repeats for log in run.logs)
     if len(repeats) == 1 or not any(run.checkpoints for run in repeats):
         return EvaluatedRun(name, repeats[0].checkpoints, logs)
@@ -170,7 +172,7 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
         groups = [[found[label] for found in by_label] for label in by_label[0] if all(label in of for of in by_label)]
     if not groups:
         labels = "; ".join(", ".join(found) or "none" for found in by_label)
-        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint in common, found: {labels}")
+        raise ValueError(f"the {len(repeats)} repeats of {name} have no checkpoint label in common, found: {labels}")
     merged = [
         replace(
             parts[0],

@@ -30,11 +30,11 @@ class Row:
 
     @property
     def is_group(self) -> bool:
-        """Whether the row shows a group, not a task."""
+        """Whether the row shows the average of a group instead of a task."""
         return self.metric == "average"
 
     def differences(self) -> list[float | None]:
-        """Return, for each run, its value minus the first run's value; None if one of them is missing."""
+        """Return each run's value minus the first run's value; None if one of the two values is missing."""
         first = self.cells[0]
         return [
             cell.mean - first.mean if isinstance(cell, Value) and isinstance(first, Value) else None
@@ -43,14 +43,14 @@ class Row:
 
 
 class Cell(NamedTuple):
-    """The text of a cell and its style on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or empty."""
+    """The text of a cell and its CSS class on the page: ``metric``, ``best``, ``up``, ``down``, ``faint`` or empty."""
 
     text: str
     style: str = ""
 
 
 def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
-    """Build the rows from the runs' final checkpoints: group averages, then all tasks that a run has."""
+    """Build the rows from the runs' final checkpoints: first the group averages, then all tasks that any run has."""
     finals = [run.final for run in runs]
     present = {key for final in finals for key in final.tasks}
     rows = []
@@ -67,11 +67,15 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
 def size_note(rows: Sequence[Row]) -> str:
     """Return an explanation of the mark †, or an empty text if no value has the mark."""
     is_needed = any(any(row.other_sizes) for row in rows)
-    return "† not comparable with DataComp's numbers, because the data has another size." if is_needed else ""
+    return (
+        "† not comparable with DataComp's numbers, because the data differs from DataComp's in size."
+        if is_needed
+        else ""
+    )
 
 
 def format_value(cell: Value | str) -> str:
-    """Format a value in percent, with the standard deviation over repeats."""
+    """Format a value in percent, with the standard deviation over repeats. A cell without a value is returned unchanged."""
     if isinstance(cell, str):
         return cell
     deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
@@ -105,7 +109,7 @@ def _cells(row: Row) -> list[Cell]:
 
 
 def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
-    """Format a table of groups and a table of tasks. Values are in percent, differences from the first run in points."""
+    """Format a table of groups and a table of tasks, with values in percent and differences from the first run in points."""
     lines = ["Main metrics in percent, differences from the first run in percentage points.", ""]
     lines += [f"- {describe_run(run)}" for run in runs]
     for is_group in (True, False):
@@ -130,8 +134,8 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
 
     Values are fractions at full precision. Incomplete averages are empty. The columns are ``name``, ``pretrained`` (the
     checkpoint), the average over 38 tasks, these tasks with OpenCLIP's titles, other tasks, and other averages. If a run has
-    repeats, there are also ``repeats`` and standard deviations (``TITLE sd``). If the data of a task differs in size from
-    DataComp's, ``other_sizes`` lists the keys of such tasks.
+    repeats, the table also has ``repeats`` and standard deviations (``TITLE sd``). If the data of a task differs in size from
+    DataComp's, the column ``other_sizes`` lists the keys of such tasks.
     """
     finals = [run.final for run in runs]
     others = sorted({key for final in finals for key in final.tasks} - set(AVERAGED))

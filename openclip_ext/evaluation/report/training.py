@@ -31,7 +31,7 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 
 
 def validation_metrics(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return the names of validation metrics, without DataComp's tasks, which have their own tables."""
+    """Return the names of validation metrics without DataComp's tasks, because these have their own tables."""
     return [name for name in metric_names(log for run in runs for log in run.logs) if not name.startswith(SUITE_PREFIX)]
 
 
@@ -84,8 +84,8 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
-    If both runs have the same seeds, the difference has a 95 % interval over seeds. If the epochs differ, each cell also
-    shows its epoch.
+    If both runs have repeats with the same seeds, the difference has a 95 % interval over seeds. If the runs' last epochs
+    differ, each cell also shows the epoch.
     """
     rows = []
     for name in validation_metrics(runs):
@@ -96,9 +96,9 @@ def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _last_by_seed(run: EvaluatedRun, metric: str) -> tuple[int | None, dict[Any, float]]:
-    """Return each repeat's value of a metric, by seed, or by the repeat's number if the seed is unknown or repeated.
+    """Return an epoch and each repeat's value of a metric at its end, by seed (by number if seeds are unknown or repeated).
 
-    The values belong to the last epoch that all repeats have, which is returned, too. If there is none, the result is empty.
+    The epoch is the last one that all repeats have. If there is no such epoch, the result is None and an empty dictionary.
     """
     by_epoch = [{one.epoch: one.values[metric] for one in log.validations if metric in one.values} for log in run.logs]
     common = [epoch for epoch in by_epoch[0] if all(epoch in values for values in by_epoch)]
