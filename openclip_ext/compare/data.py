@@ -86,7 +86,7 @@ def _decode(
 
 
 def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
-    """Return the number and the digest of training samples that each run reads from their files."""
+    """Return the number of training samples and their data set's digest. Each run reads the samples from the shards."""
     loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
         raise ValueError(

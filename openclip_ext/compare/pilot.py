@@ -49,9 +49,9 @@ class ComparePilot:
     def run(self, run: Run, device: torch.device, seen: Callable[[Any], None]) -> dict[str, Any]:
         """Train and score a run; return its row of results.
 
-        ``seen`` is called with the number of samples of each step, and after each scoring with the row so far. The row's
-        ``points`` are reciprocal ranks of the validation samples, by number of training samples. :meth:`Comparison.stop`
-        compares these ranks to stop bad settings early.
+        ``seen`` receives each step's number of samples, an integer, and after each scoring the row so far, a dictionary.
+        ``row["points"]`` maps the number of training samples to the reciprocal ranks of the validation samples.
+        :meth:`Comparison.stop` compares these ranks, and stops bad settings early.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)

@@ -18,7 +18,7 @@ class Run:
     """Everything that defines a training run, except the code. A row of results starts with these fields.
 
     Attributes:
-        data: Digest of the data, and of everything that no other field describes.
+        data: Digest of the data, model, preprocessing and other settings that are equal in all runs.
         schedule: Name of the combination of batch size and length.
         batch_size: Samples per optimizer step.
         seed: Seed of initial weights, order and augmentation.

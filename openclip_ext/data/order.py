@@ -14,7 +14,7 @@ import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-_SHUFFLE_BLOCK = 1 << 18  # slots processed at a time, to limit memory; the order does not depend on this number
+_SHUFFLE_BLOCK = 1 << 18  # positions of an epoch's order that are computed together; a smaller number needs less memory
 
 # Maps slots to the global indices of their samples, both int64 arrays.
 EpochSequence = Callable[[np.ndarray], np.ndarray]

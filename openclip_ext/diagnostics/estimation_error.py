@@ -257,7 +257,8 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
         raise UsageError(f"no checkpoint of {run} has a .state folder: train with --save-frequency")
 
     def age(path: Path) -> list[float]:
-        return [float(number) for number in re.findall(r"\d+", path.stem)] or [math.inf]  # epoch_latest.pt is the newest
+        numbers = re.findall(r"\d+", path.stem)
+        return [float(number) for number in numbers] or [math.inf]  # epoch_latest.pt is the newest
 
     return [path.name for path in sorted(found, key=age)]
 

@@ -33,7 +33,7 @@ def config_digest(config: Any) -> str:
 
 
 def run_identity(loaded: "LoadedModel", precision: str) -> dict[str, str]:
-    """Return the model, precision and protocol, which results of one file share."""
+    """Return the model, precision and protocol. All results in a file must have the same."""
     return {
         "model": loaded.name,
         "weights": loaded.weights_sha256,

@@ -103,7 +103,7 @@ METHOD = Method(
     name="queueclip",
     normalizer="queue",
     temperature_scheme="solved",
-    # The queue is a control variate only if the gradient of its α reaches the encoders. The lr_tau is NeuCLIP's default.
+    # The queue reduces the variance of the encoders' gradient only if it includes the gradient through α. lr_tau is NeuCLIP's.
     parts=(
         NormalizerPart(
             "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}

@@ -28,7 +28,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
-    "font.family": "DejaVu Sans",  # included in matplotlib; the page's style sheet sets another font
+    "font.family": "DejaVu Sans",  # part of matplotlib; in HTML pages, CSS replaces this font
     "font.size": 11,
     "grid.alpha": 0.2,
     "grid.color": _TEXT_COLOR,
