@@ -454,9 +454,9 @@ def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
     total, loading = config.shared_batch, config.loading
     if total is None:
         return {}
-    for accum_freq in range(loading.accum_freq, total + 1):
-        size, rest = divmod(total, accum_freq * world_size)
-        if rest == 0 and size <= loading.batch_size:
+    for size in range(loading.batch_size, 0, -1):
+        accum_freq, rest = divmod(total, size * world_size)
+        if rest == 0 and accum_freq >= loading.accum_freq:
             return {"batch_size": size, "accum_freq": accum_freq}
     raise UsageError(f"--global-batch {total}: expected a multiple of the number of processes, {world_size}")
 

@@ -36,7 +36,7 @@ def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.
     assert loader.num_samples == 43
     assert max(found) == 39
     assert sum(loader.bad.counts()) >= 2
-    assert "it has 9 samples, but the manifest has 12" in caplog.text
+    assert "the shard has 9 samples, but the manifest has 12" in caplog.text
 
 
 def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
