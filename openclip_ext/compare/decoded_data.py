@@ -99,11 +99,11 @@ def write_cache(
 
     Args:
         image_size: Side of the model's input images in pixels.
-        limit: Maximum size of the decoded images in bytes.
+        limit: Maximum total size of all decoded images in bytes.
         classes: Number of classes. Each sample's class is read from its member ``cls``. None (default) reads no classes.
 
     Raises:
-        DoesNotFit: The images are larger than the limit.
+        DoesNotFit: All images together are larger than the limit.
         BadDataError: More samples are unreadable than ``--max-bad-fraction`` allows.
         ValueError: A class is missing or out of range.
     """

@@ -82,7 +82,7 @@ class SlurmPool(TaskPool):
             return job.result() if error is None else (None, str(error))
         left = self._left_queue.get(job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
-            return None, f"{KILLED} by SLURM or before it started; its log: {job.paths.stderr}"
+            return None, f"{KILLED} by SLURM, perhaps before it started; see its log: {job.paths.stderr}"
         return None
 
     def _read_queue(self) -> None:

@@ -21,7 +21,7 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
 
-# Maximum number of samples of a step whose pairs are compared for the logs.
+# The logged metrics of a step use all pairs of up to this many samples.
 _REPORTED = 512
 # Lower bound of norms in divisions, to keep the result finite for rows of zeros.
 _SMALLEST_NORM = 1e-12

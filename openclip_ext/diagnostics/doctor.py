@@ -147,9 +147,9 @@ class Doctor:
             yield WARNING, "memory: openclip-ext plan does not support this --model or --precision"
             return
         if self.config.data is not None and self.config.data.hard_negative_key is not None:
-            yield WARNING, "memory: the plan has no hard negatives. They double the memory of the text tower"
+            yield WARNING, "memory: the estimate ignores hard negatives, which double the memory of the text tower"
         if model.lora.rank is not None:
-            yield WARNING, "memory: the plan trains all weights. With --lora-rank, the run needs less memory"
+            yield WARNING, "memory: the estimate trains all weights. With --lora-rank, the run needs less memory"
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},

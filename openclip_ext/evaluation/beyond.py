@@ -36,9 +36,7 @@ def load_clip(
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
     """Build a data set. If its folder is missing, raise FileNotFoundError instead of downloading the data."""
     if not Path(root).exists():
-        raise FileNotFoundError(
-            f"{root} not found: set --dataset_root, or make the folder to download the data into it"
-        )
+        raise FileNotFoundError(f"{root} not found: set --dataset_root. To download the data, create the folder first")
     return build(*args, root=root, **options)
 
 

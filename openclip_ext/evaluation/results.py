@@ -47,7 +47,7 @@ class ResultFile:
     """The results of one run (see `run_identity`) in a folder. Several processes can use the folder at the same time.
 
     Every change writes a new file under a lock and renames the new file, so a killed process leaves the old file intact.
-    ``checkpoint`` is stored, but not compared. Methods raise UsageError if the folder has results of another run.
+    Methods raise UsageError if the folder has results of another run. The path ``checkpoint`` is stored, but may differ.
     """
 
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
@@ -181,7 +181,7 @@ def summary_text(found: Mapping[str, Any], data_dir: Path) -> str:
         text.append(f"{title}: {partial if value is None else f'{value:.4f}'}")
     if other := found["other_sizes"]:
         text.append(
-            f"\nSizes differ from DataComp's, so scores are not comparable: {len(other)} tasks, {_names(other)}"
+            f"\nSizes of {len(other)} data sets differ from DataComp's, so scores are not comparable: {_names(other)}"
         )
     for key, skipped in found["skipped_images"].items():
         text.append(f"\n{TASKS[key].name}: {len(skipped)} images do not decode and are excluded:")

@@ -129,9 +129,9 @@ def read_samples(data_dir: Path) -> list[ShapesSample]:
     held_out = any(item.pair in shapes.HELD_OUT_PAIRS for sample in samples for item in sample.scene.items)
     if kinds != {True, False} or not held_out:
         raise ValueError(
-            f"{data_dir} is not the test split: expected *.tar with one item, two items and held-out pairs, found "
-            f"{len(samples)} samples. Make it with python -m openclip_ext.data.shapes --split test --num-samples 4000 "
-            f"--output {data_dir}"
+            f"{data_dir} is not the test split: expected images of one item, of two items, and of pairs that training "
+            f"lacks, found {len(samples)} images. Make it with python -m openclip_ext.data.shapes --split test "
+            f"--num-samples 4000 --output {data_dir}"
         )
     return samples
 

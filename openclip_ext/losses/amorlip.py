@@ -79,11 +79,12 @@ class TwoSidedMlp(nn.Module):
 
 
 class MlpNormalizer(Normalizer):
-    """``α_i = log λ(e_i) − s_ii/τ_i`` with three MLPs ``λ``: online, target and previous network (AmorLIP, Algorithm 1).
+    """Log-normalizers ``α_i = log λ(e_i) − s_ii/τ_i``: an MLP ``λ`` sees the embedding ``e_i`` (AmorLIP, Algorithm 1).
 
-    The target network makes the predictions. The previous network is the target network of the last epoch. By default, losses
-    other than AmorLIP use no previous network and no averaging, and fit in every step. In ``neuclip``, this normalizer is
-    therefore the ablation 'MLP instead of NPN' of the NeuCLIP paper.
+    There are three MLPs: the online, the target and the previous network. The target network makes the predictions. The
+    previous network is the target network of the last epoch. By default, losses other than AmorLIP use no previous network
+    and no averaging, and fit in every step. In ``neuclip``, this normalizer is therefore the ablation 'MLP instead of NPN' of
+    the NeuCLIP paper.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None] = (NEGATIVES_MEAN,)

@@ -101,7 +101,7 @@ class OpenClipLoss(ContrastiveLoss):
         return loss(**features, **used, output_dict=True)
 
     def _with_other_candidates(self, batch: LocalBatch, features: dict[str, Tensor], outputs: dict[str, Any]) -> Tensor:
-        """Return ``open_clip.ClipLoss`` with fewer candidates (``mask``), more targets (``positive``) or hard negatives."""
+        """Return the loss value of ``open_clip.ClipLoss`` with the options ``equal_captions`` and hard negatives."""
         if outputs.keys() >= _CAPTIONS or "dist_image_features" in outputs:
             raise ValueError(
                 "CoCa and distillation models support neither equal_captions nor hard negatives: remove them"

@@ -30,7 +30,8 @@ _ADAPTER = "default"  # peft's default name for an adapter
 def add_adapters(model: nn.Module, config: LoraConfig, weights: str | None) -> None:
     """Add adapters to a model in place, and freeze all other parameters except the logit scale and bias.
 
-    ``adapter_config.json`` will contain ``weights`` (``--pretrained``). Raise UsageError if a tower has no adaptable layer.
+    ``weights`` is the value of ``--pretrained``, which ``adapter_config.json`` names as the base model. Raise UsageError if a
+    tower has no adaptable layer.
     """
     import peft
 

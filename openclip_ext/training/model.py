@@ -160,7 +160,7 @@ def for_training(
 ) -> LossConfig:
     """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given.
 
-    With a ``reference``, the default temperature for distillation is the reference model's.
+    With a ``reference``, the default ``reference_temperature`` is the reference model's own temperature.
     """
     options = registry.training_defaults(config.name, config.given, steps, pretrained)
     if reference is not None and "steer" in config.given:

@@ -70,7 +70,7 @@ def create_optimizer(
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise UsageError if the optimizer does not exist or does not accept the settings, before the data are read."""
+    """Raise UsageError if the optimizer does not exist or rejects its settings. A run calls this before it reads the data."""
     plain = replace(config, decay_excluded=(), lr_image=None, lr_text=None, image_layer_decay=1.0, text_layer_decay=1.0)
     create_optimizer(nn.Linear(2, 2), plain, None)
 

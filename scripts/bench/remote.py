@@ -1,4 +1,4 @@
-"""Compare our reading speed with webdataset's ``pipe:curl``, from a server 50 ms away, and time how samples are counted.
+"""Compare our reading speed with webdataset's ``pipe:curl``, from a server 50 ms away, and time the counting of samples.
 
     python -m scripts.bench.remote [--output results.json]
 

@@ -73,7 +73,7 @@ def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
     assert f"DataComp average (38): {average:.4f}" in shown
     vtab = sum(scores[TASKS[key].name] for key in GROUPS["VTAB (13)"]) / 13
     assert f"VTAB (13): {vtab:.4f}" in shown
-    assert "Sizes differ from DataComp's, so scores are not comparable: 40 tasks" in shown
+    assert "Sizes of 40 data sets differ from DataComp's, so scores are not comparable" in shown
     assert "40/40" in progress, "expected a progress bar that counts tasks"
     summary = json.loads((folder / datacomp.SUMMARY_FILE).read_text())
     assert summary["averages"]["DataComp average (38)"]["value"] == pytest.approx(average)

@@ -142,7 +142,7 @@ class TrainLoader:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The current layout in plain Python types: a progress entry without ``batches``, ``bad`` and ``epoch``."""
+        """The current layout in plain Python types. :meth:`state_dict` stores it in ``progress``."""
         return asdict(self._layout) | {"seed": self.seed, "data": self.source.digest}
 
     def _current_segment(self, position: _Position) -> Segment:

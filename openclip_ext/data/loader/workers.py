@@ -21,7 +21,7 @@ _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 # Timeout factor for the first batch of each worker, which waits until the shuffle buffer is full.
 _FIRST_FACTOR = 6
 _NO_SHARED_MEMORY = re.compile(r"\(shm\)|out of shared memory|unable to \w+ .*No space left on device")
-_EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # errors of torch, and of a dead worker's sockets
+_EXIT_ERRORS = (RuntimeError, OSError, EOFError)  # raised by torch, or by a socket of a dead worker
 _started: WeakSet[Any] = WeakSet()  # the workers of all loaders in this process
 
 

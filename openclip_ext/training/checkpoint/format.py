@@ -129,7 +129,7 @@ def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def _state_folder(path: Path, model_file: dict[str, Any]) -> Path | None:
-    """Return the ``.state`` subfolder of a checkpoint, or None if stock OpenCLIP wrote the checkpoint."""
+    """Return the folder ``NAME.state/step_S`` of a checkpoint, or None if stock OpenCLIP wrote the checkpoint."""
     step = model_file.get("step")
     return None if step is None else path.with_suffix(".state") / f"step_{step}"
 
