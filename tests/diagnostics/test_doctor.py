@@ -60,7 +60,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         (["--epochs", "100000000"], "ERROR    folder: "),
         ([], "warning  folder: checkpoints are saved only at the end of an epoch"),
         (["--loss", "fastclip", "--dataset-resampled"], "ERROR    --dataset-resampled: --loss fastclip needs each"),
-        (["--hard-negative-key", "txt"], "warning  memory: the plan has no hard negatives"),
+        (["--hard-negative-key", "txt"], "warning  memory: the estimate ignores hard negatives"),
         (["--lora-rank", "4"], "warning  memory: the estimate trains all weights"),
         (["--hard-negative-key", "json:nope"], "warning  data: the first sample is bad: no hard negative: expected a"),
         (

@@ -60,6 +60,6 @@ def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
 
 def test_nothing_is_fetched_unasked(evaluate, tmp_path):
     with pytest.raises(
-        FileNotFoundError, match="/nowhere not found: set --dataset_root. To download the data, create the folder"
+        FileNotFoundError, match=r"/nowhere not found: set --dataset_root\. To download the data, create the folder"
     ):
         evaluate("cifar10", root="/nowhere")
