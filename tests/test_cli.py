@@ -84,6 +84,12 @@ def test_a_reader_that_goes_is_no_error(command):
     assert result.stdout and result.stderr == ""
 
 
+def test_a_closed_standard_output_is_no_error():
+    closed = f"{shlex.quote(sys.executable)} -c '{_PROGRAM}' losses >&-"
+    result = subprocess.run(["bash", "-c", closed], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_output_and_exit_status_are_the_commands(tmp_path):
     shown = python("-c", _PROGRAM, "manifest", "--workers")
     assert shown.returncode == 2 and shown.stderr.startswith("usage: openclip-ext manifest")
