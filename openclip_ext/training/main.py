@@ -40,11 +40,15 @@ def cli() -> None:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
     # Modules are never freed. Garbage collection of their half a million objects would take a fifth of the startup time.
     gc.disable()
-    from openclip_ext.training.run import program
+    try:
+        from openclip_ext.training.run import program
 
-    gc.freeze()
-    gc.enable()
-    program(config)
+        gc.freeze()
+        gc.enable()
+        program(config)
+    except KeyboardInterrupt:  # Ctrl-C before training, for example during the import, or a second Ctrl-C
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
