@@ -41,6 +41,8 @@ def cli() -> None:
     # Modules are never freed. Garbage collection of their half a million objects would take a fifth of the startup time.
     gc.disable()
     try:
+        import numpy  # noqa: F401  # otherwise torch imports it, and loses a Ctrl-C during this import
+
         from openclip_ext.training.run import program
 
         gc.freeze()
