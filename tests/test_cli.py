@@ -70,6 +70,25 @@ def test_ctrl_c_while_a_command_imports_is_one_word(tmp_path):
     assert (stopped.returncode, stopped.stderr) == (130, "stopped\n")
 
 
+@pytest.mark.parametrize("command", ["compare x.tar", "train --dataset-type synthetic --model demo-resnet"])
+def test_ctrl_c_during_the_import_of_numpy_is_not_lost(command):
+    """It would be lost if torch imported numpy: torch ignores all errors of this import."""
+    code = (
+        """
+import sys
+class Interrupting:
+    def find_spec(name, *_):
+        if name == "numpy.lib":
+            sys.meta_path.remove(Interrupting)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+"""
+        + _PROGRAM
+    )
+    stopped = python("-c", code, *command.split())
+    assert stopped.returncode == 130 and stopped.stderr.endswith("stopped\n")
+
+
 def test_an_unknown_command_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["estimate-error"])
@@ -82,6 +101,12 @@ def test_a_reader_that_goes_is_no_error(command):
     piped = f"{shlex.quote(sys.executable)} -c '{_PROGRAM}' {command} | head -1"
     result = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
     assert result.stdout and result.stderr == ""
+
+
+def test_a_closed_standard_output_is_no_error():
+    closed = f"{shlex.quote(sys.executable)} -c '{_PROGRAM}' losses >&-"
+    result = subprocess.run(["bash", "-c", closed], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_output_and_exit_status_are_the_commands(tmp_path):

@@ -62,7 +62,8 @@ def until_pipe_breaks() -> Iterator[None]:
     """Exit without an error message if the reader of standard output, such as ``head``, closes the pipe."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if the user has closed it (>&-)
+            sys.stdout.flush()
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)

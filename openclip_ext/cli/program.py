@@ -86,6 +86,8 @@ def _run(name: str, *rest: str) -> None:
         sys.argv[1:] = rest
         # If an earlier call in this process has imported the module, runpy prints a warning.
         warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
+        if name != "train":  # training.main does the same after it has parsed the command line
+            import numpy  # noqa: F401  # otherwise torch imports it, and loses a Ctrl-C during this import
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:
         commands = f"expected one of {', '.join(COMMANDS)}"

@@ -68,10 +68,12 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
         except Exception as error:
             wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
             failures += 1
+            # fsspec raises a FileNotFoundError with only the URL also if the server refuses access or does not answer.
+            reason = error.__cause__ or error if str(error) == url else error
             if is_final(error) or time.monotonic() + wait > start + patience:
                 tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
-                raise OSError(for_people(f"{url}: {type(error).__name__}: {error}{tried}")) from error
-            logging.warning(f"Reading {url} failed ({type(error).__name__}: {error}): retry in {wait:g} s.")
+                raise OSError(for_people(f"{url}: {type(reason).__name__}: {reason}{tried}")) from error
+            logging.warning(f"Reading {url} failed ({type(reason).__name__}: {reason}): retry in {wait:g} s.")
             time.sleep(wait)
         else:
             if failures:
@@ -115,7 +117,9 @@ def file_system(url: str) -> tuple[Any, str]:
         from aiohttp import ClientTimeout
 
         # The default limits the full download to 5 minutes, which is too short for a large file.
-        options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_STALL, sock_read=_STALL)}}
+        # Without trust_env, aiohttp ignores the variable https_proxy.
+        timeout = ClientTimeout(sock_connect=_STALL, sock_read=_STALL)
+        options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
     return fsspec.core.url_to_fs(url, **options)
 
 

@@ -40,11 +40,17 @@ def cli() -> None:
         print(f"openclip_ext {__version__}: importing PyTorch and OpenCLIP ...", file=sys.stderr, flush=True)
     # Skip garbage collection during imports, because it would take a fifth of the startup time and free nothing.
     gc.disable()
-    from openclip_ext.training.run import program
+    try:
+        import numpy  # noqa: F401  # otherwise torch imports it, and loses a Ctrl-C during this import
 
-    gc.freeze()
-    gc.enable()
-    program(config)
+        from openclip_ext.training.run import program
+
+        gc.freeze()
+        gc.enable()
+        program(config)
+    except KeyboardInterrupt:  # Ctrl-C before training, for example during the import, or a second Ctrl-C
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

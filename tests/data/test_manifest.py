@@ -199,7 +199,9 @@ def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     assert Manifest.scan([path]).num_lost == 7
 
 
-def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_command_line(
+    shards: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     write_tar(Path(shards[1]), [*sample_members(3), *sample_members(4, ["jpg"])])
     output = ["--output", str(tmp_path / "m.json"), "--workers", "1"]
     assert main([str(tmp_path / "data" / "{00000..00002}.tar"), *output]) == 0
@@ -217,6 +219,9 @@ def test_command_line(shards: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert main([*shards, "--output", shards[2]]) == 1
     assert "exists and is not a manifest: give another --output" in capsys.readouterr().err
     assert Path(shards[2]).read_bytes() == content
+    monkeypatch.setattr(Manifest, "scan", None)  # the check comes before the scan
+    assert main([*shards, "--output", str(tmp_path / "none" / "m.json")]) == 1
+    assert "none does not exist or is read-only: give another --output" in capsys.readouterr().err
 
 
 def test_command_line_needs_no_torch(shards: list[str]):

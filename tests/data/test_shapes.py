@@ -79,3 +79,6 @@ def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
         write_shards(tmp_path / "demo", ShapesConfig(4, seed=1), workers=1)
     main(["--output", str(tmp_path / "demo"), "--num-samples", "4"])
     assert "4 samples in 1 shards, already there" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"error: .*Not a directory"):
+        main(["--output", str(tmp_path / "file" / "demo"), "--num-samples", "4"])

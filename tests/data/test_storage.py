@@ -362,6 +362,19 @@ def test_a_wrong_address_is_refused_at_once(
     assert not re.search("(nowhere|:9/|invalid|program).*retry in", caplog.text)
 
 
+def test_a_refusal_says_its_reason(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Handler, "_answer", lambda handler, with_content: handler.send_error(403))
+    with pytest.raises(OSError, match="403, message='Forbidden'"):
+        Storage(0).open(f"{server.url}/0.tar")
+
+
+def test_the_proxy_of_the_environment_is_used(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", server.url)
+    with pytest.raises(OSError, match="404"):
+        Storage(0).open("http://no.such.host.invalid/0.tar")
+    assert server.requests[0][1] == "http://no.such.host.invalid/0.tar"
+
+
 def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(remote, "_BLOCK", 4096)
     monkeypatch.setattr(remote, "BUFFER", 4096)

@@ -16,11 +16,13 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.sources.csv import CsvSource
 from openclip_ext.diagnostics import finished_run
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.diagnostics.inspect.outputs import read_samples
 from openclip_ext.evaluation.embeddings import Embeddings
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
@@ -201,6 +203,13 @@ def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, 
     for name, category in content["categories"].items():
         section = page[page.index(f'id="{name}"') :].partition("</details>")[0]
         assert section.count('class="card"') == min(4, len(category["found"]))
+
+
+def test_captions_are_cut_as_in_training(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"filepath,title\nimage.png,{'a' * 5000}\n")
+    source = CsvSource(str(tmp_path / "rows.csv"), "filepath", "title", ",")
+    samples, _ = read_samples(source, {"hardest": Found(1, np.array([[0]]), np.array([1.0]))}, show=0)
+    assert len(samples[0].caption) == 4000
 
 
 def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.training.checkpoint import saving
+from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.runtime import run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
@@ -211,6 +213,20 @@ def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatc
     steps = [step for step, *_ in losses_of(tmp_path / "run")]
     assert steps == list(range(len(steps)))
     assert run([*argv, "--epochs", "1"]) == 0  # the killed process no longer holds the lock
+
+
+def test_a_run_that_another_start_trained_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    """The second of two simultaneous starts waits for the lock, and may get it only when the first run is complete."""
+    acquire = FileLock.acquire
+
+    def wait_for_the_other_run(lock, **options):
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+        return acquire(lock, **options)
+
+    monkeypatch.setattr(FileLock, "acquire", wait_for_the_other_run)
+    with pytest.raises(UsageError, match="exists; continue it"), run_folder.opened(RunFolderConfig(tmp_path, "run")):
+        pass
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_trainers_end_with_torchrun(shards, tmp_path):

@@ -108,6 +108,17 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     assert "usage:" not in told
 
 
+def test_ctrl_c_before_training_is_one_word(monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("openclip_ext.training.run.run", interrupted)
+    monkeypatch.setattr("sys.argv", ["train", *WORKS.split()])
+    with pytest.raises(SystemExit) as stopped:
+        cli()
+    assert (stopped.value.code, capsys.readouterr().err.splitlines()[-1]) == (130, "stopped")
+
+
 def test_help_is_a_slip_as_a_command_and_not_as_a_name():
     with pytest.raises(ValueError, match="help: --help lists the flags"):
         refuse_slips(["help"], [])

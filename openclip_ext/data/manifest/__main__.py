@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = checked_dict(json.loads(Path(args.sizes).read_bytes()), args.sizes, int) if args.sizes else None
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_next_to(urls, args.image_key, args.caption_key)
-        _refuse_other_file(output)
+        _check_output(output)
         journal, storage = output.with_name(f".{output.name}.journal"), Storage(args.remote_patience)
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
         if args.uids:
@@ -83,8 +84,13 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
     raise ValueError("the shards are remote, or both manifest names next to them belong to other shards: give --output")
 
 
-def _refuse_other_file(path: Path) -> None:
-    """Raise ValueError if the path is a file but not a manifest (such as a shard). A corrupt manifest may be overwritten."""
+def _check_output(path: Path) -> None:
+    """Raise ValueError if the folder is not writable, or if the file exists and is not a manifest (such as a shard).
+
+    A corrupt manifest may be overwritten. The scan, which may take hours, comes after this check.
+    """
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path.parent} does not exist or is read-only: give another --output")
     if path.exists():
         with path.open("rb") as file:
             if FORMAT.encode() not in file.read(4096):

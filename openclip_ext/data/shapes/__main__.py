@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = ShapesConfig(args.num_samples, args.seed, args.split, args.samples_per_shard)
         wrote = write_shards(args.output, config, args.workers)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     shards = len(config.shards())
     print(f"{args.output}: {config.num_samples} samples in {shards} shards, {'written' if wrote else 'already there'}")

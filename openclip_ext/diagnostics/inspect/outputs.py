@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from openclip_ext.data.shards.shardlist import shard_name
-from openclip_ext.data.sources.source import Source, decode_image
+from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
 from openclip_ext.files import json_lines
 from openclip_ext.pages.rendering import render_page, thumbnail
@@ -45,7 +45,7 @@ def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple
     for index in sorted(listed):
         raw = reader(index)
         key, caption = source.describe(raw)
-        samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption)
+        samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption[:MAX_CAPTION])
         if index in shown:
             image, _ = source.decode(raw, decode_image)
             assert isinstance(image, Image.Image)

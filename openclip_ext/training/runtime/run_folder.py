@@ -79,8 +79,6 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
 def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     """Create the folder, and lock it inside the ``with`` block. After an error before the first step, remove a new folder."""
     new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
-    if not resume_latest and has_begun(folder):
-        raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
     owner = folder / ".owner"
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -97,6 +95,9 @@ def _claimed(folder: Path, resume_latest: bool) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"cannot write to the run folder {folder} ({error}): give another --logs") from error
     try:
+        # Checked under the lock, because the process that held it may have trained this run meanwhile.
+        if not resume_latest and has_begun(folder):
+            raise UsageError(f"run folder {folder} exists; continue it with --resume latest, or give another --name")
         yield
     except BaseException:
         if new and not has_begun(folder):
