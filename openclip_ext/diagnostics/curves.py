@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN... --output FILE``."""
+"""Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN...``."""
 
 import argparse
 import logging
@@ -43,12 +43,8 @@ def _order_of_metrics(name: str) -> int:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        required=True,
-        help="file for the figure; the extension (such as .png) sets the format",
-    )
+    file = "file for the figure; the extension (such as .png) sets the format (default: %(default)s)"
+    parser.add_argument("--output", type=output_path, default=Path("curves.png"), help=file)
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
     keys = [name if names.count(name) == 1 else str(run) for name, run in zip(names, args.runs, strict=True)]

@@ -32,9 +32,16 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 
 
 def refuse_url(path: str | None, fix: str = "Give a local path, and copy the output yourself") -> None:
-    """Raise ValueError if an output path is a URL: writing to it would create a local folder such as ``s3:``."""
+    """Raise ValueError if an output path is a URL or starts with ``~/``, because this would create a folder ``s3:`` or ``~``.
+
+    The shell replaces ``~`` only at the start of an unquoted word, so not in ``--output=~/x``.
+    """
     if path is not None and _URL.match(path):
         raise ValueError(f"{path} is a URL: expected a local path. {fix}")
+    if path is not None and path.startswith("~/"):
+        raise ValueError(f"{path}: the shell did not replace ~. Write $HOME{path[1:]}")
+    if path == "":
+        raise ValueError("the path is empty: remove the flag, or set the shell's variable in it")
 
 
 def output_path(text: str) -> Path:

@@ -160,7 +160,7 @@ class ModelLoss:
         if processes := distributed.unconnected_processes():
             raise ValueError(
                 f"the trainer did not connect {processes} processes: each would train alone. On a CPU, set use_cpu=True in "
-                "TrainingArguments (Hugging Face) or cpu=True in Accelerator"
+                f"TrainingArguments (Hugging Face) or cpu=True in Accelerator; in lightning.Trainer, set devices={processes}"
             )
 
     def state_dict(self) -> dict[str, Any]:

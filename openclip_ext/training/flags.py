@@ -193,7 +193,6 @@ def _check_together(args: argparse.Namespace) -> None:
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
         "--trace is for evaluation only: remove it to train": args.trace and args.train_data,
-        "--name is empty: remove it, or give the run a name": name == "",
         f"--name {name} is a path: expected a name. --logs sets the folder": is_path,
         f"--resume {resume} does not exist; did you mean --resume latest?": is_misspelled,
         f"--lr {lr} is too high for AdamW: expected at most 1; 5e-4 is usual": lr and args.opt == "adamw" and lr > 1,

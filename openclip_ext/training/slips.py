@@ -45,19 +45,21 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
     """Raise ValueError for the first word with a typing mistake. ``known`` contains all flags of the program."""
     if argv[:1] == ["help"]:
         raise ValueError("help: --help lists the flags")
-    for word in argv:
+    for before, word in zip(["", *argv], argv, strict=False):
         if problem := _slip(word, known):
-            raise ValueError(f"{word}: {problem}")
+            raise ValueError(f"{word or before}: {problem}")
 
 
 def _slip(word: str, known: Collection[str]) -> str | None:
     if word[:1] in tuple(_DASHES) or (word.startswith("-") and word.lstrip("-")[:1] in tuple(_DASHES)):
-        return "this word starts with a typographic dash: type --"
+        return "this word starts with a typographic dash: type - or --"
     if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
         return "this word has typographic quotes: type ' or \""
     if word in ("-help", "-?"):
         return "--help lists the flags"
-    flag = word.partition("=")[0]
+    flag, equals, value = word.partition("=")
+    if not word or (flag in known and equals and not value):
+        return "the value is empty: remove the flag, or set the shell's variable in it"
     if not word.startswith("--") or flag in known:
         return None
     plain = flag[2:].replace("_", "-").lower()

@@ -1,5 +1,6 @@
 """The commands in the documentation are valid."""
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import openclip_ext
+from openclip_ext.cli import program
 from openclip_ext.evaluation import download
 from openclip_ext.evaluation.cliplite import editing, grounding, probes
 from openclip_ext.evaluation.report import __main__ as report
@@ -71,6 +73,27 @@ def test_training_commands_parse(page, launch, argv):
     # A custom loss must be imported. tests/losses/test_guide.py runs these commands.
     if not any(word.endswith(":METHOD") for word in words):
         parse(["--train-data", "x.tar", *words])
+
+
+def test_other_commands_of_the_program_parse(monkeypatch):
+    """compare and doctor are left out: they read their flags in two parts."""
+    blocks = [block.replace("\\\n", " ") for page in PAGES for block in code_blocks(page, "bash")]
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("openclip-ext ")]
+    commands = [argv for argv in commands if argv[0] not in ("train", "compare", "doctor")]
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser, argv):
+        parse_args(parser, argv)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr("sys.argv", ["openclip-ext"])
+    for argv in commands:
+        with pytest.raises(SystemExit) as ended:
+            program.main(argv)
+        assert ended.value.code == 130, argv
+    assert len({name for name, *_ in commands}) == len(program.COMMANDS) - 3
 
 
 def test_every_loss_has_a_row_in_the_page_on_choosing():

@@ -205,5 +205,5 @@ def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"2 processes were started .* each process compares only its own"):
         create_loss("openclip")(*_features(), torch.tensor(10.0))
-    with pytest.raises(ValueError, match=r"did not connect 2 processes.*use_cpu=True"):
+    with pytest.raises(ValueError, match=r"did not connect 2 processes.*use_cpu=True.*devices=2"):
         model_loss.check_loop(accumulation=1, repeats=False)

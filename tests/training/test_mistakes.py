@@ -55,7 +55,8 @@ MISTAKES = [
     ("--resume latest", "--resume latest needs --name"),
     ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is a URL"),
     ("--resume no/epoch_1.pt", "no/epoch_1.pt does not exist"),
-    ("--name=", "--name is empty"),
+    ("--name=", "--name=: the value is empty"),
+    ("--logs=~/runs", "~/runs: the shell did not replace ~. Write $HOME/runs"),
     ("--report-to tensorbord", "--report-to tensorbord: expected one or more of wandb, tensorboard, all"),
     ("--remote-sync s3://x", "--remote-sync needs a run folder: remove --logs none"),
     ("--val-data /no/{0..3}.tar --dataset-type auto", "4 of 4 files not found, the first is /no/0.tar"),
@@ -123,6 +124,12 @@ def test_help_is_a_slip_as_a_command_and_not_as_a_name():
     with pytest.raises(ValueError, match="help: --help lists the flags"):
         refuse_slips(["help"], [])
     refuse_slips(["--name", "help"], ["--name"])
+
+
+def test_an_empty_value_is_a_slip():
+    """An unset shell variable must not train from random weights, or without validation."""
+    with pytest.raises(ValueError, match="--pretrained: the value is empty: remove the flag"):
+        refuse_slips(["--pretrained", "", "--name", "x"], ["--pretrained"])
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
