@@ -52,7 +52,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the 0-d mean of ``values``. Each pair is a tensor and the gradient of the mean with respect to this tensor."""
+    """Return the 0-d mean of ``values``, with known gradients: pairs of a tensor and the mean's gradient for this tensor."""
     pairs = tuple(pair for pair in pairs if pair[0].requires_grad)
     if not pairs:  # Dynamo cannot trace the function below if no input needs a gradient
         return values.mean()

@@ -87,7 +87,7 @@ class Objective(ABC):
 
     @abstractmethod
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        """Return the value of each anchor, ``(2, B)``, without the regularizer."""
+        """Return the objective's term of each anchor, ``(2, B)``, without the regularizer."""
 
     @abstractmethod
     def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:

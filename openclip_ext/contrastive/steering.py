@@ -133,7 +133,7 @@ def report(batch: LocalBatch, width: int) -> dict[str, float]:
     Synchronizes with the device.
 
     Args:
-        batch: Samples whose features have two blocks, without an autograd graph.
+        batch: Samples whose features contain the reference's block, then the model's, without an autograd graph.
         width: Embedding dimension of the reference's block.
     """
     usable = batch.finite.nonzero()[:_REPORTED, 0]

@@ -66,8 +66,9 @@ class PrototypeEstimate:
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor) -> Tensor:
-        """Return ``Σ weight_k,i·∇α_k,i`` of this process's anchors for this process's features, at constant prototypes and τ.
+        """Return the gradient of ``Σ_k,i weight_k,i·α_k,i`` with respect to this process's features.
 
+        The sum is over both sides ``k`` and this process's anchors ``i``. Prototypes and τ are constant:
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
         assert self.pull is not None, "the estimate was made without its gradient"
@@ -286,7 +287,7 @@ class PrototypeNormalizer(Normalizer):
 
 
 def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. The caller saves ``accumulator``."""
+    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. ``accumulator`` is updated in place."""
     if parameter.is_cpu and not torch.compiler.is_compiling():
         # torch's fused function makes one pass over memory instead of four. Without decay of the learning rate, the step count
         # has no effect, so it is always 0.

@@ -75,7 +75,9 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
             "--local-loss only together with --gather-with-grad), or remove the flag"
         )
     if config.data.hard_negative_key is not None and is_captioner:
-        raise UsageError("--hard-negative-key does not support models with captions, such as CoCa: remove the flag")
+        raise UsageError(
+            "--hard-negative-key does not support models that generate captions, such as CoCa: remove the flag"
+        )
     if config.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):

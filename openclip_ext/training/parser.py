@@ -69,7 +69,7 @@ def build_parser() -> Parser:
     group.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"the papers' settings for the loss on a data set ({', '.join(recipes.names())}); your flags override them",
+        help=f"settings of the loss's paper for a data set ({', '.join(recipes.names())}); your flags override them",
     )
     return parser
 

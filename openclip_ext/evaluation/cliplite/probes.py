@@ -59,7 +59,7 @@ def image_features(model: ImageTextModel, images: Tensor, kind: str) -> Tensor:
     """Return the probe's input: features ``(B, d)`` of images ``(B, 3, H, W)``.
 
     The ``kind`` ``backbone`` means the pooled features before the projection. For ModifiedResNet, they are the mean of the
-    last feature map over all positions, as in the papers. The ``kind`` ``embedding`` means the model's image embeddings.
+    last feature map over all positions, as in CLIP-Lite and VirTex. The ``kind`` ``embedding`` means image embeddings.
     """
     visual: Any = model.visual  # visual towers have no common interface
     if kind == "embedding":
