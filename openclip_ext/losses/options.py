@@ -306,7 +306,7 @@ SUMMARIES = {
     "isogclr": "iSogCLR: SogCLR with a learned temperature for each sample and side. FastCLIP-v2 has the same temperatures.",
     "neuclip": "NeuCLIP: log-normalizers predicted by prototypes that are trained inside each step.",
     "openclip": "OpenCLIP's ClipLoss, and CoCaLoss for captioners: the softmax over the batch. Its arithmetic is unchanged.",
-    "queueclip": "queueclip: NeuCLIP with a queue of recent embeddings instead of trained prototypes. There is no paper.",
+    "queueclip": "NeuCLIP with a queue of recent embeddings instead of trained prototypes. There is no paper.",
     "scent": "SCENT: like fastclip, but the weight γ of the moving average depends on each sample's normalizer.",
     "siglip": "OpenCLIP's SigLipLoss: a sigmoid for each pair of the batch. Its arithmetic is unchanged.",
     "simclr": "SimCLR: two augmented views of each image, contrasted with all other views of the batch, without texts.",

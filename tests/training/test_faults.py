@@ -299,5 +299,6 @@ def test_the_rank_that_outlives_another_says_so_in_one_line(two_trainers):
     os.kill(two_trainers.trainers()[1], signal.SIGKILL)
     wait_until(lambda: None not in two_trainers.statuses(), 120)
     assert two_trainers.statuses() == [1, -signal.SIGKILL]
+    assert "Waiting for 2 processes to connect to 127.0.0.1" in two_trainers.text()
     assert "error: another rank failed; see its error. --resume latest continues" in two_trainers.text()
     assert "Traceback" not in two_trainers.text()
