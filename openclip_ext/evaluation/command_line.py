@@ -102,7 +102,9 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
     if getattr(args, "run", None) is not None:
         if args.model or args.checkpoint:
             raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
-        args.model, args.checkpoint = read_config(args.run)["flags"]["model"], str(newest_checkpoint(args.run))
+        args.model = read_config(args.run)["flags"]["model"]
+        # If training goes on, each process could find another newest checkpoint.
+        args.checkpoint = str(distributed.on_master(lambda: newest_checkpoint(args.run)))
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
     device = own_device(args.device)

@@ -109,7 +109,7 @@ def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list
     if task.classes is not None and len(classnames) != task.classes and not any_size:
         raise DataError(
             f"{folder / CLASSNAMES_FILE}: expected DataComp's {task.classes} classes, found {len(classnames)}. "
-            "Download the data set again, or accept another size with --allow-size-mismatch."
+            "Download the data set again. openclip-ext evaluate accepts another size with --allow-size-mismatch."
         )
     return classnames, templates
 
@@ -167,7 +167,7 @@ def read_shard(shard: Path, wanted: frozenset[str] | None = None) -> list[tar.Ta
             if archive.gaps:
                 raise tar.TarError(f"no file header at byte {archive.gaps[0].start}")
     except tar.STREAM_ERRORS as error:
-        raise DataError(f"{shard} is truncated or corrupt ({error}). Download it again.") from None
+        raise DataError(f"{shard} is truncated or corrupt ({error}). Remove it, and download it again.") from None
     return samples
 
 
@@ -188,7 +188,9 @@ def find_samples(folder: Path) -> list[StoredSample]:
 def fingerprint(folder: Path) -> str:
     """Return a digest of the names, sizes and modification times of a data set's text files and shards."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".jsonl", ".tar")):
+    # glob follows a link to test/, which rglob does not. A broken link counts as missing, so the task itself reports it.
+    paths = (path for pattern in ("*", "test/*") for path in folder.glob(pattern))
+    for path in sorted(path for path in paths if path.suffix in (".txt", ".jsonl", ".tar") and path.is_file()):
         status = path.stat()
         digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:16]

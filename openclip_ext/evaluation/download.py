@@ -97,7 +97,13 @@ def _record(path: Path) -> dict[str, Any]:
 def _read_records(folder: Path) -> dict[str, dict[str, Any]] | None:
     """Return the recorded ``size`` and ``sha256`` of each file by name; None if the folder has no ``checksums.json``."""
     path = folder / CHECKSUMS_FILE
-    return json.loads(path.read_text(encoding="utf-8"))["files"] if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["files"])
+    except (ValueError, TypeError, KeyError):
+        # No file has this size, so --verify reports the file, and a download replaces it.
+        return {CHECKSUMS_FILE: {"size": -1}}
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -116,7 +122,7 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
     if records is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
         return INCOMPLETE, []
     problems = [
-        f"{name} is missing, or its size or SHA-256 differs from {CHECKSUMS_FILE}"
+        f"{name} is missing, or its size or SHA-256 differs from {CHECKSUMS_FILE}. Remove it, and download the set again"
         for name, record in (records or {}).items()
         if not _has_size(folder / name, record["size"]) or _record(folder / name) != record
     ]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import open_clip
 import torch
+from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
@@ -25,11 +26,18 @@ TOP_K = (1, 5)
 _V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
 
 
+def _load(path: str) -> Image.Image:
+    try:
+        return default_loader(path)
+    except Exception as error:  # Pillow's errors do not name the file
+        raise OSError(f"{path}: the image does not decode ({error})") from error
+
+
 class ClassFolders(ImageFolder):
     """Images in one folder per class. Files and folders whose names start with a dot are skipped at any depth."""
 
     def __init__(self, root: str | Path, transform: Callable | None = None) -> None:
-        super().__init__(root, transform, is_valid_file=lambda path: self._is_image(Path(path)))
+        super().__init__(root, transform, loader=_load, is_valid_file=lambda path: self._is_image(Path(path)))
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]

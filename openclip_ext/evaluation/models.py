@@ -5,6 +5,7 @@ import contextlib
 import copy
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def load_model(
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
     is_file = source is not None and Path(source).is_file()
-    run_options = options_of_run(source)
+    version, run_options = _version(source), options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config = {"options": options, **_architecture(name)}
@@ -108,6 +109,8 @@ def load_model(
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     model = with_heads(model, read_heads(source or ""))
     digest = weights_digest(model)
+    if _version(source) != version:  # weights, heads and label could be of two epochs
+        raise UsageError(f"training replaced {source} while it was read: run the same command again")
     return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
 
 
@@ -141,6 +144,14 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
     if str(checkpoint) in tags:
         return str(checkpoint)
     raise UsageError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
+
+
+def _version(source: str | None) -> tuple[int, int] | None:
+    """Return an identity of a checkpoint file, which changes if the file is replaced; None if it is not a file."""
+    if source is None or not Path(source).is_file():
+        return None
+    status = os.stat(source)
+    return status.st_ino, status.st_mtime_ns
 
 
 def _weight_names(path: Path) -> set[str]:

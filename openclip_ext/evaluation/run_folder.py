@@ -19,7 +19,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for name in ("flags", "loss"):
             checked_dict(config.get(name), name)
         return config
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} has no config.json: expected the folder LOGS/NAME of a training run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error

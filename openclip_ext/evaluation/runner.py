@@ -37,7 +37,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     if result.found != task.size and not any_size:
         raise DataError(
             f"expected DataComp's {task.size} samples, found {result.found}. "
-            "Download the data set again, or accept another size with --allow-size-mismatch."
+            "Download the data set again. openclip-ext evaluate accepts another size with --allow-size-mismatch."
         )
     main_metric = None if task.main_metric is None else result.metrics[task.main_metric]
     return replace(result, metrics={**result.metrics, "main_metric": main_metric})

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.results import RESULTS_FILE, read_results
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
@@ -200,6 +201,22 @@ def test_other_data_is_evaluated_again_and_results_outlive_their_data(tiny_folde
     (folders[0] / "test" / "1.tar").write_bytes(b"")
     assert evaluate(tiny_folder, tmp_path, *arguments) == 1
     assert set(main_metrics(tmp_path / "out")) == {"mnist"}, "a failed task must not keep its old number"
+
+
+def test_a_linked_folder_and_a_broken_link_are_other_data(tiny_folder, tmp_path):
+    folder = datasets.make_task(tmp_path, "cifar10", count=12)
+    datasets.make_task(tmp_path, "mnist", count=12)
+    store = (folder / "test").rename(tmp_path / "store")
+    (folder / "test").symlink_to(store)
+    output = ("--output-dir", str(tmp_path / "out"))
+    assert evaluate(tiny_folder, tmp_path, *output) == 0
+    before = fingerprint(folder)
+    datasets.write_shard(store / "0.tar", datasets.labelled_samples(14)[::2])
+    assert fingerprint(folder) != before
+    (store / "0.tar").unlink()
+    (store / "0.tar").symlink_to("gone.tar")
+    assert evaluate(tiny_folder, tmp_path, *output) == 1
+    assert set(main_metrics(tmp_path / "out")) == {"mnist"}
 
 
 def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):

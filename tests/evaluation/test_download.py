@@ -123,6 +123,21 @@ def test_a_wrong_checksum_is_fetched_again(hub: FakeHub, tmp_path: Path) -> None
     assert verify(tmp_path) == OK
 
 
+def test_broken_checksums_and_damaged_tars_can_be_repaired(hub: FakeHub, tmp_path: Path) -> None:
+    assert download(hub, tmp_path) == 0
+    folder = tmp_path / TASKS[DIGITS].folder
+    for broken in ("", "[]", '{"files": {"test/'):
+        (folder / CHECKSUMS_FILE).write_text(broken)
+        assert verify(tmp_path) == BROKEN
+        assert download(hub, tmp_path) == 0 and verify(tmp_path) == OK
+    shard = folder / "test" / "0.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert "Remove it, and download the set again" in problems_of(tmp_path, DIGITS)
+    shard.unlink()
+    assert download(hub, tmp_path) == 0 and verify(tmp_path) == OK
+
+
 def test_one_failing_set_stops_no_other(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--data-dir", str(tmp_path), "--tasks", "cifar10", DIGITS, "--endpoint", hub.endpoint]
     assert status(*arguments) == 1

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation import models
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses.heads import HEADS_KEY
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
@@ -69,6 +71,18 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     for name in ("tiny-wide", "tiny-deep"):
         with pytest.raises(UsageError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
             load_model(name, tiny_folder / "epoch_1.pt")
+
+
+def test_a_checkpoint_that_training_replaces_during_the_read_is_refused(tiny_folder, tmp_path, monkeypatch):
+    checkpoint = shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "epoch_latest.pt")
+
+    def replace_after(model):
+        shutil.copy(checkpoint, tmp_path / "new.pt").replace(checkpoint)
+        return "digest"
+
+    monkeypatch.setattr(models, "weights_digest", replace_after)
+    with pytest.raises(UsageError, match=r"training replaced .*epoch_latest\.pt while it was read"):
+        load_model(TINY_MODEL, checkpoint)
 
 
 def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):

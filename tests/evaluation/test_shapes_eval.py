@@ -90,5 +90,5 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
 
 
 def test_wrong_folders_are_refused_with_the_cure(tmp_path):
-    with pytest.raises(ValueError, match=r"expected \*\.tar .*--split test"):
+    with pytest.raises(ValueError, match=r"is not the test split: .*--split test"):
         read_samples(tmp_path)

@@ -238,7 +238,7 @@ def test_wrong_places_are_refused(tmp_path):
     torch.save({}, tmp_path / "alone.pt")
     for checkpoint, output, message in (
         ("epoch_9.pt", "exported", "no checkpoint in .*epoch_9.pt: expected a run folder"),
-        ("alone.pt", "exported", r"it has no config\.json"),
+        ("alone.pt", "exported", r"has no config\.json"),
         ("alone.pt", ".", "is not empty"),
     ):
         with pytest.raises(UsageError, match=message):

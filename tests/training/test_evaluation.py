@@ -158,6 +158,8 @@ def test_class_folders_are_numbered_by_their_names(first, tmp_path):
     images = imagenet.ImageNetFolders(tmp_path)
     assert {Path(path).parent.name: label for path, label in images.samples} == {n: i for i, n in enumerate(names)}
     assert len(images) == 1000
+    with pytest.raises(OSError, match=rf"{names[0]}/0\.png: the image does not decode"):
+        images[0]
 
 
 @pytest.mark.parametrize(
