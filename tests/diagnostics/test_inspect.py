@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
 def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
     own = str(Path(shards).parent / "manifest.json")
     for words, expected in (
-        (["--leave-out", "duplicates"], "give both or none"),
+        (["--leave-out", "duplicates"], "give both flags, or remove both"),
         (["--leave-out", "misfits", "--write-manifest", own], "choose another name"),
     ):
         with pytest.raises(UsageError, match=expected):

@@ -120,7 +120,7 @@ def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"gradient_accumulation_steps": 2}, "do not accumulate"), ({"remove_unused_columns": True}, "index is removed")],
+    [({"gradient_accumulation_steps": 2}, "do not accumulate"), ({"remove_unused_columns": True}, "removes the index")],
 )
 def test_what_would_train_wrongly_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -135,5 +135,5 @@ def test_a_model_that_the_trainer_would_replace_is_refused(tmp_path):
 
 
 def test_a_head_is_refused():
-    with pytest.raises(ValueError, match=r"only openclip_ext\.training\.main"):
+    with pytest.raises(ValueError, match=r"Train with: python -m openclip_ext\.training\.main"):
         ModelLoss(create_loss("cliplite", embed_dim=WIDTH), clip())
