@@ -33,11 +33,8 @@ from openclip_ext.training.validation import retrieval_metrics
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256
 VOCABULARY, MAX_WORDS = 8000, 128
-SPLITS = {
-    "test": range(10),
-    "validation": range(10, 20),
-    "train": range(20, 100),
-}  # hashes of the summaries, modulo 100
+# Hashes of the summaries, modulo 100.
+SPLITS = {"test": range(10), "validation": range(10, 20), "train": range(20, 100)}
 
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:

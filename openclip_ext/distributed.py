@@ -56,15 +56,15 @@ def unconnected_processes() -> int:
     return launched if launched > 1 and not is_initialized() else 0
 
 
-def check_launcher() -> bool:
-    """Return whether a launcher started several processes; raise UsageError if a variable that connects them is missing."""
+def check_launcher() -> int:
+    """Return the number of processes that a launcher started; raise UsageError if a variable that connects them is missing."""
     number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
     if number > 1 and ("MASTER_ADDR" not in os.environ or os.environ.keys().isdisjoint(("RANK", "SLURM_PROCID"))):
         raise UsageError(
             f"launcher: WORLD_SIZE or SLURM_NTASKS is {number}, but MASTER_ADDR or the rank is not set. Use torchrun or "
             "scripts/slurm/train.sh, or set WORLD_SIZE=1 for a single process"
         )
-    return number > 1
+    return number
 
 
 def check_equal_sizes(batch: Tensor) -> None:

@@ -45,10 +45,8 @@ export -f train
 export python root epochs
 # Ctrl-C ends xargs at once. cat ends after the last training, so this script waits until all have reported where they stopped.
 printf '%s\n' "${losses[@]}" | xargs -P 2 -I '{}' bash -c 'set -euo pipefail; train "$1"' bash '{}' | (trap '' INT && cat)
-checkpoints=()
-for loss in "${losses[@]}"; do
-  checkpoints+=("demo/runs/$loss/checkpoints/epoch_$epochs.pt")
-done
+runs=("${losses[@]/#/demo/runs/}")
+checkpoints=("${runs[@]/%//checkpoints/epoch_$epochs.pt}")
 
 say "3/4 Zero-shot classification and retrieval on the test split"
 "$python" -m eval.shapes --model demo-resnet --checkpoint "${checkpoints[@]}" --untrained \

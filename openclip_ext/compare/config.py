@@ -14,7 +14,7 @@ from openclip_ext.cli.options import flag, from_flags, option_as_words, own_opti
 from openclip_ext.compare import space
 from openclip_ext.compare.process_pool import default_processes
 from openclip_ext.compare.space import BASELINE
-from openclip_ext.files.writing import refuse_url
+from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS
 from openclip_ext.model_configs import add_model_configs
@@ -78,7 +78,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         raise UsageError("--executor slurm needs --processes, the number of jobs at a time")
     if args.slurm and args.executor != "slurm":
         raise UsageError("--slurm has no effect without --executor slurm")
-    refuse_url(args.output)
+    check_output_path(args.output)
     options = take_loss_options(vars(args))
     # The parser of training sets --steer, and checks these options together with --reference.
     about_reference = [option_as_words(OPTIONS[name], options[name]) for name in REFERENCE_OPTIONS & options.keys()]

@@ -69,7 +69,7 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
             wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
             failures += 1
             # fsspec raises a FileNotFoundError with only the URL also if the server refuses access or does not answer.
-            reason = error.__cause__ or error if str(error) == url else error
+            reason = (str(error) == url and error.__cause__) or error
             if is_final(error) or time.monotonic() + wait > start + patience:
                 tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
                 raise OSError(for_people(f"{url}: {type(reason).__name__}: {reason}{tried}")) from error

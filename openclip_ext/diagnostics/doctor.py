@@ -69,7 +69,7 @@ class Doctor:
         yield OK, "versions: " + ", ".join(f"{name} {version}" for name, version in run_folder.versions().items())
 
     def _launcher(self) -> Iterator[Finding]:
-        found = "its environment variables are set" if distributed.check_launcher() else "none found"
+        found = "its environment variables are set" if distributed.check_launcher() > 1 else "none found"
         yield OK, f"launcher: {found}; {self.world_size} processes planned"
 
     def _caches(self) -> Iterator[Finding]:

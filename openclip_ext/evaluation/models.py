@@ -5,7 +5,6 @@ import contextlib
 import copy
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +78,7 @@ def load_model(
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
     is_file = source is not None and Path(source).is_file()
-    version, run_options = _version(source), options_of_run(source)
+    version, run_options = _version(source) if is_file else None, options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config = {"options": options, **_architecture(name)}
@@ -109,7 +108,7 @@ def load_model(
     config["preprocess"] = copy.deepcopy(model.visual.preprocess_cfg)
     model = with_heads(model, read_heads(source or ""))
     digest = weights_digest(model)
-    if _version(source) != version:  # weights, heads and label could be of two epochs
+    if is_file and _version(source) != version:  # weights, heads and label could be of two epochs
         raise UsageError(f"training replaced {source} while it was read: run the same command again")
     return LoadedModel(model.eval().to(device), preprocess, tokenizer, name, str(source or name), config, digest)
 
@@ -146,11 +145,9 @@ def _source(name: str, checkpoint: str | Path | None) -> str | None:
     raise UsageError(f"There is no checkpoint {checkpoint}: neither a file nor a pretrained tag ({known}).")
 
 
-def _version(source: str | None) -> tuple[int, int] | None:
-    """Return an identity of a checkpoint file, which changes if the file is replaced; None if it is not a file."""
-    if source is None or not Path(source).is_file():
-        return None
-    status = os.stat(source)
+def _version(checkpoint: str | None) -> tuple[int, int]:
+    """Return numbers that change if a checkpoint file is replaced."""
+    status = Path(checkpoint or "").stat()
     return status.st_ino, status.st_mtime_ns
 
 

@@ -89,9 +89,8 @@ def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
         mask, positions = getattr(module, "attn_mask", None), getattr(module, "positional_embedding", None)
         if pooling != "argmax" or not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
             continue
-        if (
-            getattr(module, "cls_emb", None) is not None
-        ):  # CoCa's class token is after the padding and must not be removed
+        # CoCa's class token is after the padding, and must not be removed.
+        if getattr(module, "cls_emb", None) is not None:
             continue
         causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
         if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):

@@ -31,10 +31,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 
 
-def refuse_url(path: str | None, fix: str = "Give a local path, and copy the output yourself") -> None:
-    """Raise ValueError if an output path is a URL or starts with ``~/``, because this would create a folder ``s3:`` or ``~``.
+def check_output_path(path: str | None, fix: str = "Give a local path, and copy the output yourself") -> None:
+    """Raise ValueError if an output path is empty, is a URL, or starts with ``~/``. None is accepted.
 
-    The shell replaces ``~`` only at the start of an unquoted word, so not in ``--output=~/x``.
+    A URL would create a local folder such as ``s3:``. The shell does not replace ``~`` in ``--output=~/x``.
     """
     if path is not None and _URL.match(path):
         raise ValueError(f"{path} is a URL: expected a local path. {fix}")
@@ -47,7 +47,7 @@ def refuse_url(path: str | None, fix: str = "Give a local path, and copy the out
 def output_path(text: str) -> Path:
     """Parse the path of a file or folder to write."""
     try:
-        refuse_url(text)
+        check_output_path(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)

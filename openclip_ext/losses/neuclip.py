@@ -255,9 +255,8 @@ class PrototypeNormalizer(Normalizer):
 
     def _restart_if_due(self, ok: Tensor) -> None:
         due = self._is_restart_due() & ok
-        if (
-            due.is_cpu and can_read_values(due) and not due
-        ):  # only on a CPU, because reading ``due`` on a GPU synchronizes
+        # Only on a CPU, because reading ``due`` on a GPU synchronizes.
+        if due.is_cpu and can_read_values(due) and not due:
             return
         self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
         if self.reset:

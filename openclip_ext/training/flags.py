@@ -13,7 +13,7 @@ from typing import Any
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
-from openclip_ext.files.writing import refuse_url
+from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
@@ -172,8 +172,8 @@ def _check_together(args: argparse.Namespace) -> None:
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
     if args.save_every_steps and args.recipe is None:  # with a recipe, the value may be the recipe's, not the user's
         written.append("--save-every-steps")
-    refuse_url(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
-    refuse_url(args.cache_dir, "Use a local folder for --cache-dir")
+    check_output_path(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
+    check_output_path(args.cache_dir, "Use a local folder for --cache-dir")
     name, resume, lr, opt, cooldown = args.name, args.resume, args.lr, args.opt.lower(), args.epochs_cooldown
     has_cooldown, is_cosine = args.lr_scheduler == "const-cooldown", args.lr_scheduler == "cosine"
     is_synthetic, is_static = args.dataset_type == "synthetic", args.ddp_static_graph

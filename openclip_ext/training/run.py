@@ -49,10 +49,9 @@ def run(config: TrainingConfig) -> None:
     signals.end_with_torchrun()
     compat.set_backends()
     check_device(config.device)
-    if not config.flags.get("dist_url") and distributed.check_launcher():
-        number = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS"))
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0":
-            say(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
+    number = 1 if config.flags.get("dist_url") else distributed.check_launcher()
+    if number > 1 and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0":
+        say(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
     processes = argparse.Namespace(**{**config.flags, "device": config.device or "cuda"})
     device = compat.init_device(processes)
     distributed.set_patience(distributed.START_PATIENCE)

@@ -1,5 +1,6 @@
 """Reject typing mistakes and flags of related programs before argparse, whose messages would not contain a fix."""
 
+import itertools
 import re
 from collections.abc import Collection, Sequence
 
@@ -45,7 +46,7 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
     """Raise ValueError for the first word with a typing mistake. ``known`` contains all flags of the program."""
     if argv[:1] == ["help"]:
         raise ValueError("help: --help lists the flags")
-    for before, word in zip(["", *argv], argv, strict=False):
+    for before, word in itertools.pairwise(["", *argv]):
         if problem := _slip(word, known):
             raise ValueError(f"{word or before}: {problem}")
 
