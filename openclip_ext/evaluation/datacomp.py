@@ -72,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> int:
     tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
     missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
     if len(missing) == len(tasks):
-        found = sorted(path.name for path in args.data_dir.iterdir())[:5]
+        found = sorted(path.name for path in args.data_dir.glob("*"))[:5]
         raise ValueError(
             f"--data-dir {args.data_dir} has none of the {len(tasks)} expected folders, such as {tasks[0].folder}. "
             f"Found: {', '.join(found) or 'nothing'}."

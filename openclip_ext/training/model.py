@@ -104,6 +104,8 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         with _locking(model, flag, "text"):
             compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
     if config.lora.rank is not None:
+        if not (config.weights or config.pretrained_image) and distributed.is_master():
+            logging.warning("--lora-rank freezes random weights here: add --pretrained.")
         add_adapters(model, config.lora, config.weights)
     _seed(seed + distributed.rank())
     if config.trace is not None:

@@ -243,7 +243,7 @@ def test_a_failing_task_stops_no_other(tiny_folder, tmp_path, capfd):
     [
         (["--tasks", "cifar-10"], "There is no task 'cifar-10'"),
         (["--tasks", "mnist"], "has none of the 1 expected folders, such as wds_mnist_test. Found: wds_cifar10_test"),
-        (["--data-dir", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere has none of the 40 expected folders, such as "),
         (["--device", "cpu", "--precision", "amp"], "--precision amp needs CUDA"),
     ],
 )
