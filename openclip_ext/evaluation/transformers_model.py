@@ -1,7 +1,7 @@
 """Load a dual encoder of Hugging Face's ``transformers`` for ``openclip-ext embed``, such as CLIP or SigLIP."""
 
 import json
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,37 +25,24 @@ class DualEncoder(nn.Module):
         return _pooled(self.model.get_image_features(pixel_values=images))
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings ``(B, d)`` of the output ``(B, 2, L)`` of :class:`_Tokenize`."""
+        """Return the embeddings ``(B, d)`` of the output ``(B, 2, L)`` of :func:`_tokenize`."""
         ids, mask = tokens.unbind(dim=1)
         return _pooled(self.model.get_text_features(input_ids=ids, attention_mask=mask))
 
 
-@dataclass(frozen=True)
-class _Preprocess:
-    """A transform from a Pillow image to ``(3, H, W)`` that calls a Hugging Face image processor."""
-
-    processor: Any
-
-    def __call__(self, image: Any) -> Tensor:
-        return self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+def _preprocess(image: Any, processor: Any) -> Tensor:
+    """Turn a Pillow image into ``(3, H, W)`` with a Hugging Face image processor."""
+    return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
 
-@dataclass(frozen=True)
-class _Tokenize:
-    """A Hugging Face tokenizer, called like OpenCLIP's. It returns token ids and attention masks ``(B, 2, L)`` int64.
+def _tokenize(texts: list[str], tokenizer: Any, length: int) -> Tensor:
+    """Return the token ids and attention masks ``(B, 2, L)`` int64 of a Hugging Face tokenizer.
 
     A tokenizer that returns no mask belongs to a model that was trained without a mask, such as SigLIP. The mask is then 1.
     """
-
-    tokenizer: Any
-    length: int
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        found = self.tokenizer(
-            texts, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
-        )
-        ids = found["input_ids"]
-        return torch.stack([ids, found.get("attention_mask", torch.ones_like(ids))], dim=1)
+    found = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    ids = found["input_ids"]
+    return torch.stack([ids, found.get("attention_mask", torch.ones_like(ids))], dim=1)
 
 
 def load_transformers_model(name: str, device: str | torch.device, checkpoint: str | None = None) -> LoadedModel:
@@ -86,10 +73,12 @@ def load_transformers_model(name: str, device: str | torch.device, checkpoint: s
         )
     config = {"model": json.loads(model.config.to_json_string()), "preprocess": json.loads(processor.to_json_string())}
     length = min(tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
-    encoder = DualEncoder(model.eval().to(device))
-    return LoadedModel(
-        encoder, _Preprocess(processor), _Tokenize(tokenizer, length), name, path, config, weights_digest(model)
+    preprocess, tokenize = (
+        partial(_preprocess, processor=processor),
+        partial(_tokenize, tokenizer=tokenizer, length=length),
     )
+    encoder = DualEncoder(model.eval().to(device))
+    return LoadedModel(encoder, preprocess, tokenize, name, path, config, weights_digest(model))
 
 
 def _pooled(features: Any) -> Tensor:
