@@ -4,53 +4,38 @@ OpenCLIP pads every text to the context length of 77 tokens, although a prompt h
 the end-of-text token ignores all later tokens, so they can be removed.
 """
 
-import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from openclip_ext.evaluation.models import ImageTextModel
 
-logger = logging.getLogger(__name__)
-
 # Text lengths are rounded up to multiples of this many tokens, to limit the number of tensor shapes.
 _STEP = 8
-_CHECKED_TEXTS = 8
-# Lowest cosine similarity, by dtype, at which embeddings with and without padding count as equal.
-_AGREEMENT = {torch.float16: 0.999, torch.bfloat16: 0.99}
-_AGREEMENT_IN_FLOAT32 = 1 - 1e-5
 
 
 class TextEncoder(nn.Module):
     """Encoder that calls ``model.encode_text`` without the padding after the longest text of the batch.
 
-    Padding is removed only if the tower is causal and pools at the end-of-text token. To check the tower, the first texts are
-    encoded with and without padding. If the embeddings differ, all texts are encoded with padding.
+    Padding is removed only if the tower is causal and pools at the end-of-text token.
     """
 
     def __init__(self, model: ImageTextModel):
         super().__init__()
         self.model = model
         self._tower = find_causal_tower(model)
-        self._is_checked = False
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Encode tokens ``(B, context_length)`` int64 to embeddings ``(B, d)``."""
         longest = int(self.lengths(tokens).max())
         length = min(-(-longest // _STEP) * _STEP, tokens.shape[1])
-        if length < tokens.shape[1] and not self._is_checked:
-            self._is_checked = True
-            if not self._agrees(tokens[:_CHECKED_TEXTS], length):
-                logger.warning(
-                    "The embeddings of this text tower depend on padding, so texts are encoded with padding (slower)."
-                )
-                self._tower = None
         if length == tokens.shape[1] or self._tower is None:
             return self(tokens)
-        return self._cut(tokens, length)
+        prefix, tower = self._tower
+        replaced = {f"model.{prefix}{name}": value for name, value in _cut_positions(tower, length).items()}
+        return functional_call(self, replaced, (tokens[:, :length],))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode texts with padding. The method's name is ``forward``, because ``functional_call`` calls ``forward``."""
@@ -62,21 +47,6 @@ class TextEncoder(nn.Module):
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
         # Like the tower, this code finds the end-of-text token as the token with the largest number.
         return tokens.argmax(dim=-1) + 1
-
-    def _cut(self, tokens: Tensor, length: int) -> Tensor:
-        assert self._tower is not None
-        prefix, module = self._tower
-        replaced = {f"model.{prefix}{name}": value for name, value in _cut_positions(module, length).items()}
-        return functional_call(self, replaced, (tokens[:, :length],))
-
-    def _agrees(self, tokens: Tensor, length: int) -> bool:
-        full = self(tokens)
-        try:
-            cut = self._cut(tokens, length)
-        except (RuntimeError, ValueError):  # the tower does not accept the shorter shape
-            return False
-        least = _AGREEMENT.get(full.dtype, _AGREEMENT_IN_FLOAT32)
-        return bool((F.cosine_similarity(full.float(), cut.float()) >= least).all())
 
 
 def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
