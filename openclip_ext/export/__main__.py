@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.push_to_hf_hub import save_config_for_hf
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from openclip_ext import compat
@@ -22,7 +21,7 @@ from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
-from openclip_ext.files.writing import held, output_path
+from openclip_ext.files.writing import output_path
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.checkpoint.restoring import load_model
@@ -42,11 +41,9 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
 
     Raises:
         UsageError: The checkpoint or run is missing, the folder is not empty, or the format does not support the model.
-        ValueError: Another process is writing to the folder.
     """
     checkpoint = newest_checkpoint(checkpoint)
-    # A folder that contains only the lock file of a failed export counts as empty.
-    if output.exists() and any(file.name != ".lock" for file in output.iterdir()):
+    if output.exists() and any(output.iterdir()):
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
@@ -64,24 +61,23 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     # half precision rounds the average of --model-ema-decay.
     load_model(model, loaded.model_file["state_dict"], checkpoint)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
-    with held(output):
-        if to == "hf":
-            write_clip_model(model, model_config, tokenizer, output)
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
-        save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
-        if "hf_tokenizer_name" in model_config["text_cfg"]:
-            cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP loads the tokenizer from this folder
-        # A file that contains only the model, such as best.pt, stores the number of epochs, but no step.
-        unit = "epoch" if loaded.shared is None else "step"
-        end = getattr(loaded.position, unit)
-        lines = [line for line in read_log(run).steps if line[unit] < end]
-        if lines:
-            plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
-        results = evaluations(run, loaded, weights_digest(model))
-        card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
-        (output / "README.md").write_text(card, encoding="utf-8")
-        (output / ".lock").unlink()  # the user may publish the folder, which no longer needs a lock
+    output.mkdir(parents=True, exist_ok=True)
+    if to == "hf":
+        write_clip_model(model, model_config, tokenizer, output)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
+    save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
+    if "hf_tokenizer_name" in model_config["text_cfg"]:
+        cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP loads the tokenizer from this folder
+    # A file that contains only the model, such as best.pt, stores the number of epochs, but no step.
+    unit = "epoch" if loaded.shared is None else "step"
+    end = getattr(loaded.position, unit)
+    lines = [line for line in read_log(run).steps if line[unit] < end]
+    if lines:
+        plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
+    results = evaluations(run, loaded, weights_digest(model))
+    card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
+    (output / "README.md").write_text(card, encoding="utf-8")
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
@@ -105,10 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
     parser.add_argument("--output", type=output_path, required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    try:
-        export(args.checkpoint, args.to, args.output)
-    except SafetensorError as error:  # the disk is full
-        raise OSError(f"{args.output} could not be written: {error}") from error
+    export(args.checkpoint, args.to, args.output)
     print(f"To publish the folder: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 
