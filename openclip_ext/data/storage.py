@@ -31,8 +31,6 @@ from openclip_ext.data.remote import (
 )
 from openclip_ext.files.writing import write_atomically
 
-_MAX_FILE = 1 << 26  # maximum size of a file with sample counts, in bytes, because a server may never stop sending
-
 
 def is_local(url: str) -> bool:
     """Return whether a shard is a path or ``file:`` URL. Other URLs and ``pipe:`` commands are remote."""
@@ -119,10 +117,7 @@ class Storage:
     def read(self, url: str) -> bytes:
         """Return the content of a small file. For ``url`` and errors, see :meth:`open`."""
         with Storage(self.patience).open(url) as file:
-            content = file.read(_MAX_FILE + 1)
-        if len(content) > _MAX_FILE:
-            raise OSError(for_people(f"{url}: expected at most {_MAX_FILE:,} bytes, found more"))
-        return content
+            return file.read()
 
     def reach(self, urls: Iterable[str]) -> None:
         """Test whether one remote file of each server, bucket or program can be read; if not, raise ValueError."""

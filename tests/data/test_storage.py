@@ -27,7 +27,6 @@ from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.__main__ import main as count_shards
 from openclip_ext.data.manifest.manifest import Manifest
-from openclip_ext.data.shards import tar
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
@@ -48,7 +47,6 @@ class Server(ThreadingHTTPServer):
         has_ranges: whether the server supports range requests and sends the length of a file.
         has_version: whether the server also sends an ETag; only used with ``has_ranges``.
         trickles: whether the server sends content byte by byte, with pauses.
-        never_ends: whether the server sends endless zeros after the content.
         breaks: how many of the next responses stop after half of the content.
         stalls: how many of the next requests get no response.
         away_until: the server closes connections without a response until this value of ``time.monotonic()``.
@@ -59,7 +57,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.has_ranges = self.has_version = True
-        self.trickles = self.never_ends = False
+        self.trickles = False
         self.breaks = self.stalls = 0
         self.away_until = 0.0
         self.requests: list[tuple[str, str, str | None]] = []
@@ -121,8 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(bytes([byte]))
                     time.sleep(0.01)
                 self.wfile.write(content)
-                while server.never_ends:
-                    self.wfile.write(bytes(1 << 16))
 
     def log_message(self, *args: object) -> None:
         pass
@@ -318,21 +314,6 @@ def test_a_whole_stream_may_take_longer_than_a_request(folder: Path, server: Ser
             time.sleep(0.7)
             parts.append(file.read(1 << 21))
     assert b"".join(parts) == content and len(server.requests) == requests
-
-
-def test_a_content_without_end(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(tar, "_MAX_SEARCH", 1 << 20)
-    monkeypatch.setattr(storage, "_MAX_FILE", 1 << 16)
-    server.has_ranges, server.never_ends = False, True
-    with pytest.raises(OSError, match=r"sizes.json: expected at most 65,536 bytes, found more"):
-        Storage().read(f"{server.url}/data/sizes.json")
-    shard = scan.scan_shard(f"{server.url}/data/00000.tar")
-    assert shard.num_samples == COUNTS[0] and "no tar header in the 1,048,576 bytes" in shard.problems["error"]
-    counts = tmp_path / "sizes.json"
-    shutil.copy(folder / "sizes.json", counts)
-    assert count_shards([f"{server.url}/data/{SHARDS}", "--sizes", str(counts), "--output", str(tmp_path / "m")]) == 0
-    loader = build(f"{server.url}/data/{SHARDS}", manifest=str(tmp_path / "m"), max_bad_fraction=1.0)
-    assert len(list(loader.iterate(0))) == 10 and set(loader.bad.by_shard().values()) == {1}, "one per shard: the last"
 
 
 def test_a_wrong_address_is_refused_at_once(

@@ -26,7 +26,6 @@ _MAX_PADDING = _RECORD + BLOCK
 # Limits in bytes, because a corrupt header may contain any size.
 _MAX_EXTENSION = 1 << 20  # a long name or pax records
 _MAX_FIELD = 1 << 28  # an image or a caption
-_MAX_SEARCH = 1 << 28  # distance to the next header, in a file of unknown size
 _MAX_READ = 1 << 26  # a single read, which allocates this memory
 COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -245,9 +244,6 @@ class TarArchive:
         zeros: int | None = None  # start of the blocks of zeros directly before `position`
         damage: TarError | None = None  # the first error since the last good member
         while True:
-            if self._end == sys.maxsize and position - good_end > _MAX_SEARCH:
-                self.gaps.append(Gap(good_end, position))
-                raise damage or TarError(f"no tar header in the {_MAX_SEARCH:,} bytes after byte {good_end:,}")
             try:
                 member = _read_member(self.read_at, position, self._end, after_gap=position > good_end)
             except _CorruptHeaderError as error:
