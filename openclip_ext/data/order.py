@@ -45,13 +45,13 @@ def shuffled_shards(counts: np.ndarray, seed: int, epoch: int, shards: np.ndarra
 
 
 def resampled_shards(
-    counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | np.ndarray | None = None
+    counts: np.ndarray, num_slots: int, seed: int, epoch: int, weights: Sequence[float] | np.ndarray
 ) -> EpochSequence:
     """Return a sequence of at least ``num_slots`` samples: all samples of shards that are drawn with replacement.
 
-    ``weights`` are the shards' relative probabilities; None (default) means equal probabilities.
+    ``weights`` are the shards' relative probabilities.
     """
-    shares = np.cumsum(np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64))
+    shares = np.cumsum(np.asarray(weights, dtype=np.float64))
     if not np.any(counts[np.diff(shares, prepend=0) > 0]):
         raise ValueError(
             "all shards with an upsampling factor above 0 are empty: check --train-data-upsampling-factors"

@@ -182,8 +182,6 @@ def _shard_weights(spec: DataSpec, urls: Sequence[str]) -> list[float] | None:
     factors = spec.upsampling_factors
     if factors is None:
         return None
-    if not spec.resampled:
-        raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
     try:
         values = [float(value) for value in (factors.split("::") if isinstance(factors, str) else factors)]
     except ValueError:

@@ -321,8 +321,6 @@ def _one_ahead(steps: Iterator[_Step]) -> Iterator[_Step]:
 
 
 def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:
-    if min(layout.batch_size, layout.accum_freq, layout.world_size, layout.epoch_samples) < 1:
-        raise ValueError(f"batch size, accumulation, ranks and samples must be at least 1, got {layout}")
     if not layout.batches(layout.epoch_samples):
         raise ValueError(
             f"too few samples: the epoch has {layout.epoch_samples:,}, but one global batch is batch size "

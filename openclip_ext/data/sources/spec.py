@@ -94,7 +94,6 @@ class DataSpec:
         """Raise ValueError for options that need shards, if the data set has no shards."""
         needs_shards = {
             "--dataset-resampled": self.resampled,
-            "--train-data-upsampling-factors": self.upsampling_factors is not None,
             "--single-source-batches": self.single_source,
             "--hard-negative-key": self.hard_negative_key is not None,
         }
