@@ -22,8 +22,6 @@ from torchvision.transforms.v2.functional import resized_crop
 from openclip_ext import compat
 from openclip_ext.data.sources.source import MAX_ASPECT, DecodedImage, decode_image
 
-IMAGE_BACKENDS = ("pil", "torchvision")
-
 
 @dataclass(frozen=True)
 class ImagePipeline:
@@ -47,8 +45,6 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
         backend: ``pil`` gives exactly the pixels of ``transform``. ``torchvision`` decodes JPEG files, crops and resizes,
             and rounds pixels differently. Even then, Pillow decodes other formats and applies all other operations.
     """
-    if backend not in IMAGE_BACKENDS:
-        raise ValueError(f"unknown image backend {backend!r}: expected one of {', '.join(IMAGE_BACKENDS)}")
     in_worker, normalize = split_transform(transform)
     if backend == "pil":
         return ImagePipeline(decode_image, in_worker, normalize)

@@ -12,7 +12,7 @@ import webdataset
 from PIL import Image
 from torch import Tensor
 
-from openclip_ext.data.images import IMAGE_BACKENDS, decode_with_torchvision, image_pipeline
+from openclip_ext.data.images import decode_with_torchvision, image_pipeline
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.sources.source import BadSampleError, decode_image
@@ -54,7 +54,7 @@ def seeded(transform: Any, image: Any, seed: int) -> tuple[Tensor, tuple[float, 
 
 
 @pytest.mark.parametrize("augmentation", AUGMENTATIONS)
-@pytest.mark.parametrize("backend", IMAGE_BACKENDS)
+@pytest.mark.parametrize("backend", ["pil", "torchvision"])
 def test_a_pipeline_is_the_transform(augmentation: str, backend: str):
     transform = open_clip.image_transform(SIZE, is_train=True, aug_cfg=AUGMENTATIONS[augmentation])
     pipeline = image_pipeline(transform, backend)
@@ -146,7 +146,7 @@ def test_the_loader_gives_the_same_samples(tmp_path):
     spec = DataSpec(str(tmp_path / "*.tar"), max_bad_fraction=0.2)
     config = TrainLoaderConfig(batch_size=4, seed=3, views=2, caption_aware_flip=True)
     batches, bad = {}, {}
-    for backend in IMAGE_BACKENDS:
+    for backend in ("pil", "torchvision"):
         images = image_pipeline(transform, backend)
         functions = {"preprocess": images.transform, "tokenizer": tokenize, "decoder": images.decode}
         loader = build_train_loader(spec, config, **functions)

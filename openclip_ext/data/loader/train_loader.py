@@ -234,11 +234,6 @@ class TrainLoader:
         left_out = self.bad.begin(epoch, is_fresh=not progress)
         while True:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
-            if order.batches < position.done:
-                raise ValueError(
-                    f"cannot resume: the checkpoint has {position.done} batches, but the epoch has only {order.batches}. Use "
-                    "an end-of-epoch checkpoint"
-                )
             yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
             if position.done in (0, order.batches):

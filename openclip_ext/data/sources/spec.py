@@ -9,9 +9,6 @@ from openclip_ext.cli.options import flag, from_flags
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
-DATASET_TYPES = ("webdataset", "csv", "synthetic", "auto")
-_SHARD_ENDINGS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
-
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -104,8 +101,6 @@ class DataSpec:
     @property
     def resolved_type(self) -> str:
         """``webdataset``, ``csv`` or ``synthetic``. For ``auto``, the extension decides. Raise ValueError if unknown."""
-        if self.dataset_type not in DATASET_TYPES:
-            raise ValueError(f"unknown dataset type {self.dataset_type!r}: expected one of {', '.join(DATASET_TYPES)}")
         if self.dataset_type == "synthetic":
             return self.dataset_type
         if not self.source:
@@ -116,7 +111,7 @@ class DataSpec:
         ending = text.rstrip(" -\"'").rpartition(".")[2]
         if ending in ("csv", "tsv"):
             return "csv"
-        if text.endswith(_SHARD_ENDINGS) or ".tar" in text:
+        if ".tar" in text or text.endswith(".tgz"):
             return "webdataset"
         found = f"{text} is a folder" if os.path.isdir(text) else f"{text}: found the ending {ending!r}"
         raise ValueError(
