@@ -40,9 +40,6 @@ _METRICS: dict[str, tuple[str, float | None]] = {
     "text-to-image-R@1": ("retrieval text to image, R@1", None),
 }
 
-# Other keys of the output. The title of a checkpoint must not be one of these keys.
-_OTHER_KEYS = ("model", "checkpoint", "untrained", "chance")
-
 
 class ShapesSample(NamedTuple):
     """An image of the test split, its scene and its complete caption."""
@@ -173,7 +170,7 @@ def _titles(checkpoints: Sequence[str]) -> list[str]:
         return ["trained"]
     paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]
     names = [path.parents[1].name if path.parent.name == "checkpoints" else path.name for path in paths]
-    return names if len({*names, *_OTHER_KEYS}) == len(names) + len(_OTHER_KEYS) else list(checkpoints)
+    return names if len({*names}) == len(names) else list(checkpoints)
 
 
 def main(argv: list[str]) -> None:

@@ -78,7 +78,9 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
     # The title of a checkpoint is the name of its run. If names are not distinct, the titles are the paths.
-    paths = [tmp_path / f"runs/{name}/checkpoints/epoch_1.pt" for name in ("openclip", "queueclip", "chance")]
+    paths = [
+        tmp_path / f"{name}/checkpoints/epoch_1.pt" for name in ("runs/openclip", "runs/queueclip", "other/queueclip")
+    ]
     for path in paths:
         path.parent.mkdir(parents=True)
         shutil.copy(checkpoint, path)
