@@ -239,9 +239,6 @@ class _Blocks(io.RawIOBase):
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         if self._position >= self._size:
             return 0
@@ -258,10 +255,6 @@ class _Blocks(io.RawIOBase):
     def _fetch(self, number: int) -> "Future[bytes | None]":
         begin = number * self._block
         return in_background(partial(self._file.fetch, begin, min(begin + self._block, self._size)))
-
-    def close(self) -> None:
-        self._blocks = {}
-        super().close()
 
 
 class _Stream(io.RawIOBase):

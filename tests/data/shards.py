@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from openclip_ext.data.shards.tar import TarArchive
+from openclip_ext.data.shards.tar import BLOCK, TarArchive
 
 Members = Sequence[tuple[str, bytes]]
 
@@ -75,6 +75,15 @@ def sample_starts(path: str) -> list[int]:
     """Return the byte offset at which each sample of a shard starts."""
     with open(path, "rb") as file:
         return [sample.members[0].start for sample in TarArchive(file).samples(frozenset())]
+
+
+def set_field(data: bytearray, at: int, begin: int, content: bytes) -> None:
+    """Overwrite a field of the tar header at byte ``at``, and update the header's checksum."""
+    header = data[at : at + BLOCK]
+    header[begin : begin + len(content)] = content
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data[at : at + BLOCK] = header
 
 
 def write_csv(

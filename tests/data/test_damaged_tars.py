@@ -17,7 +17,7 @@ import pytest
 
 from openclip_ext.data.manifest.scan import scan_shard
 from openclip_ext.data.shards import tar
-from tests.data.shards import image_bytes, write_tar
+from tests.data.shards import image_bytes, set_field, write_tar
 from tests.data.test_tar import HOSTILE_SIZES
 from tests.soak import SoakCase
 
@@ -53,15 +53,6 @@ def good_shards(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 def headers_of(data: bytearray) -> list[int]:
     return [at for at in range(0, len(data), tar.BLOCK) if data[at + 257 : at + 262] == b"ustar"]
-
-
-def set_field(data: bytearray, at: int, begin: int, content: bytes) -> None:
-    """Overwrite a field of the tar header at byte ``at``, and update the header's checksum."""
-    header = data[at : at + tar.BLOCK]
-    header[begin : begin + len(content)] = content
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    data[at : at + tar.BLOCK] = header
 
 
 def flip_header_bits(data: bytearray, rng: random.Random) -> None:

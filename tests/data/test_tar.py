@@ -12,7 +12,7 @@ import webdataset
 
 from openclip_ext.data.manifest.scan import scan_shard
 from openclip_ext.data.shards import tar
-from tests.data.shards import sample_members, write_tar
+from tests.data.shards import sample_members, set_field, write_tar
 
 ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})
 # Long names need extended headers (pax, GNU). Members that webdataset skips must not change how the others are grouped.
@@ -160,10 +160,8 @@ def test_sizes_that_cannot_be(tmp_path: Path, size: bytes, kind: bytes):
     path = write_tar(tmp_path / "0.tar", [member for number in range(3) for member in sample_members(number)])
     data = bytearray(path.read_bytes())
     victim = members_of(path)[3].start
-    header = data[victim : victim + tar.BLOCK]
-    header[124:136], header[156:157], header[148:156] = size, kind, b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    data[victim : victim + tar.BLOCK] = header
+    set_field(data, victim, 124, size)
+    set_field(data, victim, 156, kind)
     path.write_bytes(data)
     scan = scan_shard(str(path))
     assert (scan.num_samples, scan.problems["bad"]) == (3, 1)

@@ -10,7 +10,7 @@ CAPTION = "Dummy caption"
 class SyntheticSource(Source):
     """A source that repeats one sample ``num_samples`` times. ``image_size`` is (width, height) in pixels."""
 
-    def __init__(self, num_samples: int = 100, image_size: tuple[int, int] = (224, 224)) -> None:
+    def __init__(self, num_samples: int, image_size: tuple[int, int]) -> None:
         super().__init__(num_samples, f"synthetic-{num_samples}-{image_size[0]}x{image_size[1]}")
         self._image = Image.new("RGB", image_size)
 
