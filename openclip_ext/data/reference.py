@@ -58,6 +58,8 @@ class EmbeddingStore:
             float(about["logit_scale"])
             for name in (IMAGES, TEXTS):
                 arrays.append(np.load(path / name, mmap_mode="r", allow_pickle=False))
+                if arrays[-1].shape != shape or arrays[-1].dtype != np.float16:
+                    raise ValueError(f"expected {shape} float16, found {arrays[-1].shape} {arrays[-1].dtype}")
         except (OSError, ValueError, TypeError, KeyError) as error:
             # If embeddings.json exists, openclip-ext embed treats the folder as complete and would not repair its other files.
             fix = "Remove the folder, and start" if (path / ABOUT).exists() else "Start"
@@ -72,11 +74,6 @@ class EmbeddingStore:
                     f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
                     f"expected {what} {wanted}, found {found}. Write the embeddings of this data set with openclip-ext embed"
                 )
-        if any(values.shape != shape or values.dtype != np.float16 for values in arrays):
-            raise UsageError(
-                f"--reference {path}: expected arrays of {shape} float16, found {arrays[0].shape} {arrays[0].dtype} and "
-                f"{arrays[1].shape} {arrays[1].dtype}. Remove the folder, and start openclip-ext embed again"
-            )
         return cls(path, arrays[0], arrays[1], about)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -149,13 +149,11 @@ class Manifest:
         return cls(scanned, image_key, caption_key)
 
     def without(self, indices: Iterable[int]) -> "Manifest":
-        """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown or none is left."""
+        """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown."""
         left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
             raise ManifestError(f"cannot exclude sample {found}: the indices are 0 to {self.num_samples - 1:,}")
-        if len(left_out) == self.num_samples:
-            raise ManifestError(f"all {self.num_samples:,} samples would be excluded: none is left to train on")
         changed = copy.copy(self)
         changed.left_out = left_out
         return changed
@@ -189,10 +187,8 @@ class Manifest:
         folder = str(path.parent)
         try:
             content = json.loads(path.read_bytes())
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError(f"expected a JSON object with 'format': '{FORMAT}'")
-            if content.get("version") != VERSION:
-                raise ValueError(f"it has version {content.get('version')}, expected {VERSION}: create it again")
+            if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+                raise ValueError(f"expected a JSON object with 'format': '{FORMAT}' and 'version': {VERSION}")
             if content.pop("checksum", None) != _checksum(content):
                 raise ValueError("its content does not match its checksum")
             shards = []
