@@ -32,9 +32,7 @@ def build_tolerant(data: str, **options) -> TrainLoader:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_are_passed_over_counted_and_remembered(
-    data: str, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_samples_are_passed_over_counted_and_remembered(data: str, workers: int, caplog: pytest.LogCaptureFixture):
     """An epoch yields every good sample once, except those of the incomplete last batch. Later epochs skip bad samples."""
     loader = build_tolerant(data, workers=workers)
     batches = list(loader.iterate(2))

@@ -468,9 +468,7 @@ def test_workers_share_copies_and_need_room_for_what_is_in_use(folder: Path, ser
 # ------------------------------------------------------------------ counts
 
 
-def test_a_journal_is_not_believed_about_a_shard_that_was_replaced(
-    folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_journal_is_not_believed_about_a_shard_that_was_replaced(folder: Path, server: Server, tmp_path: Path):
     journal, urls = tmp_path / "journal", expand_shards(f"{server.url}/data/{SHARDS}")
 
     def counts() -> list[int]:
@@ -511,9 +509,7 @@ def test_a_remote_shard_that_was_replaced_after_its_scan(
     assert Manifest.load(manifest).verify(expand_shards(f"{server.url}/moved/{SHARDS}"))
 
 
-def test_a_scan_that_was_killed_goes_on(
-    folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_a_scan_that_was_killed_goes_on(folder: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (folder / "sizes.json").unlink()
     arguments = [f"{server.url}/data/{SHARDS}", "--output", str(tmp_path / "m.json")]
     scan_shard = scan.scan_shard

@@ -58,7 +58,7 @@ def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
         assert found[name] == pytest.approx(expected, abs=1e-6)
 
 
-def test_nothing_is_fetched_unasked(evaluate, tmp_path):
+def test_nothing_is_fetched_unasked(evaluate):
     with pytest.raises(
         FileNotFoundError, match=r"/nowhere not found: set --dataset_root\. To download the data, create the folder"
     ):
