@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.push_to_hf_hub import save_config_for_hf
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from openclip_ext import compat
@@ -101,7 +102,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
     parser.add_argument("--output", type=output_path, required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    export(args.checkpoint, args.to, args.output)
+    try:
+        export(args.checkpoint, args.to, args.output)
+    except SafetensorError as error:  # the disk is full
+        raise OSError(f"{args.output} could not be written: {error}") from error
     print(f"To publish the folder: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 

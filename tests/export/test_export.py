@@ -9,12 +9,14 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.command_line import load_encoder
 from openclip_ext.evaluation.datacomp import parse_args
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.tasks import TASKS
+from openclip_ext.export import __main__ as program
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
@@ -241,3 +243,9 @@ def test_wrong_places_are_refused(tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             export(tmp_path / checkpoint, "hf", tmp_path / output)
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "export", lambda *_: save_file({"a": torch.zeros(1)}, tmp_path / "none" / "x"))
+    with pytest.raises(OSError, match=r"exported could not be written: .*No such file"):
+        main(["epoch_1.pt", "--output", str(tmp_path / "exported")])

@@ -34,6 +34,8 @@ class CsvSource(Source):
 
     def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
         separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' as a backslash and a t
+        if len(separator) != 1:  # pandas would read a longer separator as a regular expression
+            raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
         # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
