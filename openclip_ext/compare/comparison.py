@@ -24,7 +24,6 @@ from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
-from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
 from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
 from openclip_ext.compare.slurm_pool import make_pool
@@ -256,7 +255,7 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    tqdm.write(for_people(failure_words(failure.strip().splitlines()[-1])))
+                    tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}

@@ -20,8 +20,6 @@ from openclip_ext.data.processes import available_cores
 _POLL_SECONDS = 0.3
 # This module imports all modules of a run.
 _PRELOADED = "openclip_ext.compare.pilot"
-# The failure text of a task that was killed by a signal starts with this word.
-KILLED = "killed"
 # A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step. It
 # also calls ``seen`` with intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
@@ -108,7 +106,7 @@ class TaskPool(ABC):
 
         def on_end(name: str, result: dict[str, Any] | None, failure: str) -> None:
             if result is None:
-                raise ValueError(failure_words(failure))
+                raise ValueError(f"a run failed: {failure}")
             results[name] = result
 
         named = {str(number): task for number, task in enumerate(tasks)}
@@ -163,17 +161,7 @@ def _exit_reason(status: int) -> str:
         return f"its process ended with exit status {status}"
     name = signal.Signals(-status).name
     reason = " (is memory full? Give fewer --processes or a smaller --batch-size)" if name == "SIGKILL" else ""
-    return f"{KILLED} by {name}{reason}"
-
-
-def failure_words(failure: str) -> str:
-    """Return a clause that describes why a run failed or was killed."""
-    return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
-
-
-def default_processes() -> int:
-    """Return the number of GPUs, or of cores if there is no GPU."""
-    return torch.cuda.device_count() or available_cores()
+    return f"killed by {name}{reason}"
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:

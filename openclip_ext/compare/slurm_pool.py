@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.compare.process_pool import KILLED, Judge, ProcessPool, Task, TaskPool, outcome
+from openclip_ext.compare.process_pool import Judge, ProcessPool, Task, TaskPool, outcome
 from openclip_ext.files.writing import write_atomically
 
 _POLL_SECONDS = 1.0
@@ -82,7 +82,7 @@ class SlurmPool(TaskPool):
             return job.result() if error is None else (None, str(error))
         left = self._left_queue.get(job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
-            return None, f"{KILLED} by SLURM, perhaps before it started; see its log: {job.paths.stderr}"
+            return None, f"killed by SLURM, perhaps before it started; see its log: {job.paths.stderr}"
         return None
 
     def _read_queue(self) -> None:

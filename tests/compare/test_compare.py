@@ -18,7 +18,7 @@ from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
-from openclip_ext.compare.process_pool import ProcessPool, failure_words
+from openclip_ext.compare.process_pool import ProcessPool
 from openclip_ext.compare.report import chance, conclude
 from openclip_ext.compare.runs import Contest, Run
 from openclip_ext.compare.short_run import PilotRun
@@ -166,6 +166,7 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     sentence, taken = conclude(found, 64, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
+    assert conclude([], 64, {}, failed=3)[0].startswith("No result: 3 runs failed, for the reasons below.")
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
@@ -448,11 +449,3 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     argv = with_val(data, "--cache", str(50_000 / 2**30))
     assert "decoded again for each run" in prepare(*parse(argv))[1][-1]
     assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
-
-
-def test_no_result_says_how_many_runs_were_killed_or_failed():
-    killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
-    sentence, taken = conclude([], 64, {}, [killed, killed, "ValueError: no"])
-    assert sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.")
-    assert taken is None
-    assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")
