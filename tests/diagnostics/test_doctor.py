@@ -69,6 +69,10 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         ),
         (["--recipe", "cc3m", "--loss", "neuclip"], "warning  batch: --recipe cc3m is for a global batch of 1,024"),
         (["--model", "demo-vit", "--max-bad-fraction", "0", "--draw-captions"], "ok       model: "),
+        (
+            "--model ViT-B-32 --pretrained laion2b_s34b_b79k --cache-dir none --force-patch-dropout 0".split(),
+            "warning  caches: laion/CLIP-ViT-B-32",
+        ),
     ],
 )
 def test_what_a_run_would_stumble_over(shards, tmp_path, capsys, flags, message):
@@ -84,9 +88,3 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
         lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} contains a run: continue it with --resume"
     )
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
-
-
-def test_a_model_that_is_not_in_the_cache(shards, tmp_path, capsys):
-    argv = command(shards, tmp_path, "run", "openclip", "--model", "ViT-B-32", "--pretrained", "laion2b_s34b_b79k")
-    argv += ["--cache-dir", str(tmp_path), "--force-patch-dropout", "0"]
-    assert found(lines_of(capsys, argv), "warning  caches: laion/CLIP-ViT-B-32")
