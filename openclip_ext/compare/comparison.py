@@ -311,15 +311,12 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> Plan | None:
-    """Return the plan in the output folder, if any. Raise ValueError if it is corrupt or has other flags."""
+    """Return the plan in the output folder, if any. Raise ValueError if it has other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
         return None
-    try:
-        content = json.loads(path.read_text())
-        plan = Plan(**content | {"stages": tuple(planner.Stage(**stage) for stage in content["stages"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt ({error}): remove it to plan again") from error
+    content = json.loads(path.read_text())
+    plan = Plan(**content | {"stages": tuple(planner.Stage(**stage) for stage in content["stages"])})
     if plan.flags != digest_of_flags(config, training):
         raise ValueError(_OTHER.format(config.output, "flags, versions or pretrained weights"))
     return plan
@@ -329,7 +326,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
     """Return the runs whose settings enter the next stage: the best runs of the baseline and of the best other losses."""
 
     def mean_score(loss: str) -> float:
-        return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
+        return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results))
 
     baseline, *others = contest.families
     found = {}
