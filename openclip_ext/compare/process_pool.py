@@ -64,17 +64,6 @@ class TaskPool(ABC):
     def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
         """Read a task's messages. If the task has ended or must stop, return its result and failure, else None."""
 
-    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Wait briefly for tasks to end; return name, result and failure of each task that has ended."""
-        self._wait()
-        found = []
-        for name, entry in list(self._running.items()):
-            if (ended := self._read(name, entry)) is not None:
-                self._kill(entry)
-                del self._running[name]
-                found.append((name, *ended))
-        return found
-
     def work_off(
         self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
     ) -> bool:
@@ -92,8 +81,12 @@ class TaskPool(ABC):
                         self._start(name, task)
                 if not self._running:
                     return True
-                for found in self.finished():
-                    on_end(*found)
+                self._wait()
+                for name, entry in list(self._running.items()):
+                    if (ended := self._read(name, entry)) is not None:
+                        self._kill(entry)
+                        del self._running[name]
+                        on_end(name, *ended)
             return False
         finally:
             for entry in self._running.values():

@@ -18,9 +18,8 @@ from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
-from openclip_ext.compare.process_pool import ProcessPool
 from openclip_ext.compare.report import chance, conclude
-from openclip_ext.compare.runs import Contest, Run
+from openclip_ext.compare.runs import Contest, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.data.manifest.manifest import Manifest
@@ -311,14 +310,14 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     with pytest.raises(ValueError, match=r"--minutes 0.001 is too short: runs of 2 losses need"):
         main([*argv, "--minutes", "0.001"])
     with monkeypatch.context() as patch:
-        ended = ProcessPool.finished
+        keep = ResultsFile.keep
 
-        def stop_after_two(workers: ProcessPool) -> Any:
-            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+        def stop_after_two(results: ResultsFile, *row: Any) -> None:
+            keep(results, *row)
+            if len(results.rows) >= 2:
                 raise KeyboardInterrupt
-            return ended(workers)
 
-        patch.setattr(ProcessPool, "finished", stop_after_two)
+        patch.setattr(ResultsFile, "keep", stop_after_two)
         with pytest.raises(SystemExit, match="130"):
             main(argv)
     assert "No result yet" in capsys.readouterr().out
