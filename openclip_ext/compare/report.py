@@ -350,8 +350,8 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         "Gain by length": gains,
         "Errors of the trained models' normalizers": errors,
         "Cost": cost,
+        "All runs": runs,
     }
-    found["All runs"] = runs
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
