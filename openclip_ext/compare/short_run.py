@@ -146,15 +146,11 @@ class PilotRun:
         model: Any = with_heads(self.model.eval(), self.loss.model_head())
         found = []
         with self.settings.autocast():
-            images = (self.pixels(samples, rows) for rows in _chunks(range(len(samples))))
+            images = (self.pixels(samples, rows.tolist()) for rows in torch.arange(len(samples)).split(_CHUNK))
             inputs = (batch.to(self.device, self.settings.input_dtype) for batch in images)
             found.append(torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs]))
             for some in texts:
-                tokens = (self.texts(part).to(self.device) for part in _chunks(some))
+                tokens = self.texts(some).to(self.device).split(_CHUNK)
                 found.append(torch.cat([model.encode_text(part, normalize=True).float() for part in tokens]))
         self.model.train(was_training)
         return found
-
-
-def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[first : first + _CHUNK] for first in range(0, len(items), _CHUNK))
