@@ -98,7 +98,7 @@ class Comparison:
         jobs = config.folder / "jobs"
         # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
-        self.workers = make_pool(config.executor, config.processes, jobs, parameters, self.stop)
+        self.workers = make_pool(config.executor, config.processes, jobs, parameters)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
@@ -250,7 +250,7 @@ class Comparison:
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
 
-            return self.workers.work_off(tasks, on_end, has_time)
+            return self.workers.work_off(tasks, on_end, has_time, self.stop)
 
     def write_report(self, notes: list[str]) -> bool:
         """Write the report of the finished runs; return whether the report recommends a loss."""

@@ -37,17 +37,13 @@ class _Running(NamedTuple):
 class TaskPool(ABC):
     """A pool that executes a limited number of tasks in parallel. Subclasses define where tasks are executed.
 
-    Args:
-        processes: Maximum number of tasks at a time.
-        judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
-
     Attributes:
+        processes: Maximum number of tasks at a time.
         samples: Number of samples that all tasks have processed so far.
     """
 
-    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
-        self.processes, self._judge = processes, judge
-        self.samples = 0
+    def __init__(self, processes: int) -> None:
+        self.processes, self.samples = processes, 0
         self._running: dict[str, Any] = {}
 
     @abstractmethod
@@ -61,11 +57,15 @@ class TaskPool(ABC):
         """Wait briefly for tasks to end."""
 
     @abstractmethod
-    def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, entry: Any, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
         """Read a task's messages. If the task has ended or must stop, return its result and failure, else None."""
 
     def work_off(
-        self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
+        self,
+        pending: Callable[[], Mapping[str, Task]],
+        on_end: Ended,
+        keep_going: Callable[[], bool] = lambda: True,
+        judge: Judge = lambda name, state: None,
     ) -> bool:
         """Execute all tasks and return True. As soon as ``keep_going`` returns False, kill the running tasks and return False.
 
@@ -73,6 +73,7 @@ class TaskPool(ABC):
             pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
             on_end: Called with name, result and failure of each task. The result is None after a failure.
             keep_going: Returns whether to continue. It is called several times per second.
+            judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
         """
         try:
             while keep_going():
@@ -83,7 +84,7 @@ class TaskPool(ABC):
                     return True
                 self._wait()
                 for name, entry in list(self._running.items()):
-                    if (ended := self._read(name, entry)) is not None:
+                    if (ended := self._read(name, entry, judge)) is not None:
                         self._kill(entry)
                         del self._running[name]
                         on_end(name, *ended)
@@ -112,8 +113,8 @@ class ProcessPool(TaskPool):
 
     _running: dict[str, _Running]
 
-    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
-        super().__init__(processes, judge)
+    def __init__(self, processes: int) -> None:
+        super().__init__(processes)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([_PRELOADED])
 
@@ -133,7 +134,7 @@ class ProcessPool(TaskPool):
         entry.process.kill()
         entry.process.join()
 
-    def _read(self, name: str, entry: _Running) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, entry: _Running, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
@@ -141,7 +142,7 @@ class ProcessPool(TaskPool):
                     self.samples += message
                 elif isinstance(message, tuple):
                     return message
-                elif stopped := self._judge(name, message):
+                elif stopped := judge(name, message):
                     return stopped, ""
         except (EOFError, OSError):  # OSError means that the process ended while it was sending a message
             entry.process.join()

@@ -261,7 +261,7 @@ def conclude(
     ``to_best`` contains the best loss's gain over each loss in runs of equal length. ``failed`` is the number of failed runs.
     """
     others = _longest(found)
-    if not any(result.loss == BASELINE for result in found) or not others:
+    if not others:
         if not failed:
             return "No result yet: there are fewer than two paired runs. Run the same command again to continue.", None
         return f"No result: {failed} runs failed, for the reasons below. The same command executes them again.", None

@@ -159,7 +159,7 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
             ["neuclip, +2.0 (1.0 to 3.0) R@1 over openclip at batch 64."],
             "neuclip",
         ),
-        ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
+        ([BASE], {}, ["No result yet"], None),
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
