@@ -19,9 +19,8 @@ from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_t
 SAMPLES, WIDTH, EPS = 23, 6, 1e-3
 
 
-def make_embeddings(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    pair = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=dtype)
+def make_embeddings() -> tuple[torch.Tensor, torch.Tensor]:
+    pair = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     images, texts = torch.nn.functional.normalize(pair, dim=2)
     return images, texts
 
