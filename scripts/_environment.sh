@@ -32,12 +32,8 @@ wanted_state() {
   cat requirements.txt pyproject.toml "$lock"
 }
 
-environment_is_ready() {
-  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(wanted_state)" ]]
-}
-
 ensure_environment() {
-  environment_is_ready && return
+  [[ -x "$python" && -f .venv/.installed && "$(cat .venv/.installed)" == "$(wanted_state)" ]] && return
   # An environment whose Python is too old, as pip says below, is made again after the user has set PYTHON.
   if ! { "$python" -m pip --version && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; } &>/dev/null; then
     say "Making the virtual environment in .venv"

@@ -24,9 +24,8 @@ from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
-from openclip_ext.compare.process_pool import failure_words
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
-from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
+from openclip_ext.compare.short_run import warmup_steps
 from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
@@ -57,8 +56,6 @@ def main(argv: list[str]) -> None:
     try:
         with held(config.folder):  # locks the folder, including the cache in it
             plan = read_plan(config, training)  # rejects a folder with other flags before the data are decoded
-            if plan is None:
-                _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, plan, deadline)
             stopped = comparison.run()
@@ -70,14 +67,6 @@ def main(argv: list[str]) -> None:
         raise SystemExit(130)
     if not has_result:
         raise SystemExit(1)
-
-
-def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
-    """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
-    costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training)), 0.0)
-    needed = planner.least_seconds(costs, config.processes, training.loading.batch_size * training.loading.accum_freq)
-    if seconds * (1 - planner.RESERVE) < needed:
-        raise planner.too_short(costs, needed, seconds * (1 - planner.RESERVE), config.minutes)
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Comparison:
         jobs = config.folder / "jobs"
         # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
-        self.workers = make_pool(config.executor, config.processes, jobs, parameters, self.stop)
+        self.workers = make_pool(config.executor, config.processes, jobs, parameters)
         self._running: dict[str, dict[str, Any]] = {}
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
@@ -256,12 +245,12 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    tqdm.write(for_people(failure_words(failure.strip().splitlines()[-1])))
+                    tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
 
-            return self.workers.work_off(tasks, on_end, has_time)
+            return self.workers.work_off(tasks, on_end, has_time, self.stop)
 
     def write_report(self, notes: list[str]) -> bool:
         """Write the report of the finished runs; return whether the report recommends a loss."""
@@ -312,15 +301,12 @@ class Comparison:
 
 
 def read_plan(config: CompareConfig, training: TrainingConfig) -> Plan | None:
-    """Return the plan in the output folder, if any. Raise ValueError if it is corrupt or has other flags."""
+    """Return the plan in the output folder, if any. Raise ValueError if it has other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
         return None
-    try:
-        content = json.loads(path.read_text())
-        plan = Plan(**content | {"stages": tuple(planner.Stage(**stage) for stage in content["stages"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt ({error}): remove it to plan again") from error
+    content = json.loads(path.read_text())
+    plan = Plan(**content | {"stages": tuple(planner.Stage(**stage) for stage in content["stages"])})
     if plan.flags != digest_of_flags(config, training):
         raise ValueError(_OTHER.format(config.output, "flags, versions or pretrained weights"))
     return plan
@@ -330,7 +316,7 @@ def winners(contest: Contest, results: Results) -> dict[str, list[Run]]:
     """Return the runs whose settings enter the next stage: the best runs of the baseline and of the best other losses."""
 
     def mean_score(loss: str) -> float:
-        return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results) if run.id in results)
+        return statistics.fmean(score(results[run.id]) for run in contest.best(loss, results))
 
     baseline, *others = contest.families
     found = {}

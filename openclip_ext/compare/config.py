@@ -12,8 +12,8 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import flag, from_flags, option_as_words, own_options
 from openclip_ext.compare import space
-from openclip_ext.compare.process_pool import default_processes
 from openclip_ext.compare.space import BASELINE
+from openclip_ext.data.processes import available_cores
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS
@@ -92,7 +92,7 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
         losses=tuple(dict.fromkeys(losses)),
         loss_options=options,
         training=tuple(training),
-        processes=args.processes or default_processes(),
+        processes=args.processes or torch.cuda.device_count() or available_cores(),
     )
     _check(config.losses, options)
     return config, found
@@ -106,8 +106,6 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; remove it")
-    if training.loading.batch_size < 2:
-        raise UsageError(f"--batch-size {training.loading.batch_size}: expected at least 2")
     check_device(training.device)
     device = torch.device(training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     training = replace(with_loss_options(training), device=str(device))

@@ -20,8 +20,6 @@ from openclip_ext.data.processes import available_cores
 _POLL_SECONDS = 0.3
 # This module imports all modules of a run.
 _PRELOADED = "openclip_ext.compare.pilot"
-# The failure text of a task that was killed by a signal starts with this word.
-KILLED = "killed"
 # A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step. It
 # also calls ``seen`` with intermediate results, which are dictionaries.
 Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
@@ -39,17 +37,13 @@ class _Running(NamedTuple):
 class TaskPool(ABC):
     """A pool that executes a limited number of tasks in parallel. Subclasses define where tasks are executed.
 
-    Args:
-        processes: Maximum number of tasks at a time.
-        judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
-
     Attributes:
+        processes: Maximum number of tasks at a time.
         samples: Number of samples that all tasks have processed so far.
     """
 
-    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
-        self.processes, self._judge = processes, judge
-        self.samples = 0
+    def __init__(self, processes: int) -> None:
+        self.processes, self.samples = processes, 0
         self._running: dict[str, Any] = {}
 
     @abstractmethod
@@ -63,22 +57,15 @@ class TaskPool(ABC):
         """Wait briefly for tasks to end."""
 
     @abstractmethod
-    def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, entry: Any, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
         """Read a task's messages. If the task has ended or must stop, return its result and failure, else None."""
 
-    def finished(self) -> list[tuple[str, dict[str, Any] | None, str]]:
-        """Wait briefly for tasks to end; return name, result and failure of each task that has ended."""
-        self._wait()
-        found = []
-        for name, entry in list(self._running.items()):
-            if (ended := self._read(name, entry)) is not None:
-                self._kill(entry)
-                del self._running[name]
-                found.append((name, *ended))
-        return found
-
     def work_off(
-        self, pending: Callable[[], Mapping[str, Task]], on_end: Ended, keep_going: Callable[[], bool] = lambda: True
+        self,
+        pending: Callable[[], Mapping[str, Task]],
+        on_end: Ended,
+        keep_going: Callable[[], bool] = lambda: True,
+        judge: Judge = lambda name, state: None,
     ) -> bool:
         """Execute all tasks and return True. As soon as ``keep_going`` returns False, kill the running tasks and return False.
 
@@ -86,6 +73,7 @@ class TaskPool(ABC):
             pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
             on_end: Called with name, result and failure of each task. The result is None after a failure.
             keep_going: Returns whether to continue. It is called several times per second.
+            judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
         """
         try:
             while keep_going():
@@ -94,8 +82,12 @@ class TaskPool(ABC):
                         self._start(name, task)
                 if not self._running:
                     return True
-                for found in self.finished():
-                    on_end(*found)
+                self._wait()
+                for name, entry in list(self._running.items()):
+                    if (ended := self._read(name, entry, judge)) is not None:
+                        self._kill(entry)
+                        del self._running[name]
+                        on_end(name, *ended)
             return False
         finally:
             for entry in self._running.values():
@@ -108,7 +100,7 @@ class TaskPool(ABC):
 
         def on_end(name: str, result: dict[str, Any] | None, failure: str) -> None:
             if result is None:
-                raise ValueError(failure_words(failure))
+                raise ValueError(f"a run failed: {failure}")
             results[name] = result
 
         named = {str(number): task for number, task in enumerate(tasks)}
@@ -121,8 +113,8 @@ class ProcessPool(TaskPool):
 
     _running: dict[str, _Running]
 
-    def __init__(self, processes: int, judge: Judge = lambda name, state: None) -> None:
-        super().__init__(processes, judge)
+    def __init__(self, processes: int) -> None:
+        super().__init__(processes)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([_PRELOADED])
 
@@ -142,7 +134,7 @@ class ProcessPool(TaskPool):
         entry.process.kill()
         entry.process.join()
 
-    def _read(self, name: str, entry: _Running) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, entry: _Running, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
@@ -150,7 +142,7 @@ class ProcessPool(TaskPool):
                     self.samples += message
                 elif isinstance(message, tuple):
                     return message
-                elif stopped := self._judge(name, message):
+                elif stopped := judge(name, message):
                     return stopped, ""
         except (EOFError, OSError):  # OSError means that the process ended while it was sending a message
             entry.process.join()
@@ -163,17 +155,7 @@ def _exit_reason(status: int) -> str:
         return f"its process ended with exit status {status}"
     name = signal.Signals(-status).name
     reason = " (is memory full? Give fewer --processes or a smaller --batch-size)" if name == "SIGKILL" else ""
-    return f"{KILLED} by {name}{reason}"
-
-
-def failure_words(failure: str) -> str:
-    """Return a clause that describes why a run failed or was killed."""
-    return f"a run was {failure}" if failure.startswith(KILLED) else f"a run failed: {failure}"
-
-
-def default_processes() -> int:
-    """Return the number of GPUs, or of cores if there is no GPU."""
-    return torch.cuda.device_count() or available_cores()
+    return f"killed by {name}{reason}"
 
 
 def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:

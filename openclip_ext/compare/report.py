@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from openclip_ext.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
-from openclip_ext.compare.process_pool import KILLED, failure_words
 from openclip_ext.compare.runs import Contest, Results, Run, score
 from openclip_ext.compare.space import BASELINE, setting_words
 from openclip_ext.evaluation.statistics import Difference, group_numbers, paired_difference
@@ -131,7 +130,7 @@ def make_report(
     best = chosen[_leader(longest).loss][0] if longest else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
     failures = [row["failed"].strip() for row in results.values() if "failed" in row]
-    sentence, recommended = conclude(found, about.batch, to_best, failures)
+    sentence, recommended = conclude(found, about.batch, to_best, len(failures))
     runs = {}
     for contest in contests:
         for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
@@ -147,7 +146,7 @@ def make_report(
         runs=tuple(runs.values()),
         stopped=sum("stopped" in row for row in decided.values()),
         unfinished=sum(not row or "failed" in row for row in decided.values()),
-        failures=tuple(sorted(set(map(failure_words, failures)))),
+        failures=tuple(sorted({f"a run failed: {failure}" for failure in failures})),
         left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
         chance=chance(groups),
     )
@@ -255,20 +254,17 @@ def conclude(
     found: Sequence[LossResult],
     batch: int,
     to_best: Mapping[str, Difference | None],
-    failures: Sequence[str] = (),
+    failed: int = 0,
 ) -> tuple[str, str | None]:
     """Return a sentence about the result, and the recommended loss.
 
-    ``to_best`` contains the best loss's gain over each loss in runs of equal length. ``failures`` are error messages.
+    ``to_best`` contains the best loss's gain over each loss in runs of equal length. ``failed`` is the number of failed runs.
     """
     others = _longest(found)
-    if not any(result.loss == BASELINE for result in found) or not others:
-        if not failures:
+    if not others:
+        if not failed:
             return "No result yet: there are fewer than two paired runs. Run the same command again to continue.", None
-        killed = sum(failure.startswith(KILLED) for failure in failures)
-        counts = {"were killed": killed, "failed": len(failures) - killed}
-        ends = " and ".join(f"{count} runs {end}" for end, count in counts.items() if count)
-        return f"No result: {ends}, for the reasons below. The same command executes them again.", None
+        return f"No result: {failed} runs failed, for the reasons below. The same command executes them again.", None
     best = _leader(others)
     assert best.difference is not None
     difference = f"{points(best.difference)} R@1"
@@ -354,8 +350,8 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         "Gain by length": gains,
         "Errors of the trained models' normalizers": errors,
         "Cost": cost,
+        "All runs": runs,
     }
-    found["All runs"] = runs
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 

@@ -114,8 +114,7 @@ class ResultsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("ab") as file:
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)  # removes the incomplete last line of a killed process
+        json_lines.truncate(path, keep=lambda row: True)  # removes the incomplete last line of a killed process
         self.rows = read_results(path)
         self.failed: dict[str, dict[str, Any]] = {}
 

@@ -26,35 +26,6 @@ _CURVE = (0.125, 0.25, 0.5, 1.0)
 CURVE_POINTS = len(_CURVE)
 
 
-def seconds_a_sample(config: TrainingConfig) -> float:
-    """Return the seconds per sample of a forward and backward pass on one thread. A training step takes at least this time."""
-    add_model_configs()
-    device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
-    with without_warnings():
-        built = build_model(replace(config.model, pretrained=None, pretrained_image=False), device, 0)
-    size = built.model.visual.image_size
-    settings = StepSettings.of(config.step, device)
-    images = torch.zeros(batch, 3, *(size if isinstance(size, tuple) else (size, size)), device=device)
-    images, texts = images.to(settings.input_dtype), built.tokenizer([""] * batch).to(device)
-
-    def seconds_of_a_pass() -> float:
-        started = time.perf_counter()
-        with settings.autocast():
-            outputs = built.model(images, texts)
-        loss = (outputs["image_features"] * outputs["text_features"]).sum()
-        loss.backward()
-        loss.item()  # synchronizes with the device
-        return time.perf_counter() - started
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seconds_of_a_pass()  # warm-up
-        return seconds_of_a_pass() / batch
-    finally:
-        torch.set_num_threads(threads)
-
-
 def warmup_steps(asked: int, steps: int) -> int:
     """Return the number of warm-up steps in a run of ``steps`` steps: ``asked``, limited to a tenth of the run."""
     return min(asked, steps // 10)
@@ -175,15 +146,11 @@ class PilotRun:
         model: Any = with_heads(self.model.eval(), self.loss.model_head())
         found = []
         with self.settings.autocast():
-            images = (self.pixels(samples, rows) for rows in _chunks(range(len(samples))))
+            images = (self.pixels(samples, rows.tolist()) for rows in torch.arange(len(samples)).split(_CHUNK))
             inputs = (batch.to(self.device, self.settings.input_dtype) for batch in images)
             found.append(torch.cat([model.encode_image(batch, normalize=True).float() for batch in inputs]))
             for some in texts:
-                tokens = (self.texts(part).to(self.device) for part in _chunks(some))
+                tokens = self.texts(some).to(self.device).split(_CHUNK)
                 found.append(torch.cat([model.encode_text(part, normalize=True).float() for part in tokens]))
         self.model.train(was_training)
         return found
-
-
-def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[first : first + _CHUNK] for first in range(0, len(items), _CHUNK))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.compare.process_pool import KILLED, Judge, ProcessPool, Task, TaskPool, outcome
+from openclip_ext.compare.process_pool import Judge, ProcessPool, Task, TaskPool, outcome
 from openclip_ext.files.writing import write_atomically
 
 _POLL_SECONDS = 1.0
@@ -37,8 +37,8 @@ class SlurmPool(TaskPool):
         UsageError: submitit or SLURM is missing, or a parameter is unknown.
     """
 
-    def __init__(self, jobs: int, folder: Path, parameters: str, judge: Judge = lambda name, state: None) -> None:
-        super().__init__(jobs, judge)
+    def __init__(self, jobs: int, folder: Path, parameters: str) -> None:
+        super().__init__(jobs)
         try:
             from submitit import SlurmExecutor
         except ModuleNotFoundError as error:
@@ -70,19 +70,19 @@ class SlurmPool(TaskPool):
         if not job.paths.result_pickle.exists():  # scancel prints an error for a job that has ended
             job.cancel(check=False)
 
-    def _read(self, name: str, job: Any) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, job: Any, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
         if self._progress(name).exists():
             samples, result = json.loads(self._progress(name).read_text())
             self._samples[name] = samples
             self.samples = sum(self._samples.values())
-            if result is not None and (stopped := self._judge(name, result)):
+            if result is not None and (stopped := judge(name, result)):
                 return stopped, ""
         if job.paths.result_pickle.exists():
             error = job.exception()  # an error outside the task, such as a module that the node lacks
             return job.result() if error is None else (None, str(error))
         left = self._left_queue.get(job.job_id)
         if left is not None and time.monotonic() - left > _GRACE_SECONDS:
-            return None, f"{KILLED} by SLURM, perhaps before it started; see its log: {job.paths.stderr}"
+            return None, f"killed by SLURM, perhaps before it started; see its log: {job.paths.stderr}"
         return None
 
     def _read_queue(self) -> None:
@@ -119,10 +119,6 @@ def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
     return outcome(task, device, seen)
 
 
-def make_pool(
-    executor: str, processes: int, folder: Path, parameters: str, judge: Judge = lambda name, state: None
-) -> TaskPool:
+def make_pool(executor: str, processes: int, folder: Path, parameters: str) -> TaskPool:
     """Return a :class:`SlurmPool` if ``executor`` is ``slurm``, else a :class:`ProcessPool`."""
-    if executor == "slurm":
-        return SlurmPool(processes, folder, parameters, judge)
-    return ProcessPool(processes, judge)
+    return SlurmPool(processes, folder, parameters) if executor == "slurm" else ProcessPool(processes)

@@ -255,12 +255,9 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
     found = [path for path in (run / "checkpoints").glob("epoch_*.pt") if path.with_suffix(".state").is_dir()]
     if not found:
         raise UsageError(f"no checkpoint of {run} has a .state folder: train with --save-frequency")
-
-    def age(path: Path) -> list[float]:
-        numbers = re.findall(r"\d+", path.stem)
-        return [float(number) for number in numbers] or [math.inf]  # epoch_latest.pt is the newest
-
-    return [path.name for path in sorted(found, key=age)]
+    # epoch_latest.pt, whose name has no number, is the newest.
+    found.sort(key=lambda path: [float(number) for number in re.findall(r"\d+", path.stem)] or [math.inf])
+    return [path.name for path in found]
 
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:

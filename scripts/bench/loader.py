@@ -31,8 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
+import torch
+import webdataset
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.v2.functional import resized_crop
 
 from openclip_ext.data import reference as embeddings
+from openclip_ext.data.images import image_pipeline
+from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.sources.spec import DataSpec
 from scripts.bench import harness
 
 OLD_WEBDATASET = "0.2.86"
@@ -85,10 +94,6 @@ def write_reference(folder: Path, samples: int, width: int = 512) -> None:
 
 def bare_work(shard: Path, num_samples: int, crop: Any) -> Callable[[], int]:
     """Return a function that decodes, crops and resizes images, with files in memory and crop boxes sampled in advance."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-    from torchvision.transforms.v2.functional import resized_crop
-
     with tarfile.open(shard) as tar:
         members = itertools.islice((member for member in tar if member.name.endswith("jpg")), DISTINCT_IMAGES)
         files = [torch.frombuffer(bytearray(tar.extractfile(member).read()), dtype=torch.uint8) for member in members]
@@ -116,9 +121,6 @@ def rates(work: Callable[[], int], clocks: Sequence[int]) -> list[float]:
 
 
 def choose_tokenizer(side: str, folder: Path) -> Any:
-    import open_clip
-    import torch
-
     if side == NO_TOKENIZER:
         return lambda texts: torch.zeros(len(texts), 77, dtype=torch.int64)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
@@ -134,9 +136,6 @@ def choose_tokenizer(side: str, folder: Path) -> Any:
 
 def measure_side(side: str, shards: str, num_samples: int, batch_size: int, workers: int) -> None:
     """Print the rates of one loader. A subprocess calls this function."""
-    import open_clip
-    import webdataset
-
     preprocess = open_clip.image_transform(224, is_train=True)
     folder = Path(shards).parent
     tokenizer = choose_tokenizer(side, folder / "tokenizer")
@@ -159,11 +158,6 @@ def measure_side(side: str, shards: str, num_samples: int, batch_size: int, work
         data = get_wds_dataset(settings, preprocess, is_train=True, tokenizer=tokenizer)
         epochs, key = [data.dataloader, data.dataloader], 0
     else:
-        from openclip_ext.data.images import image_pipeline
-        from openclip_ext.data.loader.build import build_train_loader
-        from openclip_ext.data.loader.config import TrainLoaderConfig
-        from openclip_ext.data.sources.spec import DataSpec
-
         config = TrainLoaderConfig(batch_size=batch_size, workers=workers if side in LOADERS else 1)
         images = image_pipeline(preprocess, "pil" if side == "pil" else "torchvision")
         spec = DataSpec(shards, reference=str(folder / REFERENCE) if side == REFERENCE else None)

@@ -41,13 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     latency: float
     rate: float
 
-    def do_HEAD(self) -> None:
-        self.answer(with_content=False)
-
     def do_GET(self) -> None:
-        self.answer(with_content=True)
-
-    def answer(self, with_content: bool) -> None:
         time.sleep(self.latency)
         path = self.folder / self.path.lstrip("/")
         if self.path.startswith("/stats/") and self.path.endswith(".json") and "sizes" not in self.path:
@@ -63,12 +57,16 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
         self.send_header("Content-Length", str(end - begin))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         start = time.monotonic()
         with path.open("rb") as file:
             file.seek(begin)
-            for sent in range(0, (end - begin) * with_content, PIECE):
+            for sent in range(0, end - begin, PIECE):
                 self.wfile.write(file.read(min(PIECE, end - begin - sent)))
                 time.sleep(max(0.0, (sent + PIECE) / self.rate - (time.monotonic() - start)))
+
+    do_HEAD = do_GET
 
     def log_message(self, *args: object) -> None:
         pass

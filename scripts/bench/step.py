@@ -39,12 +39,12 @@ def make_candidate(loss_name: str, args: argparse.Namespace) -> TrainStep:
     return TrainStep(model, loss, optimizer, settings)
 
 
-def make_batches(model: nn.Module, args: argparse.Namespace, count: int = 4) -> list[Batch]:
+def make_batches(model: nn.Module, args: argparse.Namespace) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     size = model.visual.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
     batches = []
-    for _ in range(count):
+    for _ in range(4):
         text = torch.randint(1, 1000, (args.batch_size, model.context_length), generator=generator)
         text[:, -1] = 49407  # the end-of-text token
         batch = {

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from openclip_ext.cli import command_line
 from openclip_ext.compare import decoded_data as cache
 from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
-from openclip_ext.compare.process_pool import TaskPool, failure_words
+from openclip_ext.compare.process_pool import TaskPool
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.slurm_pool import make_pool
@@ -314,7 +314,7 @@ def run_all(
 
     def keep(name: str, row: dict[str, Any] | None, failure: str) -> None:
         results.keep(name, row, failure)
-        outcome = failure_words(failure.strip())
+        outcome = f"a run failed: {failure.strip()}"
         if row is not None:
             outcome = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
         print(f"{name}: {outcome}; {len(results.rows)} runs finished", flush=True)

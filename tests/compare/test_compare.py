@@ -18,9 +18,8 @@ from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
-from openclip_ext.compare.process_pool import ProcessPool, failure_words
 from openclip_ext.compare.report import chance, conclude
-from openclip_ext.compare.runs import Contest, Run
+from openclip_ext.compare.runs import Contest, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.data.manifest.manifest import Manifest
@@ -160,12 +159,13 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
             ["neuclip, +2.0 (1.0 to 3.0) R@1 over openclip at batch 64."],
             "neuclip",
         ),
-        ([result("neuclip", 0.1, 0.1)], {}, ["No result yet"], None),
+        ([BASE], {}, ["No result yet"], None),
     ],
 )
 def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     sentence, taken = conclude(found, 64, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
+    assert conclude([], 64, {}, failed=3)[0].startswith("No result: 3 runs failed, for the reasons below.")
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
@@ -298,16 +298,6 @@ def lasting(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, monkeypatch):
-    monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
-    argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
-    with pytest.raises(
-        ValueError,
-        match=r"--minutes 0.001 is too short: runs of 4 losses need .*Give at least --minutes \d+",
-    ):
-        main(argv)
-
-
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     """The comparison is interrupted, resumed, repeated with a truncated results file, and extended by a loss."""
     monkeypatch.setattr(plan, "_TRIED", ((3, 0),))
@@ -317,15 +307,17 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     more = ["--val", str(data / "val" / "00000.tar"), "--classes", str(data / "names.txt")]
     argv, out = arguments(data, *more), data / "out"
 
+    with pytest.raises(ValueError, match=r"--minutes 0.001 is too short: runs of 2 losses need"):
+        main([*argv, "--minutes", "0.001"])
     with monkeypatch.context() as patch:
-        ended = ProcessPool.finished
+        keep = ResultsFile.keep
 
-        def stop_after_two(workers: ProcessPool) -> Any:
-            if (out / "runs.jsonl").read_bytes().count(b"\n") >= 2:
+        def stop_after_two(results: ResultsFile, *row: Any) -> None:
+            keep(results, *row)
+            if len(results.rows) >= 2:
                 raise KeyboardInterrupt
-            return ended(workers)
 
-        patch.setattr(ProcessPool, "finished", stop_after_two)
+        patch.setattr(ResultsFile, "keep", stop_after_two)
         with pytest.raises(SystemExit, match="130"):
             main(argv)
     assert "No result yet" in capsys.readouterr().out
@@ -448,11 +440,3 @@ def test_training_images_beyond_the_cache_are_read_from_their_shards(data):
     argv = with_val(data, "--cache", str(50_000 / 2**30))
     assert "decoded again for each run" in prepare(*parse(argv))[1][-1]
     assert execute(prepared(argv), make_run("queueclip", 48))["steps"] == 6
-
-
-def test_no_result_says_how_many_runs_were_killed_or_failed():
-    killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
-    sentence, taken = conclude([], 64, {}, [killed, killed, "ValueError: no"])
-    assert sentence.startswith("No result: 2 runs were killed and 1 runs failed, for the reasons below.")
-    assert taken is None
-    assert failure_words(killed).startswith("a run was killed by SIGKILL (is memory full?")

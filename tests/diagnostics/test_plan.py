@@ -32,7 +32,7 @@ from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.pool import two_ranks
-from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tiny_batch, tiny_model
+from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tensors, tiny_batch, tiny_model
 
 MODEL = "demo-vit"
 # Every loss with some options, and additional combinations of parts.
@@ -60,13 +60,6 @@ def create(name: str, **more: Any) -> ContrastiveLoss:
     return create_loss(name, embed_dim=WIDTH, num_samples=40, **common, **(CASES[name] | more))
 
 
-def bytes_of(state: Any) -> int:
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else []
-    return sum(bytes_of(value) for value in values)
-
-
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, monkeypatch):
     monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # counting the model's activations takes a second
@@ -75,7 +68,7 @@ def test_state_is_that_of_the_real_loss(name, monkeypatch):
         row = whole.row(world_size)
         monkeypatch.setattr(distributed, "world_size", lambda size=world_size: size)
         real = training(name).create_loss(whole.embed_dim, samples=1000)
-        assert row.state == bytes_of(real.state_dict())
+        assert row.state == sum(tensor.nbytes for tensor in tensors(real.state_dict()).values())
 
 
 def _counted(name: str) -> dict[str, int]:
@@ -123,24 +116,6 @@ def test_communication_is_what_two_ranks_send(name):
     assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanged == {}
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_peak_is_that_of_what_lives_at_once(device):
-    given = torch.ones(1000, device=device)
-    memory = PeakMemory()
-    with memory:
-        first = given + 1
-        second = (first * 2)[:10]  # the view keeps the full tensor in memory
-        given.add_(1)
-        del first
-        third = given[:500] - 1
-    assert memory.peak == 4 * 2000
-    with memory:
-        del second, third
-        fourth = torch.empty(2500, device=device)
-    assert memory.peak == 4 * 2500
-    assert len(fourth) == 2500
-
-
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "amorlip", "neuclip", "simclr"])
 def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
     torch.manual_seed(0)
@@ -153,14 +128,6 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
     # The peaks are only nearly equal, because some integer sums and checks of indices run on one device only.
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
-
-
-PASSES = [
-    ("demo-vit", "fp32", False),
-    ("demo-vit", "fp32", True),
-    ("demo-vit", "amp_bf16", False),
-    ("demo-resnet", "fp32", False),
-]
 
 
 def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
@@ -188,7 +155,15 @@ def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
     return peak + images.nbytes
 
 
-@pytest.mark.parametrize(("name", "precision", "grad_checkpointing"), PASSES)
+@pytest.mark.parametrize(
+    ("name", "precision", "grad_checkpointing"),
+    [
+        ("demo-vit", "fp32", False),
+        ("demo-vit", "fp32", True),
+        ("demo-vit", "amp_bf16", False),
+        ("demo-resnet", "fp32", False),
+    ],
+)
 def test_activations_are_what_a_pass_allocates(name: str, precision: str, grad_checkpointing: bool):
     add_model_configs()
     model = open_clip.create_model(name, device="meta", output_dict=True)
@@ -208,18 +183,14 @@ def test_openclips_loss_composed_of_parts_needs_less_memory():
 COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", MODEL]
 
 
-def rows(text: str) -> dict[int, list[str]]:
-    lines = text[text.index("ranks  batch") :].splitlines()[1:]
-    return {int(line.split()[0]): line.split() for line in lines if line.split()[0].isdigit()}
-
-
 def test_a_plan_for_a_billion_samples(capsys):
     plan.main([*COMMAND, "--loss", "fastclip", "--gpu-memory", "0.2"])
     text = capsys.readouterr().out
     assert "n = 1,000,000,000, global batch 5120, 64 ranks" in text
     assert "WARNING: 64 ranks: a GPU needs" in text and "does not fit" in text
     assert "0.116 GiB a GPU (7.451 GiB in all, 8 bytes each)" in text
-    table = rows(text)
+    lines = text[text.index("ranks  batch") :].splitlines()[1:]
+    table = {int(line.split()[0]): line.split() for line in lines if line.split()[0].isdigit()}
     assert list(table) == [2**power for power in range(11)]
     assert float(table[1][4]) == pytest.approx(8e9 / 2**30, abs=0.01)
     assert table[64][1] == "80"

@@ -1,8 +1,12 @@
-"""The commands in the documentation are valid."""
+"""The commands in the documentation are valid, and its programs start from a clone's root, without PYTHONPATH."""
 
 import argparse
+import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,61 +14,39 @@ from torch.distributed.run import get_args_parser
 
 import openclip_ext
 from openclip_ext.cli import program
-from openclip_ext.evaluation import download
-from openclip_ext.evaluation.cliplite import editing, grounding, probes
-from openclip_ext.evaluation.report import __main__ as report
 from openclip_ext.training.flags import parse
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "patches").glob("*.md")])
-MODULE = "openclip_ext.training.main"
-TRAINERS = ([MODULE], ["openclip-ext", "train"], ["scripts/slurm/train.sh"])
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not str(page.relative_to(ROOT)).startswith("."))
+PROGRAM = re.compile(r"python (-m (?:scripts|eval)\.[\w.]*\w|(?:scripts|examples)/[\w/]+\.py)")
+PROGRAMS = sorted({program for page in PAGES for program in PROGRAM.findall(page.read_text(encoding="utf-8"))})
+TRAINERS = (["openclip_ext.training.main"], ["openclip-ext", "train"], ["scripts/slurm/train.sh"])
 
 
-EVALUATIONS = {
-    "eval.download": download.build_parser,
-    "eval.report": report.build_parser,
-    "eval.cliplite.probes": probes.build_parser,
-    "eval.cliplite.editing": editing.build_parser,
-    "eval.cliplite.grounding": grounding.build_parser,
-}
+def commands():
+    """Yield each command in the pages: the page's name and the command's words. ``...`` stands for further words."""
+    for page in PAGES:
+        for block in re.findall(r"^ *```bash\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield page.name, [word for word in shlex.split(line, comments=True) if word != "..."]
 
 
-def code_blocks(page, language):
-    return re.findall(
-        rf"^ *```{language}\n(.*?)^ *```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+def split_training_command(words):
+    """Return the launcher with its flags, and the trainer's flags; None if the command does not train."""
+    for end in range(1, len(words) + 1):
+        if any(words[:end][-len(trainer) :] == trainer for trainer in TRAINERS):
+            return words[:end], words[end:]
+    return None
 
 
-def training_commands(page):
-    """Yield each training command of a page in two parts: the launcher with its flags, and the trainer's flags."""
-    for block in code_blocks(page, "bash"):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = [word for word in shlex.split(line, comments=True) if word != "..."]
-            for end in range(1, len(words) + 1):
-                if any(words[:end][-len(trainer) :] == trainer for trainer in TRAINERS):
-                    yield words[:end], words[end:]
-                    break
-
-
-LAUNCHES = [(page.name, launch, argv) for page in PAGES for launch, argv in training_commands(page)]
-
-
-def test_commands_of_the_evaluation_parse_and_each_is_shown():
-    pages = [ROOT / "docs" / page for page in ("evaluation.md", "methods/cliplite.md")]
-    lines = [line for page in pages for block in code_blocks(page, "bash") for line in block.splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines if "-m eval." in line]
-    for python, option, module, *arguments in commands:
-        assert (python, option) == ("python", "-m")
-        EVALUATIONS[module]().parse_args(arguments)
-    assert {module for _, _, module, *_ in commands} == EVALUATIONS.keys()
+COMMANDS = list(commands())
+LAUNCHES = [(page, *parts) for page, words in COMMANDS if (parts := split_training_command(words))]
 
 
 @pytest.mark.parametrize(
     ("page", "launch", "argv"), LAUNCHES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_training_commands_parse(page, launch, argv):
-    """``...`` in a command stands for further flags."""
     if launch[0] == "torchrun":
         # Without ``--``, torchrun reads ``--logs`` as an abbreviation of ``--logs-specs``.
         arguments = [*launch[1:], *(word for word in argv[:1] if word == "--"), "--logs", "runs"]
@@ -75,12 +57,11 @@ def test_training_commands_parse(page, launch, argv):
         parse(["--train-data", "x.tar", *words])
 
 
-def test_other_commands_of_the_program_parse(monkeypatch):
+def test_other_commands_parse(monkeypatch):
     """compare and doctor are left out: they read their flags in two parts."""
-    blocks = [block.replace("\\\n", " ") for page in PAGES for block in code_blocks(page, "bash")]
-    lines = [line for block in blocks for line in block.splitlines()]
-    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("openclip-ext ")]
-    commands = [argv for argv in commands if argv[0] not in ("train", "compare", "doctor")]
+    ours = [words[1:] for _, words in COMMANDS if words[:1] == ["openclip-ext"]]
+    ours = [argv for argv in ours if argv[0] not in ("train", "compare", "doctor")]
+    evaluations = [words[2:] for _, words in COMMANDS if words[:2] == ["python", "-m"] and words[2].startswith("eval.")]
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_only(parser, argv):
@@ -89,11 +70,24 @@ def test_other_commands_of_the_program_parse(monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     monkeypatch.setattr("sys.argv", ["openclip-ext"])
-    for argv in commands:
+    for argv in ours:
         with pytest.raises(SystemExit) as ended:
             program.main(argv)
         assert ended.value.code == 130, argv
-    assert len({name for name, *_ in commands}) == len(program.COMMANDS) - 3
+    assert len({name for name, *_ in ours}) == len(program.COMMANDS) - 3
+    for module, *argv in evaluations:
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module(module).main(argv)
+    assert len({module for module, *_ in evaluations}) == 5
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_documented_program_starts(program):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *program.split(), "--help"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "usage:" in ran.stdout
 
 
 def test_every_loss_has_a_row_in_the_page_on_choosing():

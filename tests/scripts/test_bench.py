@@ -11,7 +11,6 @@ import pytest
 from scripts.bench import growth
 from tests.evaluation import datasets
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 CASES = {
     "losses": ("--batch-sizes 8 --embed-dim 4 --losses fastclip neuclip", {"8": {"ClipLoss", "fastclip", "neuclip"}}),
     "launches": ("--losses openclip", {"": {"openclip"}}),

@@ -63,7 +63,7 @@ def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    pool = SlurmPool(5, tmp_path / "jobs", ONE_CORE, judge)
+    pool = SlurmPool(5, tmp_path / "jobs", ONE_CORE)
 
     def pending():
         return {what: Task(what, marks[what]) for what in whats if what not in ended}
@@ -71,7 +71,7 @@ def test_tasks_run_as_jobs_and_end_in_each_way(cluster, tmp_path, monkeypatch):
     def keep(name, result, failure):
         ended[name] = result, failure
 
-    assert pool.work_off(pending, keep)
+    assert pool.work_off(pending, keep, judge=judge)
     killer.join()
     assert ended["works"] == ({"what": "works", "device": "cpu"}, "")
     assert ended["fails"] == (None, "too bad")
