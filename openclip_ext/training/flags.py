@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
 from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
-_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)e[+-]?\d+", re.IGNORECASE)
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
 
@@ -65,7 +63,6 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     parser = parsing.build_parser()
     refuse_slips(argv, {*parser.flags, *parsing.own_flags()})
     argv = list(_with_our_names(argv))
-    refuse_contradictions(argv)
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
@@ -107,7 +104,7 @@ def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
 
 def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
     """Yield the arguments, with flag names of OpenCLIP's main branch replaced by our names."""
-    words = iter(_with_joined_numbers(argv))
+    words = iter(argv)
     for word in words:
         flag, _, value = word.partition("=")
         if flag == "--json-text-key":
@@ -115,23 +112,6 @@ def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
             yield f"--caption-key={';'.join(f'json:{entry}' for entry in entries)}"
         else:
             yield _NAMES_OF_MAIN.get(flag, flag) + word[len(flag) :]
-
-
-def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
-    """Return the words with ``--lr -1e-3`` changed to ``--lr=-1e-3``, because argparse reads ``-1e-3`` as a flag."""
-    joined: list[str] = []
-    for word in argv:
-        if _NEGATIVE.fullmatch(word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def refuse_contradictions(argv: Sequence[str]) -> None:
-    """Raise UsageError if both ``--rho`` and ``--hard-share`` are given, because they set the same option."""
-    if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
-        raise UsageError("--rho and --hard-share set the same option: give one of them")
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
