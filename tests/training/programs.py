@@ -136,8 +136,9 @@ def children_of(pid: int) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process still runs. A zombie counts as exited."""
-    state = Path(f"/proc/{pid}/stat")
-    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    with contextlib.suppress(OSError):  # the process may exit while its file is read
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def send_kill(pid: int) -> None:
