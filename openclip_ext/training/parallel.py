@@ -180,10 +180,6 @@ def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
     if state is None or not distributed.is_master():
         yield None
         return
-    if not model.whole:
-        raise RuntimeError(
-            "the sharded model has no full copy to evaluate: create the ShardedDataParallel with keep_whole=True"
-        )
     (copied,) = model.whole
     copied.load_state_dict(state)
     try:
