@@ -1,4 +1,4 @@
-"""Run short training runs as separate processes, forked or under torchrun, and compare their results.
+"""Run short training runs in forked processes, and compare their results.
 
 Importing torch and OpenCLIP takes longer than these runs, so a fork server imports them once. Everything else, from the
 command line to the exit status, works as in the real program.
@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from openclip_ext.training.main import cli
 from tests.distributed.pool import FORKS, free_port
 from tests.training.runs import command, differences, final_state
 
-ROOT = Path(__file__).parents[2]
 # Time after which a program is considered stuck.
 PATIENCE_SECONDS = 600
 # When one trainer fails, the others receive SIGTERM, and after this time SIGKILL. torchrun also does this.
@@ -48,37 +46,29 @@ def program(argv: list[str]) -> None:
 
 
 class Program:
-    """A training run in separate processes, which torchrun starts, or which are forked and call ``target(argv)``.
+    """A training run in forked processes (trainers), which call ``target(argv)``.
 
     ``output`` is a file for stdout and stderr of the trainers; it is overwritten.
     """
 
     def __init__(
-        self,
-        argv: list[str],
-        ranks: int,
-        output: Path,
-        torchrun: bool = False,
-        target: Callable[[list[str]], None] = program,
+        self, argv: list[str], ranks: int, output: Path, target: Callable[[list[str]], None] = program
     ) -> None:
         self.output = output
         self._failed_at: float | None = None
         output.write_bytes(b"")
-        self.launcher = _torchrun(argv, ranks, output) if torchrun else None
-        self._forks: list[BaseProcess] = [] if torchrun else _fork(target, argv, ranks, output)
+        self._forks = _fork(target, argv, ranks, output)
 
     def trainers(self) -> list[int]:
-        """Return the process IDs of the trainers."""
-        if self.launcher is None:
-            return [fork.pid for fork in self._forks if fork.is_alive()]
-        return children_of(self.launcher.pid)
+        """Return the process IDs of the trainers that still run."""
+        return [fork.pid for fork in self._forks if fork.is_alive()]
 
     def statuses(self) -> list[int | None]:
-        """Return one exit status per forked trainer, or only torchrun's; None means that the process still runs."""
-        return [fork.exitcode for fork in self._forks] if self.launcher is None else [self.launcher.poll()]
+        """Return the exit statuses of the trainers; None means that a trainer still runs."""
+        return [fork.exitcode for fork in self._forks]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have exited. After a failure, repeated calls also terminate the remaining forks."""
+        """Return whether all trainers have exited. After a failure, repeated calls also terminate the remaining trainers."""
         statuses = self.statuses()
         if any(statuses) and None in statuses:
             if self._failed_at is None:
@@ -110,10 +100,9 @@ class Program:
 
     def kill(self) -> None:
         """Send SIGKILL to all processes, and wait until they have exited."""
-        for pid in [*self.trainers(), *([self.launcher.pid] if self.launcher else [])]:
-            send_kill(pid)
-        while not self.has_ended():
-            time.sleep(0.005)
+        for fork in self._forks:
+            fork.kill()
+            fork.join()
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -145,14 +134,6 @@ def send_kill(pid: int) -> None:
     """Send SIGKILL to a process; do nothing if it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _torchrun(argv: list[str], ranks: int, output: Path) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    trainers = ["-m", "openclip_ext.training.main", "--", *argv]
-    with open(output, "ab") as file:
-        return subprocess.Popen([*launcher, *trainers], env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, output: Path) -> list[BaseProcess]:

@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
 from openclip_ext.training.validation import Validation
 from tests.distributed.pool import two_ranks
-from tests.training.programs import LOGS, Program, is_alive, lines_of, wait_until
+from tests.training.programs import LOGS, Program, children_of, is_alive, lines_of, wait_until
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     assert_same_run,
@@ -231,14 +233,14 @@ def test_a_run_that_another_start_trained_meanwhile_is_left_alone(tmp_path, monk
 
 def test_trainers_end_with_torchrun(shards, tmp_path):
     argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest"), "--batch-size", "8"]
-    program = Program(argv, 2, tmp_path / "output", torchrun=True)
-    try:
-        program.wait_for_step(tmp_path / "run", 3)
-        trainers = program.trainers()
-        assert len(trainers) == 2
-    finally:
-        program.launcher.kill()
-        program.wait()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, "-m", "openclip_ext.training.main", "--", *argv]) as launcher:
+        try:
+            wait_until(lambda: launcher.poll() is not None or len(lines_of(tmp_path / "run" / "metrics.jsonl")) >= 3)
+            trainers = children_of(launcher.pid)
+        finally:
+            launcher.kill()
+    assert len(trainers) == 2
     wait_until(lambda: not any(is_alive(pid) for pid in trainers), 60)
     steps = [step for step, *_ in losses_of(tmp_path / "run")]
     assert run([*argv, "--batch-size", "16"], stop_after=2) == EXIT_AFTER_SIGTERM
