@@ -93,42 +93,35 @@ MISTAKES = [
     ("--name ../up", "--name ../up is a path: expected a name"),
     ("--logs s3://b/runs", "is a URL: expected a local path. Use a local --logs; --remote-sync s3://b/runs"),
     ("--recipe cc3m --loss sogclr --views 2", "is for images with texts, not for --views 2"),
+    ("--loss queueclip --distill 1", "--distill: needs --reference FOLDER"),
+    ("--loss queueclip --reference store --no-steer", "--no-steer: --reference then has no effect without --distill"),
 ]
+
+
+def errors_of(flags, monkeypatch, capsys):
+    """Run the program with wrong flags; return what it printed to stderr."""
+    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags])
+    with pytest.raises(SystemExit) as stopped:
+        cli()
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags.split()])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err.strip()
+    told = errors_of(flags.split(), monkeypatch, capsys).strip()
     assert told.splitlines()[-1].startswith("error: ") and message in told.splitlines()[-1]
     assert "usage:" not in told
 
 
-def test_ctrl_c_before_training_is_one_word(monkeypatch, capsys):
-    def interrupted(config):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("openclip_ext.training.run.run", interrupted)
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split()])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert (stopped.value.code, capsys.readouterr().err.splitlines()[-1]) == (130, "stopped")
-
-
-def test_help_is_a_slip_as_a_command_and_not_as_a_name():
+def test_help_and_an_empty_value_are_slips():
+    """A shell variable that is not set must not train from random weights, or without validation."""
     with pytest.raises(ValueError, match="help: --help lists the flags"):
         refuse_slips(["help"], [])
-    refuse_slips(["--name", "help"], ["--name"])
-
-
-def test_an_empty_value_is_a_slip():
-    """An unset shell variable must not train from random weights, or without validation."""
     with pytest.raises(ValueError, match="--pretrained: the value is empty: remove the flag"):
         refuse_slips(["--pretrained", "", "--name", "x"], ["--pretrained"])
+    refuse_slips(["--name", "help"], ["--name"])
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
@@ -137,9 +130,6 @@ def test_weights_of_another_model_are_one_line(flag, tmp_path, monkeypatch, caps
     torch.save(
         {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}, weights
     )
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), flag, str(weights)])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert stopped.value.code == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    told = errors_of([flag, str(weights)], monkeypatch, capsys).splitlines()
+    told = [line for line in told if line.startswith("error: ")]
     assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400
