@@ -106,12 +106,9 @@ class Way:
 
 
 class TinyTraining:
-    """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch.
+    """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch."""
 
-    With ``keep_whole``, rank 0 keeps a full copy of a sharded model, for evaluations.
-    """
-
-    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
+    def __init__(self, name: str, way: Way) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
         model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
@@ -121,7 +118,7 @@ class TinyTraining:
         if way.dtype == torch.float64:
             self.loss.double()
         config = ParallelConfig(way.sharded, keep_gathered=not way.reshard, compile=way.compiled)
-        self.model = parallel.distribute(model, config, way.device, keep_whole)
+        self.model = parallel.distribute(model, config, way.device, keep_whole=False)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # Compile the full model, as training does. A sharded model compiles its blocks instead.
