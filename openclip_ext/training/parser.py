@@ -112,13 +112,12 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
     for option in _own_loss_options():
         if not option.ablation:
             more = {"help": argparse.SUPPRESS} if option.name in hidden else {}
-            target = rho_flags if option.name == "rho" else group
-            add_flag(target, option, default=argparse.SUPPRESS, dest=_dest(option), **more)
+            add_flag(rho_flags if option.name == "rho" else group, option, default=argparse.SUPPRESS, **more)
 
     def rho_of_share(text: str) -> float:
         return rho_of(_parser_of(HARD_SHARE)(text))
 
-    add_flag(rho_flags, HARD_SHARE, default=argparse.SUPPRESS, dest=_dest(OPTIONS["rho"]), type=rho_of_share)
+    add_flag(rho_flags, HARD_SHARE, default=argparse.SUPPRESS, dest="rho", type=rho_of_share)
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:
