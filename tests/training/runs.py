@@ -103,17 +103,17 @@ def train_on_two_ranks(shards: str, logs: Path, loss: str, *more: str) -> Path:
     """Train on two ranks, and assert that a run that is stopped and resumed is the same. Return the run folder."""
     flags = ["--batch-size", "8", "--resume", "latest", *more]
     whole, resumed = (small_command(shards, logs, name, loss, *flags) for name in ("whole", "resumed"))
-    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
-    run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
+    run_on_two_ranks(whole)
+    run_on_two_ranks(resumed, stop_after=8)
+    run_on_two_ranks(resumed)
     assert_same_run(logs / "resumed", logs / "whole")
     return logs / "whole"
 
 
-def run_on_two_ranks(runs: list[dict]) -> None:
-    """Make runs one after another on two gloo ranks. A run is ``{"argv": [...], "stop_after": step, "status": expected}``."""
-    for planned in runs:
-        statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
-        assert statuses == [planned.get("status", 0)] * 2, planned
+def run_on_two_ranks(argv: list[str], stop_after: int | None = None) -> None:
+    """Call :func:`run` on two gloo ranks; assert that it ends as it should."""
+    statuses = two_ranks().run(run, argv, stop_after, group=False)
+    assert statuses == [0 if stop_after is None else EXIT_AFTER_SIGTERM] * 2
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -92,13 +92,13 @@ def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path
 def test_two_ranks_fall_back_together(shards, tmp_path):
     """Rank 0 renames corrupt files before rank 1 reads the folder, and both ranks load the same checkpoint."""
     argv = [*small_command(shards, tmp_path, "run", "fastclip", "--val-data", shards), "--batch-size", "8"]
-    run_on_two_ranks([{"argv": argv}])
+    run_on_two_ranks(argv)
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     checkpoints = tmp_path / "run" / "checkpoints"
     damaged = flip_a_bit(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
     with open(checkpoints / "results.jsonl", "a") as lines:
         lines.write('{"epoch": 1, "im')
-    run_on_two_ranks([{"argv": [*argv, "--resume", "latest"]}])
+    run_on_two_ranks([*argv, "--resume", "latest"])
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (checkpoints / "epoch_2.state.unreadable" / "step_10" / "rank_0001.pt").read_bytes() == damaged
 

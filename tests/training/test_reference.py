@@ -63,5 +63,5 @@ def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, referen
     parts = train(shards, tmp_path, "parts", "queueclip", *given, *half, "--accum-freq", "2")
     for ours, theirs in zip(losses_of(parts), losses_of(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    run_on_two_ranks([{"argv": small_command(shards, tmp_path, "two", "queueclip", *given, *half)}])
+    run_on_two_ranks(small_command(shards, tmp_path, "two", "queueclip", *given, *half))
     assert len(losses_of(tmp_path / "two")) == 10
