@@ -69,7 +69,6 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
         # The recipe's flags come first: argparse uses the last value of a flag, so the user's flags override the recipe.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
-    reconcile_siglip(args)
     flags = vars(args)
     options = parsing.take_loss_options(flags)
     if args.reference is not None:
@@ -81,9 +80,9 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags. For an unknown flag, raise UsageError with a similar known flag."""
+    """Return the parsed flags, with ``loss`` set. For an unknown flag, raise UsageError with a similar known flag."""
     try:
-        return parser.parse_args(argv)
+        args = parser.parse_args(argv)
     except UsageError as error:
         unknown = str(error).partition("unrecognized arguments: ")[2].split()
         refuse_expanded_pattern(unknown)
@@ -91,6 +90,8 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{error}{hint}; --help lists the flags") from None
     except ValueError as error:
         raise UsageError(f"--aug-cfg: expected NAME=VALUE, such as color_jitter_prob=0.8 ({error})") from error
+    reconcile_siglip(args)
+    return args
 
 
 def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
@@ -125,9 +126,8 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 def _recipe_argv(args: argparse.Namespace) -> list[str]:
     """Return the flags that ``--recipe`` sets for the loss on the command line."""
-    loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
-        recipe = recipes.get(args.recipe, loss)
+        recipe = recipes.get(args.recipe, args.loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
     options = parsing.take_loss_options({**vars(args)})
@@ -139,7 +139,7 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
         from openclip_ext.losses import registry  # imported late, because it imports torch
 
-        used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
+        used = registry.options_used_by(args.loss, **{"views": recipe.loss_options.get("views")} | given)
         kept = {name: value for name, value in recipe.loss_options.items() if name in used}
         recipe = replace(recipe, loss_options=kept)
     others = {name: value for name, value in recipe.loss_options.items() if name not in options}
@@ -157,6 +157,7 @@ def _check_together(args: argparse.Namespace) -> None:
     name, resume, lr, opt, cooldown = args.name, args.resume, args.lr, args.opt.lower(), args.epochs_cooldown
     has_cooldown, is_cosine = args.lr_scheduler == "const-cooldown", args.lr_scheduler == "cosine"
     is_synthetic, is_static = args.dataset_type == "synthetic", args.ddp_static_graph
+    trains = bool(args.train_data) or is_synthetic
     distills = args.distill_model is not None or args.distill_pretrained is not None
     is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts)
     is_misspelled = resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(resume)
@@ -172,7 +173,8 @@ def _check_together(args: argparse.Namespace) -> None:
         f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
-        "--trace is for evaluation only: remove it to train": args.trace and args.train_data,
+        "--trace is for evaluation only: remove it to train": args.trace and trains,
+        "--torchscript cannot train: remove it, or use --torchcompile for speed": args.torchscript and trains,
         f"--name {name} is a path: expected a name. --logs sets the folder": is_path,
         f"--resume {resume} does not exist; did you mean --resume latest?": is_misspelled,
         f"--lr {lr} is too high for AdamW: expected at most 1; 5e-4 is usual": lr and args.opt == "adamw" and lr > 1,
@@ -194,8 +196,7 @@ def _check_together(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             conflict = f"{flag} does not work with --lora-rank and --lora-targets {args.lora_targets}: remove it"
             refused[conflict] = getattr(args, name)
-        evaluates = not args.train_data and not is_synthetic
-        refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = evaluates
+        refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = not trains
     for reason, is_wrong in refused.items():
         if is_wrong:
             raise UsageError(reason)
