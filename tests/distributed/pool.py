@@ -99,7 +99,7 @@ class RankPool:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks"))
         for rank in range(WORLD_SIZE):
-            self._ranks.append(ProcessPoolExecutor(1, FORKS, _prepare, (str(self._log(rank)),)))
+            self._ranks.append(ProcessPoolExecutor(1, FORKS, prepare_fork, (self._log(rank),)))
         self._pids = [process.submit(os.getpid).result() for process in self._ranks]
 
     def _report(self, rank: int, answer: Future) -> str:
@@ -136,7 +136,8 @@ def free_port() -> int:
 # --- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def _prepare(log: str) -> None:
+def prepare_fork(log: Path) -> None:
+    """Prepare a process of the fork server for a test: one thread, and its output in a file, which may exist."""
     torch.set_num_threads(1)
     # Restore the default start method, because data workers from the fork server could outlive this process.
     set_start_method(None, force=True)

@@ -7,7 +7,6 @@ command line to the exit status, works as in the real program.
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,13 +17,12 @@ from pathlib import Path
 
 import open_clip
 import open_clip_train.main  # noqa: F401 - as the two below: each fork would import it
-import torch
 
 import openclip_ext.compare.pilot
 import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.main import cli
-from tests.distributed.pool import FORKS, free_port
+from tests.distributed.pool import FORKS, free_port, prepare_fork
 from tests.training.runs import command, differences, final_state
 
 # Time after which a program is considered stuck.
@@ -150,13 +148,8 @@ def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, outp
 def _serve(target: Callable[[list[str]], None], argv: list[str], environment: dict[str, str], output: Path) -> None:
     """Call ``target`` in a fork. If it raises, multiprocessing sets the fork's exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
+    prepare_fork(output)
     os.environ.update(environment)
-    # Restore the default start method: data workers of a fork server would outlive the trainer and repeat all imports.
-    multiprocessing.set_start_method(None, force=True)
     target(argv)
 
 
