@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,6 +20,7 @@ from openclip_ext.training import trainer
 from openclip_ext.training.main import main
 from openclip_ext.training.runtime import signals
 from tests.distributed.pool import two_ranks
+from tests.training.tiny import flat
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
@@ -180,15 +180,8 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
 
 def differences(first, second) -> list[str]:
     """Return the paths at which two nested states differ bitwise; NaN equals NaN."""
-    one, other = _flat(first), _flat(second)
+    one, other = flat(first), flat(second)
     return [path for path in sorted(one.keys() | other.keys()) if not _is_same(one.get(path), other.get(path))]
-
-
-def _flat(state, path: str = "") -> dict[str, Any]:
-    if not isinstance(state, dict | list | tuple):
-        return {path: state}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    return {name: value for key, item in items for name, value in _flat(item, f"{path}/{key}").items()}
 
 
 def _is_same(first, second) -> bool:

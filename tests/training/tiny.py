@@ -148,12 +148,17 @@ class TinyTraining:
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})
 
 
-def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """Map dotted names to the values in nested dictionaries, lists and tuples."""
+    if not isinstance(state, dict | list | tuple):
+        return {prefix: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {name: value for key, item in items for name, value in flat(item, f"{prefix}.{key}").items()}
+
+
+def tensors(state: Any) -> dict[str, Tensor]:
     """Map dotted names to copies of the tensors in a nested state."""
-    if isinstance(state, Tensor):
-        return {prefix: state.detach().clone()}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {name: value for key, item in items for name, value in tensors(item, f"{prefix}.{key}").items()}
+    return {name: value.detach().clone() for name, value in flat(state).items() if isinstance(value, Tensor)}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
