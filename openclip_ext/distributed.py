@@ -185,13 +185,11 @@ def on_master(action: Callable[[], T]) -> T:
     return result
 
 
-def any_rank(flag: int) -> int:
-    """Return the maximum of an integer over all ranks, without a GPU sync. Collective: all ranks call it."""
-    return any_rank_soon(flag)()
-
-
 def any_rank_soon(flag: int) -> Callable[[], int]:
-    """Start :func:`any_rank`, and return a function that waits for the result. Collective: all ranks call it."""
+    """Return a function that waits for the maximum of an integer over all ranks, without a GPU sync.
+
+    Collective: all ranks call it.
+    """
     if world_size() == 1:
         return lambda: flag
     box = torch.tensor(flag)
