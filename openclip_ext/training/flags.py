@@ -152,6 +152,8 @@ def _check_together(args: argparse.Namespace) -> None:
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
     if args.save_every_steps and args.recipe is None:  # with a recipe, the value may be the recipe's, not the user's
         written.append("--save-every-steps")
+    if args.resume == "latest":
+        written.append("--resume latest")
     check_output_path(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
     check_output_path(args.cache_dir, "Use a local folder for --cache-dir")
     name, resume, lr, opt, cooldown = args.name, args.resume, args.lr, args.opt.lower(), args.epochs_cooldown
