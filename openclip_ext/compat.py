@@ -35,12 +35,8 @@ SIGLIP_EXCHANGES = (
 )
 
 
-def check_version() -> str:
-    """Return OpenCLIP's version.
-
-    Raises:
-        ImportError: The installed version is outside ``>=3.3,<4``.
-    """
+def check_version() -> None:
+    """Raise ImportError if the installed version of OpenCLIP is outside ``>=3.3,<4``."""
     from open_clip import __version__
 
     parts = tuple(int(part) for part in __version__.split(".")[:2])
@@ -49,7 +45,6 @@ def check_version() -> str:
             f"openclip_ext works with open_clip_torch >=3.3,<4, found {__version__}. "
             'Install a version in that range: pip install "open_clip_torch>=3.3,<4"'
         )
-    return __version__
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

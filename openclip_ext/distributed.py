@@ -74,7 +74,7 @@ def check_equal_sizes(batch: Tensor) -> None:
     check batches either.
     """
     if world_size() > 1 and batch.is_cpu and not torch.compiler.is_compiling():
-        sizes = all_gather_on_host(torch.tensor([len(batch)])).tolist()
+        sizes = all_gather_object(len(batch))
         if len(set(sizes)) > 1:
             raise ValueError(
                 f"batch sizes of the ranks: expected equal sizes, found {', '.join(map(str, sizes))}. Use drop_last=True, and "
@@ -102,16 +102,6 @@ def all_gather(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().contiguous()
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor)
-    return gathered
-
-
-@torch.no_grad()
-def all_gather_on_host(tensor: Tensor) -> Tensor:
-    """Gather a CPU tensor like :func:`all_gather`, without a GPU sync and for any backend. Collective: all ranks call it."""
-    if world_size() == 1:
-        return tensor
-    gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=_control_group())
     return gathered
 
 
@@ -195,13 +185,11 @@ def on_master(action: Callable[[], T]) -> T:
     return result
 
 
-def any_rank(flag: int) -> int:
-    """Return the maximum of an integer over all ranks, without a GPU sync. Collective: all ranks call it."""
-    return any_rank_soon(flag)()
-
-
 def any_rank_soon(flag: int) -> Callable[[], int]:
-    """Start :func:`any_rank`, and return a function that waits for the result. Collective: all ranks call it."""
+    """Return a function that waits for the maximum of an integer over all ranks, without a GPU sync.
+
+    Collective: all ranks call it.
+    """
     if world_size() == 1:
         return lambda: flag
     box = torch.tensor(flag)

@@ -8,16 +8,9 @@ from tests.soak import SoakCase
 
 
 def second_tier() -> list[str]:
-    """Return the lines of tests/all.txt: each is a folder, a file, a test function or a test case."""
+    """Return the lines of tests/all.txt: each is the beginning of test names, up to a folder, a file, a test or a case."""
     lines = Path(__file__).with_name("all.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not line.startswith("#")]
-
-
-def _names(item: pytest.Item) -> list[str]:
-    """Return all names by which a line of tests/all.txt may refer to a test."""
-    file, test = item.nodeid.split("::", 1)
-    folders = [f"{folder}/" for folder in Path(file).parents]
-    return [item.nodeid, f"{file}::{test.partition('[')[0]}", file, *folders]
 
 
 def _leaves_it_out(config: pytest.Config) -> bool:
@@ -33,21 +26,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # runs before -k and -m exclude tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test that a line of tests/all.txt refers to. In the full suite, each line must refer to a test."""
-    lines = dict.fromkeys(second_tier())  # used as an ordered set
-    found = set()
+    lines = second_tier()
+    unused = set(lines)
     for item in items:
-        named = lines.keys() & {*_names(item)}
-        found |= named
-        if named:
+        if named := {line for line in lines if item.nodeid.startswith(line)}:
             item.add_marker(pytest.mark.second_tier)
+            unused -= named
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not _leaves_it_out(config)
-    if is_whole_suite and lines.keys() > found:
-        names = ", ".join(sorted(lines.keys() - found))
-        raise pytest.UsageError(f"tests/all.txt: no such tests, remove the lines: {names}")
+    if is_whole_suite and unused:
+        raise pytest.UsageError(f"tests/all.txt: no such tests, remove the lines: {', '.join(sorted(unused))}")
     if hasattr(config, "workerinput"):
         # pytest-xdist distributes files in this order. A slow file must not come last, because its worker would run alone.
-        places = {line.partition("::")[0]: place for place, line in enumerate(lines)}
-        items.sort(key=lambda item: min((places[name] for name in _names(item) if name in places), default=len(places)))
+        files = [line.partition("::")[0] for line in lines]
+        items.sort(key=lambda item: [not item.nodeid.startswith(file) for file in files])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

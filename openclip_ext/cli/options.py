@@ -11,7 +11,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -185,33 +185,27 @@ def flag(
     return dataclasses.field(default=default, metadata={_METADATA: declared})
 
 
-def flag_fields(config: type) -> list[dataclasses.Field]:
-    """Return the fields of a configuration that are set by flags."""
-    return [field for field in dataclasses.fields(config) if _METADATA in field.metadata]
-
-
-def python_name(field: dataclasses.Field) -> str:
-    """Return the Python name of a field's flag."""
-    return field.metadata[_METADATA]["dest"] or field.name
+def _flags_of(config: type) -> Iterator[tuple[dataclasses.Field, str, dict[str, Any]]]:
+    """Yield the fields of a configuration that are set by flags, with the Python name and the declaration of the flag."""
+    for field in dataclasses.fields(config):
+        if declared := field.metadata.get(_METADATA):
+            yield field, declared["dest"] or field.name, declared
 
 
 def own_options(configs: Iterable[type]) -> list[Option]:
     """Return the flags of the given configurations, without the flags that OpenCLIP's parser already defines."""
     return [
-        _option(config, field)
-        for config in configs
-        for field in flag_fields(config)
-        if field.metadata[_METADATA]["help"]
+        _option(config, field) for config in configs for field, _, declared in _flags_of(config) if declared["help"]
     ]
 
 
 def from_flags(config: type[T], flags: Mapping[str, Any], /, **others: Any) -> T:
     """Create a configuration from the values of flags (by Python name). Fields in ``others`` are set directly instead."""
-    fields = (field for field in flag_fields(config) if field.name not in others)
-    values = {field.name: flags[python_name(field)] for field in fields}
-    for field in flag_fields(config):
-        if isinstance(field.default, tuple) and field.name in values:
-            values[field.name] = tuple(values[field.name])  # argparse returns a list
+    values = {}
+    for field, name, _ in _flags_of(config):
+        if field.name not in others:
+            # argparse returns a list
+            values[field.name] = tuple(flags[name]) if isinstance(field.default, tuple) else flags[name]
     return config(**values, **others)
 
 
@@ -220,8 +214,7 @@ def check_flags(config: type, flags: Mapping[str, Any]) -> None:
 
     ``flags`` contains the values of all flags by Python name. A value of None is not checked.
     """
-    for field in flag_fields(config):
-        declared, name = field.metadata[_METADATA], python_name(field)
+    for field, name, declared in _flags_of(config):
         value, needs = flags[name], declared["needs"]
         if declared["limits"] and value is not None:
             option = _option(config, field)
@@ -237,7 +230,6 @@ def _option(config: type, field: dataclasses.Field) -> Option:
     is_list = typing.get_origin(hint) is tuple
     kinds = typing.get_args(hint) if is_list or isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind in (bool, int, float, str))
-    nullable, limits = types.NoneType in kinds, declared["limits"]
-    return Option(
-        python_name(field), kind, field.default, declared["help"], nullable=nullable, is_list=is_list, **limits
-    )
+    name, nullable = declared["dest"] or field.name, types.NoneType in kinds
+    limits = {"nullable": nullable, "is_list": is_list, **declared["limits"]}
+    return Option(name, kind, field.default, declared["help"], **limits)

@@ -44,13 +44,10 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         return
     kept, broken = [], 0
     for line, content in _lines(path):
-        try:
-            if content is None:
-                broken += 1
-            elif keep(content):
-                kept.append(line + "\n")
-        except TypeError:  # the line has a step that is not a number
+        if content is None:
             broken += 1
+        elif keep(content):
+            kept.append(line + "\n")
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")
     write_atomically(path, lambda file: file.write("".join(kept).encode()))

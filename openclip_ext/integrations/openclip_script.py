@@ -50,7 +50,6 @@ def _extended_parse_args(original: Callable) -> Callable:
             parser.print_help()
         ours, rest = parser.parse_known_args(argv)
         try:
-            flags.refuse_contradictions(argv)
             flags.refuse_shortened(rest, compat.openclip_parser(Parser).flags)
             args = original(rest)
             args.loss, args.loss_options = ours.loss, take_loss_options(vars(ours))

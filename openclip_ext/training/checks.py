@@ -30,8 +30,6 @@ def check(config: TrainingConfig) -> None:
             f"has an open_clip_config.json, use --model local-dir:{weights}"
         )
     _check_model(config.model)
-    if data is not None and config.model.torchscript:
-        raise UsageError("--torchscript cannot train: remove it, or use --torchcompile for speed")
     _check_pixels(config.model)
     _check_evaluation(config.evaluation)
     if data is not None:

@@ -59,7 +59,7 @@ class ModelEma:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, average in self._averages.items():
-            average.copy_(state[name.removeprefix("module.")])
+            average.copy_(state[name])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
 from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
-_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)e[+-]?\d+", re.IGNORECASE)
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
 
@@ -65,14 +63,12 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     parser = parsing.build_parser()
     refuse_slips(argv, {*parser.flags, *parsing.own_flags()})
     argv = list(_with_our_names(argv))
-    refuse_contradictions(argv)
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
     if args.recipe is not None:
         # The recipe's flags come first: argparse uses the last value of a flag, so the user's flags override the recipe.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
     compat.set_openclip_defaults(args)
-    reconcile_siglip(args)
     flags = vars(args)
     options = parsing.take_loss_options(flags)
     if args.reference is not None:
@@ -84,9 +80,9 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags. For an unknown flag, raise UsageError with a similar known flag."""
+    """Return the parsed flags, with ``loss`` set. For an unknown flag, raise UsageError with a similar known flag."""
     try:
-        return parser.parse_args(argv)
+        args = parser.parse_args(argv)
     except UsageError as error:
         unknown = str(error).partition("unrecognized arguments: ")[2].split()
         refuse_expanded_pattern(unknown)
@@ -94,6 +90,8 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{error}{hint}; --help lists the flags") from None
     except ValueError as error:
         raise UsageError(f"--aug-cfg: expected NAME=VALUE, such as color_jitter_prob=0.8 ({error})") from error
+    reconcile_siglip(args)
+    return args
 
 
 def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
@@ -107,7 +105,7 @@ def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
 
 def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
     """Yield the arguments, with flag names of OpenCLIP's main branch replaced by our names."""
-    words = iter(_with_joined_numbers(argv))
+    words = iter(argv)
     for word in words:
         flag, _, value = word.partition("=")
         if flag == "--json-text-key":
@@ -115,23 +113,6 @@ def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
             yield f"--caption-key={';'.join(f'json:{entry}' for entry in entries)}"
         else:
             yield _NAMES_OF_MAIN.get(flag, flag) + word[len(flag) :]
-
-
-def _with_joined_numbers(argv: Sequence[str]) -> list[str]:
-    """Return the words with ``--lr -1e-3`` changed to ``--lr=-1e-3``, because argparse reads ``-1e-3`` as a flag."""
-    joined: list[str] = []
-    for word in argv:
-        if _NEGATIVE.fullmatch(word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def refuse_contradictions(argv: Sequence[str]) -> None:
-    """Raise UsageError if both ``--rho`` and ``--hard-share`` are given, because they set the same option."""
-    if {"--rho", "--hard-share"} <= {word.partition("=")[0] for word in argv}:
-        raise UsageError("--rho and --hard-share set the same option: give one of them")
 
 
 def reconcile_siglip(args: argparse.Namespace) -> None:
@@ -145,9 +126,8 @@ def reconcile_siglip(args: argparse.Namespace) -> None:
 
 def _recipe_argv(args: argparse.Namespace) -> list[str]:
     """Return the flags that ``--recipe`` sets for the loss on the command line."""
-    loss = args.loss or ("siglip" if args.siglip else "openclip")
     try:
-        recipe = recipes.get(args.recipe, loss)
+        recipe = recipes.get(args.recipe, args.loss)
     except ValueError as error:
         raise UsageError(str(error)) from error
     options = parsing.take_loss_options({**vars(args)})
@@ -159,7 +139,7 @@ def _recipe_argv(args: argparse.Namespace) -> list[str]:
         # The user replaces a part of the loss, so the recipe's options for this part do not apply.
         from openclip_ext.losses import registry  # imported late, because it imports torch
 
-        used = registry.options_used_by(loss, **{"views": recipe.loss_options.get("views")} | given)
+        used = registry.options_used_by(args.loss, **{"views": recipe.loss_options.get("views")} | given)
         kept = {name: value for name, value in recipe.loss_options.items() if name in used}
         recipe = replace(recipe, loss_options=kept)
     others = {name: value for name, value in recipe.loss_options.items() if name not in options}
@@ -172,11 +152,14 @@ def _check_together(args: argparse.Namespace) -> None:
     written = [f"--{name.replace('_', '-')}" for name in saving if getattr(args, name)]
     if args.save_every_steps and args.recipe is None:  # with a recipe, the value may be the recipe's, not the user's
         written.append("--save-every-steps")
+    if args.resume == "latest":
+        written.append("--resume latest")
     check_output_path(args.logs, f"Use a local --logs; --remote-sync {args.logs} copies the run folder there")
     check_output_path(args.cache_dir, "Use a local folder for --cache-dir")
     name, resume, lr, opt, cooldown = args.name, args.resume, args.lr, args.opt.lower(), args.epochs_cooldown
     has_cooldown, is_cosine = args.lr_scheduler == "const-cooldown", args.lr_scheduler == "cosine"
     is_synthetic, is_static = args.dataset_type == "synthetic", args.ddp_static_graph
+    trains = bool(args.train_data) or is_synthetic
     distills = args.distill_model is not None or args.distill_pretrained is not None
     is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts)
     is_misspelled = resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(resume)
@@ -192,7 +175,8 @@ def _check_together(args: argparse.Namespace) -> None:
         f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
-        "--trace is for evaluation only: remove it to train": args.trace and args.train_data,
+        "--trace is for evaluation only: remove it to train": args.trace and trains,
+        "--torchscript cannot train: remove it, or use --torchcompile for speed": args.torchscript and trains,
         f"--name {name} is a path: expected a name. --logs sets the folder": is_path,
         f"--resume {resume} does not exist; did you mean --resume latest?": is_misspelled,
         f"--lr {lr} is too high for AdamW: expected at most 1; 5e-4 is usual": lr and args.opt == "adamw" and lr > 1,
@@ -214,8 +198,7 @@ def _check_together(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             conflict = f"{flag} does not work with --lora-rank and --lora-targets {args.lora_targets}: remove it"
             refused[conflict] = getattr(args, name)
-        evaluates = not args.train_data and not is_synthetic
-        refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = evaluates
+        refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = not trains
     for reason, is_wrong in refused.items():
         if is_wrong:
             raise UsageError(reason)

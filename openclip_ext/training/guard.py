@@ -212,7 +212,7 @@ class _Copies:
             groups[key].append(tensor)
         self._groups = [(group, torch.cat([tensor.reshape(-1) for tensor in group])) for group in groups.values()]
 
-    def restore(self, skip_if: Tensor | None = None) -> None:
+    def restore(self, skip_if: Tensor | None) -> None:
         """Overwrite the tensors with their copies, unless ``skip_if`` (0-d bool on their device) is True."""
         for group, before in self._groups:
             values = before

@@ -180,10 +180,6 @@ def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
     if state is None or not distributed.is_master():
         yield None
         return
-    if not model.whole:
-        raise RuntimeError(
-            "the sharded model has no full copy to evaluate: create the ShardedDataParallel with keep_whole=True"
-        )
     (copied,) = model.whole
     copied.load_state_dict(state)
     try:
@@ -225,7 +221,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 def all_finite(parameters: Iterable[Tensor]) -> bool:
     """Return whether all parameters are finite on all ranks. Synchronizes with the device. Collective: all ranks call it."""
     finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in parameters]).all()
-    return not distributed.any_rank(int(not finite))
+    return all(distributed.all_gather_object(bool(finite)))
 
 
 def _give_scalars_a_dimension(model: nn.Module) -> set[str]:

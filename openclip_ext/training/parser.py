@@ -108,13 +108,16 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
         default=argparse.SUPPRESS,
         help="sets an option of the loss by its name; openclip-ext losses LOSS lists the names",
     )
-    for option in (*_own_loss_options(), HARD_SHARE):
-        if option.ablation:
-            continue
-        more: dict[str, Any] = {"help": argparse.SUPPRESS} if option.name in hidden else {}
-        if option is HARD_SHARE:
-            more = {"type": lambda text: rho_of(_parser_of(HARD_SHARE)(text)), "dest": _dest(OPTIONS["rho"])}
-        add_flag(group, option, default=argparse.SUPPRESS, **{"dest": _dest(option), **more})
+    rho_flags = group.add_mutually_exclusive_group()
+    for option in _own_loss_options():
+        if not option.ablation:
+            more = {"help": argparse.SUPPRESS} if option.name in hidden else {}
+            add_flag(rho_flags if option.name == "rho" else group, option, default=argparse.SUPPRESS, **more)
+
+    def rho_of_share(text: str) -> float:
+        return rho_of(_parser_of(HARD_SHARE)(text))
+
+    add_flag(rho_flags, HARD_SHARE, default=argparse.SUPPRESS, dest="rho", type=rho_of_share)
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:

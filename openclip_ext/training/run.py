@@ -61,18 +61,15 @@ def run(config: TrainingConfig) -> None:
         config = models.with_loss_options(for_processes(config, date, **vars(processes)))
         config = replace(config, loading=replace(config.loading, pin_memory=device.type == "cuda"))
         _refuse_other_flags({**config.stored_flags, **config.loss.options})
-        check(config)
-        with (
-            heartbeat.watched(config.rank_patience),
-            run_folder.opened(config.folder) as folder,
-            run_folder.synchronized(config.folder),
-        ):
-            start = find_start(config.resume, config.folder)
-            built = models.build_model(config.model, device, config.loading.seed)
-            if config.data is None:
-                _evaluate_only(config, built, folder, start)
-            else:
-                _train(config, built, folder, start)
+        with heartbeat.watched(config.rank_patience):
+            check(config)
+            with run_folder.opened(config.folder) as folder, run_folder.synchronized(config.folder):
+                start = find_start(config.resume, config.folder)
+                built = models.build_model(config.model, device, config.loading.seed)
+                if config.data is None:
+                    _evaluate_only(config, built, folder, start)
+                else:
+                    _train(config, built, folder, start)
     except SystemExit:
         distributed.barrier()  # when one process exits, launchers kill all processes, but rank 0 may still be copying files
         raise

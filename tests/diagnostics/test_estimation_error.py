@@ -117,7 +117,7 @@ def test_wrong_input_is_named():
 def fastclip(shards, tmp_path_factory):
     """Return the folder of a run on two ranks; each rank saved its half of the moving averages."""
     logs = tmp_path_factory.mktemp("two_ranks")
-    run_on_two_ranks([{"argv": command(shards, logs, "run", "fastclip", "--batch-size", "8")}])
+    run_on_two_ranks(command(shards, logs, "run", "fastclip", "--batch-size", "8"))
     return logs / "run"
 
 

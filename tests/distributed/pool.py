@@ -22,7 +22,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
@@ -79,11 +78,9 @@ class RankPool:
             place = {**os.environ, **own}, os.getcwd()
             answers.append(process.submit(_call, function, arguments, rank, rendezvous, *place))
         wait(answers, timeout, FIRST_EXCEPTION)
-        _, silent = wait(answers, _GRACE_SECONDS if any(map(_has_failed, answers)) else 0)
-        if silent or any(map(_has_failed, answers)):
-            # List dead ranks first: they are the cause if other ranks report a lost connection.
-            ranks = sorted(range(WORLD_SIZE), key=lambda rank: not _has_died(answers[rank]))
-            report = "\n".join(self._report(rank, answers[rank]) for rank in ranks)
+        wait(answers, _GRACE_SECONDS if any(map(_has_failed, answers)) else 0)
+        if any(not answer.done() or _has_failed(answer) for answer in answers):
+            report = "\n".join(self._report(rank, answer) for rank, answer in enumerate(answers))
             self.close()
             raise RankError(report)
         return [torch.load(io.BytesIO(answer.result()), weights_only=True) for answer in answers]
@@ -95,20 +92,21 @@ class RankPool:
                 os.kill(pid, signal.SIGKILL)
         for process in self._ranks:
             process.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True) if self._ranks else None
+        if self._ranks:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._ranks, self._pids = [], []
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks"))
         for rank in range(WORLD_SIZE):
-            self._ranks.append(ProcessPoolExecutor(1, FORKS, _prepare, (str(self._log(rank)),)))
+            self._ranks.append(ProcessPoolExecutor(1, FORKS, prepare_fork, (self._log(rank),)))
         self._pids = [process.submit(os.getpid).result() for process in self._ranks]
 
     def _report(self, rank: int, answer: Future) -> str:
-        reason = "died" if _has_died(answer) else "did not answer"
-        if answer.done() and not _has_died(answer):
-            reason = "".join(traceback.format_exception(answer.exception())) if answer.exception() else "returned"
-        return f"rank {rank} {reason}\n--- its output\n{self._log(rank).read_text(errors='replace')[-4000:]}"
+        end = "did not answer" if not answer.done() else "returned"
+        if _has_failed(answer):
+            end = "".join(traceback.format_exception(answer.exception()))
+        return f"rank {rank} {end}\n--- its output\n{self._log(rank).read_text(errors='replace')[-4000:]}"
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.log"
@@ -116,10 +114,6 @@ class RankPool:
 
 def _has_failed(answer: Future) -> bool:
     return answer.done() and answer.exception() is not None
-
-
-def _has_died(answer: Future) -> bool:
-    return answer.done() and isinstance(answer.exception(), BrokenProcessPool)
 
 
 @functools.cache
@@ -142,7 +136,8 @@ def free_port() -> int:
 # --- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def _prepare(log: str) -> None:
+def prepare_fork(log: Path) -> None:
+    """Prepare a process of the fork server for a test: one thread, and its output in a file, which may exist."""
     torch.set_num_threads(1)
     # Restore the default start method, because data workers from the fork server could outlive this process.
     set_start_method(None, force=True)

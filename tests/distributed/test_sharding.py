@@ -22,7 +22,6 @@ from openclip_ext.training import parallel
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
 from tests.training.runs import (
-    EXIT_AFTER_SIGTERM,
     SMALL_MODEL,
     assert_same_run,
     final_state,
@@ -189,13 +188,15 @@ def trainings(tmp_path_factory) -> Path:
     shards = make_shards(folder / "shards")
     more = ["--batch-size", "8", "--val-data", shards, "--resume", "latest"]
 
-    def planned(name: str, *flags: str) -> dict:
-        return {"argv": small_command(shards, folder, name, "neuclip", *more, *flags)}
+    def make(name: str, *flags: str, stop_after: int | None = None) -> None:
+        run_on_two_ranks(small_command(shards, folder, name, "neuclip", *more, *flags), stop_after)
 
-    stopped = planned("resumed", "--fsdp") | {"stop_after": 8, "status": EXIT_AFTER_SIGTERM}
-    run_on_two_ranks([planned("ddp"), planned("fsdp", "--fsdp"), stopped])
+    make("ddp")
+    make("fsdp", "--fsdp")
+    make("resumed", "--fsdp", stop_after=8)
     shutil.copytree(folder / "resumed", folder / "to-ddp")
-    run_on_two_ranks([planned("resumed", "--fsdp"), planned("to-ddp")])
+    make("resumed", "--fsdp")
+    make("to-ddp")
     return folder
 
 

@@ -88,16 +88,8 @@ def test_numpy_reads_a_file_and_finds_the_numbers(tmp_path):
     assert np.array_equal(np.asarray(stored).T, numbers().numpy(), equal_nan=True)
 
 
-def test_corrupt_and_foreign_files_are_rejected(tmp_path):
+def test_tables_of_other_losses_and_data_are_rejected(tmp_path):
     path = write(filled(numbers()), tmp_path / "table.npy")
-    whole = path.read_bytes()
-    for damaged in (whole[:-4], whole[:20], b"", whole.replace(b"descr", b"dexcr"), whole.replace(b"(", b"((")):
-        path.write_bytes(damaged)
-        with pytest.raises(
-            UsageError, match=r"table\.npy is not a table or is corrupt.*: expected rows .* Use another"
-        ):
-            open_table(path)
-    path.write_bytes(whole)
     with pytest.raises(UsageError, match="expected a table of 103 samples with 2 numbers each, found 103 with 3"):
         restore_table(ShardedTable(2, SAMPLES), [open_table(path)])
     with pytest.raises(UsageError, match="found 206 with 3"):

@@ -1,4 +1,4 @@
-"""Run short training runs as separate processes, forked or under torchrun, and compare their results.
+"""Run short training runs in forked processes, and compare their results.
 
 Importing torch and OpenCLIP takes longer than these runs, so a fork server imports them once. Everything else, from the
 command line to the exit status, works as in the real program.
@@ -7,10 +7,8 @@ command line to the exit status, works as in the real program.
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,16 +17,14 @@ from pathlib import Path
 
 import open_clip
 import open_clip_train.main  # noqa: F401 - as the two below: each fork would import it
-import torch
 
 import openclip_ext.compare.pilot
 import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.main import cli
-from tests.distributed.pool import FORKS, free_port
+from tests.distributed.pool import FORKS, free_port, prepare_fork
 from tests.training.runs import command, differences, final_state
 
-ROOT = Path(__file__).parents[2]
 # Time after which a program is considered stuck.
 PATIENCE_SECONDS = 600
 # When one trainer fails, the others receive SIGTERM, and after this time SIGKILL. torchrun also does this.
@@ -48,37 +44,29 @@ def program(argv: list[str]) -> None:
 
 
 class Program:
-    """A training run in separate processes, which torchrun starts, or which are forked and call ``target(argv)``.
+    """A training run in forked processes (trainers), which call ``target(argv)``.
 
     ``output`` is a file for stdout and stderr of the trainers; it is overwritten.
     """
 
     def __init__(
-        self,
-        argv: list[str],
-        ranks: int,
-        output: Path,
-        torchrun: bool = False,
-        target: Callable[[list[str]], None] = program,
+        self, argv: list[str], ranks: int, output: Path, target: Callable[[list[str]], None] = program
     ) -> None:
         self.output = output
         self._failed_at: float | None = None
         output.write_bytes(b"")
-        self.launcher = _torchrun(argv, ranks, output) if torchrun else None
-        self._forks: list[BaseProcess] = [] if torchrun else _fork(target, argv, ranks, output)
+        self._forks = _fork(target, argv, ranks, output)
 
     def trainers(self) -> list[int]:
-        """Return the process IDs of the trainers."""
-        if self.launcher is None:
-            return [fork.pid for fork in self._forks if fork.is_alive()]
-        return children_of(self.launcher.pid)
+        """Return the process IDs of the trainers that still run."""
+        return [fork.pid for fork in self._forks if fork.is_alive()]
 
     def statuses(self) -> list[int | None]:
-        """Return one exit status per forked trainer, or only torchrun's; None means that the process still runs."""
-        return [fork.exitcode for fork in self._forks] if self.launcher is None else [self.launcher.poll()]
+        """Return the exit statuses of the trainers; None means that a trainer still runs."""
+        return [fork.exitcode for fork in self._forks]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have exited. After a failure, repeated calls also terminate the remaining forks."""
+        """Return whether all trainers have exited. After a failure, repeated calls also terminate the remaining trainers."""
         statuses = self.statuses()
         if any(statuses) and None in statuses:
             if self._failed_at is None:
@@ -110,10 +98,9 @@ class Program:
 
     def kill(self) -> None:
         """Send SIGKILL to all processes, and wait until they have exited."""
-        for pid in [*self.trainers(), *([self.launcher.pid] if self.launcher else [])]:
-            send_kill(pid)
-        while not self.has_ended():
-            time.sleep(0.005)
+        for fork in self._forks:
+            fork.kill()
+            fork.join()
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -136,22 +123,15 @@ def children_of(pid: int) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process still runs. A zombie counts as exited."""
-    state = Path(f"/proc/{pid}/stat")
-    return state.is_file() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    with contextlib.suppress(OSError):  # the process may exit while its file is read
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def send_kill(pid: int) -> None:
     """Send SIGKILL to a process; do nothing if it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _torchrun(argv: list[str], ranks: int, output: Path) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    trainers = ["-m", "openclip_ext.training.main", "--", *argv]
-    with open(output, "ab") as file:
-        return subprocess.Popen([*launcher, *trainers], env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, output: Path) -> list[BaseProcess]:
@@ -168,13 +148,8 @@ def _fork(target: Callable[[list[str]], None], argv: list[str], ranks: int, outp
 def _serve(target: Callable[[list[str]], None], argv: list[str], environment: dict[str, str], output: Path) -> None:
     """Call ``target`` in a fork. If it raises, multiprocessing sets the fork's exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
+    prepare_fork(output)
     os.environ.update(environment)
-    # Restore the default start method: data workers of a fork server would outlive the trainer and repeat all imports.
-    multiprocessing.set_start_method(None, force=True)
     target(argv)
 
 

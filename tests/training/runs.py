@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,6 +20,7 @@ from openclip_ext.training import trainer
 from openclip_ext.training.main import main
 from openclip_ext.training.runtime import signals
 from tests.distributed.pool import two_ranks
+from tests.training.tiny import flat
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 84, 12
 EXIT_AFTER_SIGTERM = signals.EXIT_AFTER_SIGTERM
@@ -103,17 +103,17 @@ def train_on_two_ranks(shards: str, logs: Path, loss: str, *more: str) -> Path:
     """Train on two ranks, and assert that a run that is stopped and resumed is the same. Return the run folder."""
     flags = ["--batch-size", "8", "--resume", "latest", *more]
     whole, resumed = (small_command(shards, logs, name, loss, *flags) for name in ("whole", "resumed"))
-    stopped = {"argv": resumed, "stop_after": 8, "status": EXIT_AFTER_SIGTERM}
-    run_on_two_ranks([{"argv": whole}, stopped, {"argv": resumed}])
+    run_on_two_ranks(whole)
+    run_on_two_ranks(resumed, stop_after=8)
+    run_on_two_ranks(resumed)
     assert_same_run(logs / "resumed", logs / "whole")
     return logs / "whole"
 
 
-def run_on_two_ranks(runs: list[dict]) -> None:
-    """Make runs one after another on two gloo ranks. A run is ``{"argv": [...], "stop_after": step, "status": expected}``."""
-    for planned in runs:
-        statuses = two_ranks().run(run, planned["argv"], planned.get("stop_after"), group=False)
-        assert statuses == [planned.get("status", 0)] * 2, planned
+def run_on_two_ranks(argv: list[str], stop_after: int | None = None) -> None:
+    """Call :func:`run` on two gloo ranks; assert that it ends as it should."""
+    statuses = two_ranks().run(run, argv, stop_after, group=False)
+    assert statuses == [0 if stop_after is None else EXIT_AFTER_SIGTERM] * 2
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -180,15 +180,8 @@ def stock_model(checkpoint: Path, name: str = "demo-vit") -> nn.Module:
 
 def differences(first, second) -> list[str]:
     """Return the paths at which two nested states differ bitwise; NaN equals NaN."""
-    one, other = _flat(first), _flat(second)
+    one, other = flat(first), flat(second)
     return [path for path in sorted(one.keys() | other.keys()) if not _is_same(one.get(path), other.get(path))]
-
-
-def _flat(state, path: str = "") -> dict[str, Any]:
-    if not isinstance(state, dict | list | tuple):
-        return {path: state}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    return {name: value for key, item in items for name, value in _flat(item, f"{path}/{key}").items()}
 
 
 def _is_same(first, second) -> bool:

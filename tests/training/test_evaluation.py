@@ -63,19 +63,6 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
 
 # --- ImageNet ---------------------------------------------------------------------------------------------------------
 
-PICTURES = 6  # images per class
-
-
-def write_pictures(folder: Path, classes: list[str], ending: str = "png") -> Path:
-    """Write one folder of random images for each class; return ``folder``."""
-    random = np.random.default_rng(0)
-    for name in classes:
-        (folder / name).mkdir(parents=True)
-        for number in range(PICTURES):
-            pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number}.{ending}")
-    return folder
-
 
 @pytest.fixture
 def two_templates(monkeypatch):
@@ -84,14 +71,13 @@ def two_templates(monkeypatch):
 
 
 @torch.no_grad()
-def scores_of(model: nn.Module, preprocess, folder: Path, classes: list[str], ending: str = "png") -> torch.Tensor:
+def scores_of(model: nn.Module, preprocess, paths: list[Path]) -> torch.Tensor:
     """Return the similarity of every image to each of the 1000 classes, computed without openclip_ext."""
     tokenizer = open_clip.get_tokenizer("demo-vit")
     columns = []
     for name in open_clip.IMAGENET_CLASSNAMES:
         texts = tokenizer([template(name) for template in open_clip.OPENAI_IMAGENET_TEMPLATES])
         columns.append(F.normalize(model.encode_text(texts, normalize=True).mean(dim=0), dim=0))
-    paths = [folder / name / f"{number}.{ending}" for name in classes for number in range(PICTURES)]
     images = torch.stack([preprocess(Image.open(path)) for path in paths])
     return model.encode_image(images, normalize=True) @ torch.stack(columns, dim=1)
 
@@ -111,24 +97,21 @@ def pretrained(tmp_path_factory):
 )
 def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained, two_templates, tmp_path):
     model, preprocess, weights = pretrained
-    # The true class of each group's first image has one of these ranks, so some predictions are right and some are wrong.
-    ranks = [0, 2, 4, 6, 300]
-    placeholders = [f"rank{rank}" for rank in ranks]
-    pictures = write_pictures(tmp_path / "pictures", placeholders, ending)
-    scores = scores_of(model, preprocess, pictures, placeholders, ending)
-    classes = [int(scores[group * PICTURES].argsort(descending=True)[rank]) for group, rank in enumerate(ranks)]
-    targets = [label for label in classes for _ in range(PICTURES)]
+    random = np.random.default_rng(0)
+    pictures = [tmp_path / f"{number}.{ending}" for number in range(30)]
+    for picture in pictures:
+        Image.fromarray(random.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(picture)
+    scores = scores_of(model, preprocess, pictures)
+    # The true class has one of five ranks, so some predictions are right and some are wrong.
+    ranks = [(0, 2, 4, 6, 300)[number % 5] for number in range(30)]
+    labels = scores.argsort(descending=True).gather(1, torch.tensor(ranks)[:, None]).flatten().tolist()
+    others = sorted(set(range(1000)) - set(labels))  # the evaluation requires a folder for every class
+    pictures, targets = pictures + pictures[:1] * len(others), labels + others
+    scores = torch.cat([scores, scores[:1].expand(len(others), -1)])
     folder = tmp_path / "data" / "imagenetv2-matched-frequency-format-val"
-    for label in sorted(set(range(1000)) - set(classes)):  # the evaluation requires a folder for every class
-        (folder / str(label)).mkdir(parents=True)
-        shutil.copy(pictures / placeholders[0] / f"0.{ending}", folder / str(label))
-    others = scores[:1].repeat(1000 - len(set(classes)), 1)
-    targets += sorted(set(range(1000)) - set(classes))
-    scores = torch.cat([scores, others])
-    for placeholder, label in zip(placeholders, classes, strict=True):
+    for number, (picture, label) in enumerate(zip(pictures, targets, strict=True)):
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
-        for path in (pictures / placeholder).iterdir():
-            path.rename(folder / str(label) / f"{placeholder}-{path.name}")
+        shutil.copy(picture, folder / str(label) / f"{number}.{ending}")
     path = folder if name == "imagenet" else folder.parent
     assert run(evaluation(tmp_path / "logs", "run", "--pretrained", str(weights), flag, str(path))) == 0
     (metrics,) = results_of(tmp_path / "logs" / "run")

@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
 from openclip_ext.training.validation import Validation
 from tests.distributed.pool import two_ranks
-from tests.training.programs import LOGS, Program, is_alive, lines_of, wait_until
+from tests.training.programs import LOGS, Program, children_of, is_alive, lines_of, wait_until
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     assert_same_run,
@@ -90,13 +92,13 @@ def test_an_evaluation_that_only_one_log_has_is_repeated(shards, whole, tmp_path
 def test_two_ranks_fall_back_together(shards, tmp_path):
     """Rank 0 renames corrupt files before rank 1 reads the folder, and both ranks load the same checkpoint."""
     argv = [*small_command(shards, tmp_path, "run", "fastclip", "--val-data", shards), "--batch-size", "8"]
-    run_on_two_ranks([{"argv": argv}])
+    run_on_two_ranks(argv)
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     checkpoints = tmp_path / "run" / "checkpoints"
     damaged = flip_a_bit(checkpoints / "epoch_2.state" / "step_10" / "rank_0001.pt")
     with open(checkpoints / "results.jsonl", "a") as lines:
         lines.write('{"epoch": 1, "im')
-    run_on_two_ranks([{"argv": [*argv, "--resume", "latest"]}])
+    run_on_two_ranks([*argv, "--resume", "latest"])
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (checkpoints / "epoch_2.state.unreadable" / "step_10" / "rank_0001.pt").read_bytes() == damaged
 
@@ -231,14 +233,14 @@ def test_a_run_that_another_start_trained_meanwhile_is_left_alone(tmp_path, monk
 
 def test_trainers_end_with_torchrun(shards, tmp_path):
     argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "200", "--resume", "latest"), "--batch-size", "8"]
-    program = Program(argv, 2, tmp_path / "output", torchrun=True)
-    try:
-        program.wait_for_step(tmp_path / "run", 3)
-        trainers = program.trainers()
-        assert len(trainers) == 2
-    finally:
-        program.launcher.kill()
-        program.wait()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, "-m", "openclip_ext.training.main", "--", *argv]) as launcher:
+        try:
+            wait_until(lambda: launcher.poll() is not None or len(lines_of(tmp_path / "run" / "metrics.jsonl")) >= 3)
+            trainers = children_of(launcher.pid)
+        finally:
+            launcher.kill()
+    assert len(trainers) == 2
     wait_until(lambda: not any(is_alive(pid) for pid in trainers), 60)
     steps = [step for step, *_ in losses_of(tmp_path / "run")]
     assert run([*argv, "--batch-size", "16"], stop_after=2) == EXIT_AFTER_SIGTERM

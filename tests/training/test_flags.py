@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from openclip_ext import training
-from openclip_ext.cli.options import flag_fields, python_name
 from openclip_ext.losses.options import SUMMARIES
-from openclip_ext.training.config import FLAG_GROUPS
 from openclip_ext.training.flags import parse
 from tests.training.commands import config_of
 
@@ -72,13 +70,6 @@ def test_the_help_of_a_loss_describes_its_flags_only(capsys):
     assert "--restart-every 500" in shown and "--gamma" not in shown and "--train-data" not in shown
     assert "none" in help_of(capsys, "--loss", "siglip", "-h")
     assert "Common flags" in help_of(capsys, "--help", "--loss", "unknown")
-
-
-def test_every_field_of_a_configuration_names_a_flag_with_its_default():
-    flags = parse(["--train-data", "x"]).flags
-    for config in (config for configs in FLAG_GROUPS.values() for config in configs):
-        for field in flag_fields(config):
-            assert python_name(field) in flags, f"{config.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -131,7 +131,7 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["options"]["rho"] == 6.5
     caplog.clear()
     assert run(argv) == 0
-    assert "other settings" not in caplog.text
+    assert "changed settings" not in caplog.text
     groups = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["optimizer"]["param_groups"]
     assert {group["betas"] for group in groups} == {(0.5, 0.98)}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.9}

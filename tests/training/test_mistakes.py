@@ -52,7 +52,8 @@ MISTAKES = [
     ("--dataset-type webdataset --train-data x.tar --manifest no.json", "--manifest no.json not found"),
     ("--dataset-type webdataset --train-data x.tar --caption-key meta:a", "the key 'meta:a' is not understood"),
     ("--dataset-type webdataset --train-data x.tar --image-key json:a", "the key 'json:a' is not understood"),
-    ("--resume latest", "--resume latest needs --name"),
+    ("--resume latest --logs logs", "--resume latest needs --name"),
+    ("--resume latest", "--resume latest needs a run folder: remove --logs none"),
     ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is a URL"),
     ("--resume no/epoch_1.pt", "no/epoch_1.pt does not exist"),
     ("--name=", "--name=: the value is empty"),
@@ -68,7 +69,7 @@ MISTAKES = [
     ("--lr-scheduler const-cooldown", "--epochs-cooldown and --lr-scheduler const-cooldown need each other"),
     ("--lr-min 1e-3", "--lr-min 0.001: expected at most --lr 0.0005"),
     ("--save-every-steps 5", "--save-every-steps needs a run folder"),
-    ("--rho 3 --hard-share 0.5 --loss fastclip", "--rho and --hard-share set the same option"),
+    ("--rho 3 --hard-share 0.5 --loss fastclip", "argument --hard-share: not allowed with argument --rho"),
     ("--loss sogclr --loss-option gamma=0.3 --gamma 0.9", "--gamma and --loss-option gamma set the same option"),
     ("--val-data val.tar", "reads no files: remove --val-data val.tar"),
     ("--hard-negative-key txt", "--hard-negative-key needs webdataset shards, not synthetic"),
@@ -88,48 +89,40 @@ MISTAKES = [
     ("--resume last --name x", "did you mean --resume latest?"),
     ("--loss sharedclip.py", "or my.module:METHOD"),
     ("--loss openclip_ext.losses.neuclip:NeuClip", "expected a Method object, found None"),
-    ("--lr -1e-3", "--lr -0.001: expected a number > 0"),
     ("--lr 5", "--lr 5.0 is too high for AdamW: expected at most 1"),
     ("--pretrained tests", "--pretrained tests is a folder: expected a file of weights"),
     ("--name ../up", "--name ../up is a path: expected a name"),
     ("--logs s3://b/runs", "is a URL: expected a local path. Use a local --logs; --remote-sync s3://b/runs"),
     ("--recipe cc3m --loss sogclr --views 2", "is for images with texts, not for --views 2"),
+    ("--loss queueclip --distill 1", "--distill: needs --reference FOLDER"),
+    ("--loss queueclip --reference store --no-steer", "--no-steer: --reference then has no effect without --distill"),
 ]
+
+
+def errors_of(flags, monkeypatch, capsys):
+    """Run the program with wrong flags; return what it printed to stderr."""
+    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags])
+    with pytest.raises(SystemExit) as stopped:
+        cli()
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), *flags.split()])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err.strip()
+    told = errors_of(flags.split(), monkeypatch, capsys).strip()
     assert told.splitlines()[-1].startswith("error: ") and message in told.splitlines()[-1]
     assert "usage:" not in told
 
 
-def test_ctrl_c_before_training_is_one_word(monkeypatch, capsys):
-    def interrupted(config):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("openclip_ext.training.run.run", interrupted)
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split()])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert (stopped.value.code, capsys.readouterr().err.splitlines()[-1]) == (130, "stopped")
-
-
-def test_help_is_a_slip_as_a_command_and_not_as_a_name():
+def test_help_and_an_empty_value_are_slips():
+    """A shell variable that is not set must not train from random weights, or without validation."""
     with pytest.raises(ValueError, match="help: --help lists the flags"):
         refuse_slips(["help"], [])
-    refuse_slips(["--name", "help"], ["--name"])
-
-
-def test_an_empty_value_is_a_slip():
-    """An unset shell variable must not train from random weights, or without validation."""
     with pytest.raises(ValueError, match="--pretrained: the value is empty: remove the flag"):
         refuse_slips(["--pretrained", "", "--name", "x"], ["--pretrained"])
+    refuse_slips(["--name", "help"], ["--name"])
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])
@@ -138,9 +131,6 @@ def test_weights_of_another_model_are_one_line(flag, tmp_path, monkeypatch, caps
     torch.save(
         {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}, weights
     )
-    monkeypatch.setattr("sys.argv", ["train", *WORKS.split(), flag, str(weights)])
-    with pytest.raises(SystemExit) as stopped:
-        cli()
-    assert stopped.value.code == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    told = errors_of([flag, str(weights)], monkeypatch, capsys).splitlines()
+    told = [line for line in told if line.startswith("error: ")]
     assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400

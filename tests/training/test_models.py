@@ -69,15 +69,15 @@ def test_a_captioner_trains_only_with_openclips_loss(shards, configs, tmp_path):
 TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "avg", "timm_proj": "linear"}
 
 
-def model_folder(path: Path, vision: dict, temperature: float = 0.01) -> str:
-    """Write a model folder in the format of the Hugging Face hub; return the value for ``--model``."""
+def model_folder(path: Path, vision: dict) -> str:
+    """Write a model folder in the format of the Hugging Face hub, with τ = 0.01; return the value for ``--model``."""
     path.mkdir()
     config = {"embed_dim": 32, "custom_text": True, "vision_cfg": vision, "text_cfg": TEXT}
     content = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
     (path / "open_clip_config.json").write_text(json.dumps(content))
     name = f"local-dir:{path}"
     state = open_clip.create_model(name, load_weights=False).state_dict()
-    state["logit_scale"].fill_(-math.log(temperature))
+    state["logit_scale"].fill_(math.log(100))
     torch.save(state, path / "open_clip_pytorch_model.bin")
     return name
 

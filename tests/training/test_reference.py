@@ -1,15 +1,13 @@
-"""Training runs with a reference model: bitwise equal resumes, accumulation, two ranks, and rejected input."""
+"""Training runs with a reference model: bitwise equal resumes, accumulation, and two ranks."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.reference import ABOUT, EmbeddingStore
 from openclip_ext.evaluation.run_folder import read_config
 from tests.data.test_reference import write_store
-from tests.training.commands import config_of
 from tests.training.runs import (
     EXIT_AFTER_SIGTERM,
     assert_same_run,
@@ -54,7 +52,7 @@ def test_a_run_reports_unreadable_samples_and_a_resume_other_weights(shards, tmp
     assert "The run continues with changed settings: reference_weights b (before: a)." in caplog.text
     caplog.clear()
     assert run(argv) == 0
-    assert "other settings" not in caplog.text
+    assert "changed settings" not in caplog.text
 
 
 def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, reference, tmp_path):
@@ -65,14 +63,5 @@ def test_accumulation_equals_the_large_batch_and_two_ranks_train(shards, referen
     parts = train(shards, tmp_path, "parts", "queueclip", *given, *half, "--accum-freq", "2")
     for ours, theirs in zip(losses_of(parts), losses_of(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    run_on_two_ranks([{"argv": small_command(shards, tmp_path, "two", "queueclip", *given, *half)}])
+    run_on_two_ranks(small_command(shards, tmp_path, "two", "queueclip", *given, *half))
     assert len(losses_of(tmp_path / "two")) == 10
-
-
-def test_flags_that_need_a_reference_or_cannot_have_one(shards, reference):
-    with pytest.raises(UsageError, match="--distill: needs --reference FOLDER"):
-        config_of("--train-data", shards, "--loss", "queueclip", "--distill", "1")
-    with pytest.raises(UsageError, match="--no-steer: --reference then has no effect without --distill"):
-        config_of("--train-data", shards, "--loss", "queueclip", "--reference", reference, "--no-steer")
-    config = config_of("--train-data", shards, "--loss", "queueclip", "--reference", reference)
-    assert config.loss.given == {"steer": True} and config.data.reference == reference

@@ -170,25 +170,22 @@ def test_a_run_that_stops_in_an_evaluation_logs_nothing_twice(
 
 @pytest.fixture(scope="module")
 def two_rank_runs(shards, damaged_shards, tmp_path_factory):
-    """Make all runs in the same two processes, because starting processes takes longer than the runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    runs = []
 
-    def plan(name, loss, stops, *more, shards=shards):
+    def make(name, loss, stops, *more, shards=shards):
         argv = small_command(shards, folder, name, loss, "--batch-size", "8", "--resume", "latest", *more)
-        runs.extend({"argv": argv, "stop_after": stop, "status": EXIT_AFTER_SIGTERM} for stop in stops)
-        runs.append({"argv": argv})
+        for stop in (*stops, None):
+            run_on_two_ranks(argv, stop)
 
     for loss in ON_TWO_RANKS:
-        plan(f"{loss}-whole", loss, ())
-        plan(f"{loss}-resumed", loss, (LATE,))
+        make(f"{loss}-whole", loss, ())
+        make(f"{loss}-resumed", loss, (LATE,))
     for loss in ("fastclip", "neuclip"):
         argv = small_command(shards, folder, f"{loss}-from-one", loss, "--resume", "latest")
         assert run(argv, stop_after=EARLY) == EXIT_AFTER_SIGTERM
-        plan(f"{loss}-from-one", loss, ())
+        make(f"{loss}-from-one", loss, ())
     for name, stops in (("bad-whole", ()), ("bad-resumed", (2, 4))):
-        plan(name, "fastclip", stops, *TWO_WORKERS, *FEW_BAD, shards=damaged_shards)
-    run_on_two_ranks(runs)
+        make(name, "fastclip", stops, *TWO_WORKERS, *FEW_BAD, shards=damaged_shards)
     return folder
 
 

@@ -106,12 +106,9 @@ class Way:
 
 
 class TinyTraining:
-    """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch.
+    """A model, a loss and an optimizer that train on fixed batches; each rank takes its part of a batch."""
 
-    With ``keep_whole``, rank 0 keeps a full copy of a sharded model, for evaluations.
-    """
-
-    def __init__(self, name: str, way: Way, keep_whole: bool = False) -> None:
+    def __init__(self, name: str, way: Way) -> None:
         self.way, self.loss = way, tiny_loss(name, **way.options).to(way.device)
         model = tiny_model(way.tower, way.layers).to(way.device)
         prepare(model, self.loss)
@@ -121,7 +118,7 @@ class TinyTraining:
         if way.dtype == torch.float64:
             self.loss.double()
         config = ParallelConfig(way.sharded, keep_gathered=not way.reshard, compile=way.compiled)
-        self.model = parallel.distribute(model, config, way.device, keep_whole)
+        self.model = parallel.distribute(model, config, way.device, keep_whole=False)
         self.optimizer = create_optimizer(self.model, way.optimizer, self.loss.logit_scale_lr, self.loss.model_head())
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # Compile the full model, as training does. A sharded model compiles its blocks instead.
@@ -151,12 +148,17 @@ class TinyTraining:
         return tensors({"model": model, "optimizer": optimizer, "loss": self.loss.state_dict()})
 
 
-def tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """Map dotted names to the values in nested dictionaries, lists and tuples."""
+    if not isinstance(state, dict | list | tuple):
+        return {prefix: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {name: value for key, item in items for name, value in flat(item, f"{prefix}.{key}").items()}
+
+
+def tensors(state: Any) -> dict[str, Tensor]:
     """Map dotted names to copies of the tensors in a nested state."""
-    if isinstance(state, Tensor):
-        return {prefix: state.detach().clone()}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {name: value for key, item in items for name, value in tensors(item, f"{prefix}.{key}").items()}
+    return {name: value.detach().clone() for name, value in flat(state).items() if isinstance(value, Tensor)}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:

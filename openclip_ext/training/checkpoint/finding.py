@@ -25,8 +25,6 @@ def find_start(resume: str | None, config: RunFolderConfig) -> Start:
     """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it. Rank 0 verifies for all."""
     if resume is None:
         return Start()
-    if resume == "latest" and config.folder is None:
-        raise UsageError("--resume latest needs a run folder: remove --logs none")
     path, unreadable = distributed.on_master(lambda: _find(resume, config))
     return Start(None if path is None else read(path), unreadable)
 
@@ -41,7 +39,7 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
                 good, _ = scan(Path(resume).parent)
             raise UsageError(f"{error}. {good} is good: resume from it" if good else str(error)) from error
         return Path(resume), frozenset()
-    assert config.folder is not None
+    assert config.folder is not None, "--logs none is refused with --resume latest"
     fetch_checkpoints(config)
     newest, unreadable = scan(config.folder / "checkpoints")
     if newest is not None:

@@ -44,12 +44,6 @@ class Recipe:
         assert isinstance(size, int), "the batch of a recipe is a number"
         return size * self.gpus
 
-    def batch_size(self, gpus: int) -> int:
-        """Return the batch size per GPU that gives the recipe's global batch on ``gpus`` GPUs."""
-        if self.global_batch % gpus:
-            raise ValueError(f"global batch {self.global_batch} is not divisible by {gpus} GPUs: use another number")
-        return self.global_batch // gpus
-
     def argv(self) -> list[str]:
         """Return the recipe as arguments of ``openclip_ext.training.main``. Later arguments override these."""
         words = ["--loss", self.loss]

@@ -38,7 +38,10 @@ def batch_flag(gpus: int, training_flags: list[str]) -> str:
     if given.recipe is None:
         return ""
     loss = given.loss or ("siglip" if given.siglip else "openclip")
-    return f"--batch-size={recipes.get(given.recipe, loss).batch_size(gpus)}"
+    global_batch = recipes.get(given.recipe, loss).global_batch
+    if global_batch % gpus:
+        raise ValueError(f"global batch {global_batch} is not divisible by {gpus} GPUs: use another number")
+    return f"--batch-size={global_batch // gpus}"
 
 
 if __name__ == "__main__":

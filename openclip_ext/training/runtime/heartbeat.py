@@ -23,7 +23,7 @@ def watched(patience: float | None) -> Iterator[None]:
     """Send this rank's heartbeats, even while it evaluates or saves for hours, and watch the heartbeats of other ranks.
 
     If another rank sends no heartbeat for ``patience`` seconds (None means no limit), this rank logs the other rank's name
-    and exits. It kills its own process, because an exception cannot end a blocked collective.
+    and exits. It kills its own process, because an exception cannot end a blocked collective. Collective: all ranks call it.
     """
     if patience is None or distributed.world_size() == 1:
         yield
@@ -31,7 +31,7 @@ def watched(patience: float | None) -> Iterator[None]:
     store: Any = dist.distributed_c10d._get_default_store()
     if hasattr(store, "clone"):  # use a separate connection, because the process group's connection may block
         store = store.clone()
-    heartbeat = _Heartbeat(store, distributed.rank(), distributed.world_size(), max(1, round(patience / INTERVAL)))
+    heartbeat = _Heartbeat(store, max(1, round(patience / INTERVAL)))
     ended = threading.Event()
 
     def beat() -> None:
@@ -62,36 +62,33 @@ class _Heartbeat:
     The timeout is counted in this rank's heartbeats, so that no rank counts as missing after all ranks were paused together.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, patience: int) -> None:
-        self._store, self._rank, self._world_size, self._patience = store, rank, world_size, patience
-        self._beats = 0
-        self._seen: dict[int, bytes] = {}
-        self._since = dict.fromkeys(range(world_size), 0)
-        store.set(self._key(rank, "name"), f"rank {rank} (process {os.getpid()} on {platform.node()})")
-        store.set(self._key(rank), b"0")
+    def __init__(self, store: Any, patience: int) -> None:
+        self._store, self._patience, self._beats = store, patience, 0
+        rank = distributed.rank()
+        self._own_key = _key(rank)
+        store.set(self._own_key, b"0")
+        # After this collective, the store contains a heartbeat of every rank.
+        self._names = distributed.all_gather_object(f"rank {rank} (process {os.getpid()} on {platform.node()})")
+        self._seen = [b""] * len(self._names)
+        self._since = [0] * len(self._names)
 
     def beat(self) -> list[str]:
         """Send one heartbeat. Return the names of the ranks whose heartbeats are missing."""
         self._beats += 1
-        self._store.set(self._key(self._rank), str(self._beats))
-        return [self._name(rank) for rank in range(self._world_size) if rank != self._rank and self._is_missing(rank)]
+        self._store.set(self._own_key, str(self._beats))
+        return [name for rank, name in enumerate(self._names) if self._is_missing(rank)]
 
     def _is_missing(self, rank: int) -> bool:
-        key = self._key(rank)
-        last = self._store.get(key) if self._store.check([key]) else b""
-        self._since[rank] = self._since[rank] + 1 if last == self._seen.get(rank) else 0
+        last = self._store.get(_key(rank))
+        self._since[rank] = self._since[rank] + 1 if last == self._seen[rank] else 0
         self._seen[rank] = last
         return last != _LEFT and self._since[rank] >= self._patience
-
-    def _name(self, rank: int) -> str:
-        key = self._key(rank, "name")
-        return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank}, which never started"
 
     def leave(self) -> None:
         """Inform the other ranks that this rank sends no more heartbeats."""
         with contextlib.suppress(RuntimeError):  # the store's process may have ended
-            self._store.set(self._key(self._rank), _LEFT)
+            self._store.set(self._own_key, _LEFT)
 
-    @staticmethod
-    def _key(rank: int, kind: str = "beat") -> str:
-        return f"openclip_ext/{kind}/{rank}"
+
+def _key(rank: int) -> str:
+    return f"openclip_ext/beat/{rank}"
