@@ -87,7 +87,7 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
     ``tau`` ``(2, B)`` are the temperatures of the anchors, and ``reference_tau`` is ``τ̂``.
     """
     sides = range(2)
-    chunks = list(anchor_chunks(batch.local, batch.size))
+    chunks = list(anchor_chunks(batch.local, 2 * batch.size))
 
     def cosines(of: Tensor, side: int, anchors: slice) -> Tensor:
         values = of[side, anchors] @ of[1 - side].T

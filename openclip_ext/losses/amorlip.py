@@ -185,8 +185,8 @@ class MlpNormalizer(Normalizer):
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
 
-        width = _GRAPH_TENSORS * batch.features.shape[2]
-        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
+        elements = 2 * _GRAPH_TENSORS * batch.features.shape[2]
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), elements)]
         for _ in range(self.updates):
             self.adam.step(self.online, parts, self.lr, ok)
 

@@ -114,7 +114,7 @@ def estimate_from_prototypes(
     share = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
     log_multiplicity = None if multiplicity is None else multiplicity.to(tau.dtype).log()
-    for anchors in anchor_chunks(batch.local, directions.shape[1]):
+    for anchors in anchor_chunks(batch.local, 2 * directions.shape[1]):
         here = slice(anchors.start - batch.first, anchors.stop - batch.first)
         terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
         if log_multiplicity is not None:
@@ -329,7 +329,7 @@ class _Fit:
         # Constant factors of the derivative: the anchor's weight in the mean, and τ if the objective is [12].
         factor = tau if self.is_unified else 1.0
         self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
-        self.chunks = list(anchor_chunks(slice(0, batch.size), number))
+        self.chunks = list(anchor_chunks(slice(0, batch.size), 2 * number))
         # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Rows are prototypes, because both matrix products then read their first factor row by row.
