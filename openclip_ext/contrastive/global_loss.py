@@ -138,18 +138,18 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
             self._last = _Report.of(batch_at_tau, estimate.alpha, weight_ratio)
             self._last_steered = steered.detached() if self.reference_dim else None
-        pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
-        if gap is not None:
-            tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
-            if learns_own:
-                self._update_temperatures(batch_at_tau, tau_gradient)
-            if self.temperature.learns_logit_scale:
-                mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
-                pairs.append(
-                    (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
-                )
-        if self.training and self.temperature.solves:
-            self.temperature.solve(batch_at_tau)
+            pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
+            if gap is not None:
+                tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
+                if learns_own:
+                    self._update_temperatures(batch_at_tau, tau_gradient)
+                if self.temperature.learns_logit_scale:
+                    mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
+                    pairs.append(
+                        (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
+                    )
+            if self.training and self.temperature.solves:
+                self.temperature.solve(batch_at_tau)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(batch_at_tau, batch.logit_scale),

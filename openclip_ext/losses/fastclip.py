@@ -24,7 +24,6 @@ Example:
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
@@ -54,7 +53,6 @@ class SampleAverages(Normalizer):
         """Return the new ``log u`` ``(2, B)``, computed from the stored ``log u`` and the mini-batch estimate."""
         raise NotImplementedError
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = group_log_mean(index, self.averaged(batch_at_tau), batch.valid)

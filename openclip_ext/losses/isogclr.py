@@ -80,7 +80,6 @@ class PerSampleTemperature(TemperatureScheme):
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
-    @torch.no_grad()
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)

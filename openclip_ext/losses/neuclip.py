@@ -207,7 +207,6 @@ class PrototypeNormalizer(Normalizer):
         # Whether the last step predicted with the fitted prototypes. False (only with verify_fit) means with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         ok = batch_at_tau.batch.ok
         if self.verify_fit:
@@ -222,7 +221,6 @@ class PrototypeNormalizer(Normalizer):
         self.steps += ok
         return before or self._estimate(self._used_prototypes(), batch_at_tau)
 
-    @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
         fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
@@ -262,7 +260,6 @@ class PrototypeNormalizer(Normalizer):
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
-    @torch.no_grad()
     def fit(self, batch_at_tau: BatchAtTemperature) -> None:
         fit = _Fit(batch_at_tau, self)
         for _ in range(self.updates):

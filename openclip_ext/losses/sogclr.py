@@ -68,7 +68,6 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         super().__init__(**options)
         self.eps = eps
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = self.averaged(batch_at_tau)
