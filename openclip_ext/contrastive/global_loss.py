@@ -254,14 +254,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if self.normalizer.contrasts_locally:
                 tau = batch.gather_local(tau)
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), tau, self.reference_temperature)
+            reference = torch.stack([image, -text])
+            values, gradients, scale_gradient = distill(batch, model, reference, tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
-            for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
+            for side, gradient in zip((steered.image, steered.text), gradients, strict=True)
         ]
         if self.temperature.learns_logit_scale:
-            pairs.append((steered.logit_scale, self.distill * found.scale_gradient * batch.ok))
-        return {"distillation_loss": mean_with_gradients(self.distill * found.values, *pairs)}
+            pairs.append((steered.logit_scale, self.distill * scale_gradient * batch.ok))
+        return {"distillation_loss": mean_with_gradients(self.distill * values, *pairs)}
 
     # --- around the step ---------------------------------------------------------------------------------------------
 
