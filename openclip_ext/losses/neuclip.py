@@ -215,16 +215,19 @@ class PrototypeNormalizer(Normalizer):
             )
         self.queue.push(batch_at_tau.batch)
         self._restart_if_due(ok)
-        before = self._estimate(self._used_prototypes(), batch_at_tau) if self.simultaneous else None
+        before = (
+            self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient) if self.simultaneous else None
+        )
         if self.updates:
             self.fit(batch_at_tau)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), batch_at_tau)
+        return before or self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient)
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
         fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
-        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), batch_at_tau)
+        prototypes = torch.where(self.steps > 0, self._used_prototypes(), fresh)
+        return self._estimate(prototypes, batch_at_tau, self.alpha_gradient)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """With ``verify_fit``, return whether the last step used the fitted prototypes. Synchronizes with the device."""
@@ -241,12 +244,11 @@ class PrototypeNormalizer(Normalizer):
         Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
         exact normalizers minimize the expectation of this score over batches. If a score is NaN, the result is False.
         """
-        batch = batch_at_tau.batch
-        fitted, recent = (
-            self._alpha(prototypes, batch_at_tau) for prototypes in (self.prototypes, self.queue.repeated())
-        )
-        excess = [log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
-        return torch.where(batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
+        excess = []
+        for prototypes in (self.prototypes, self.queue.repeated()):
+            alpha = self._estimate(prototypes, batch_at_tau, with_gradient=False).alpha
+            excess.append(log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha)
+        return torch.where(batch_at_tau.batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
 
     def _is_restart_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
@@ -265,18 +267,11 @@ class PrototypeNormalizer(Normalizer):
         for _ in range(self.updates):
             fit.update()
 
-    def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return the log-normalizers of all processes' anchors, ``(2, B)``, without gradient."""
-        estimate = estimate_from_prototypes(
-            normalize_blocks(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
-        )
-        return batch_at_tau.batch.gather_local(estimate.alpha)
-
-    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature, with_gradient: bool) -> Estimate:
         directions = normalize_blocks(prototypes, self.blocks)
-        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, self.alpha_gradient)
+        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, with_gradient)
         alpha = batch_at_tau.batch.gather_local(estimate.alpha)
-        if not self.alpha_gradient:
+        if not with_gradient:
             return Estimate(alpha)
         slope = estimate.tau_slope() if self.alpha_tau_gradient else None
         return Estimate(alpha, feature_gradient=estimate.feature_gradient, tau_slope=slope)
