@@ -93,6 +93,19 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
     ]
 
 
+def exact_log_normalizers(
+    images: Tensor, texts: Tensor, anchors: list[int], tau: Tensor, eps: float, batch: int | None = None
+) -> Tensor:
+    """Return log(ε + g_i(S)) [NeuCLIP 9] of anchors, ``(2, A)``; with a ``batch`` size B, log((1 + (B−1)·g_i(S))/B)."""
+    images, texts = images.double(), texts.double()
+    result = torch.zeros(2, len(anchors), dtype=torch.float64)
+    for side in (0, 1):
+        for number, i in enumerate(anchors):
+            g = inner(images, texts, tau[side, number].item(), side, i).item()
+            result[side, number] = math.log(eps + g if batch is None else (1 + (batch - 1) * g) / batch)
+    return result
+
+
 def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -157,32 +170,30 @@ class MovingAverage:
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
         """Update u of the samples in a batch; return α = log u of every anchor."""
-        gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
-        for side in (0, 1):
-            estimates = [self.eps + inner(images, texts, tau[side][i], side, i).item() for i in range(len(index))]
-            pairs = list(zip(index, estimates, strict=True))
-            new = [(1 - gamma) * self.u[side].get(sample, own) + gamma * own for sample, own in pairs]
-            self.u[side] |= by_sample(index, new)
-        return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
-
-
-class Scent:
-    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
-
-    def __init__(self, eps: float, kappa: float) -> None:
-        self.eps, self.eta = eps, math.exp(kappa)
-        self.u: list[dict[int, float]] = [{}, {}]
-
-    def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Update u of the samples in a batch; return α = log u of every anchor."""
         for side in (0, 1):
             new = []
             for i, sample in enumerate(index):
                 estimate = self.eps + inner(images, texts, tau[side][i], side, i).item()
                 u = self.u[side].get(sample)
-                new.append(estimate if u is None else u * (1 + self.eta * estimate) / (1 + self.eta * u))
+                new.append(estimate if u is None else self.next_u(u, estimate, epoch))
             self.u[side] |= by_sample(index, new)
         return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
+
+    def next_u(self, u: float, estimate: float, epoch: int) -> float:
+        """Return the new u for an old u and a batch's estimate ε + g."""
+        gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
+        return (1 - gamma) * u + gamma * estimate
+
+
+class Scent(MovingAverage):
+    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
+
+    def __init__(self, eps: float, kappa: float) -> None:
+        super().__init__(eps, gamma=0.0, decay_epochs=None)
+        self.eta = math.exp(kappa)
+
+    def next_u(self, u: float, estimate: float, epoch: int) -> float:
+        return u * (1 + self.eta * estimate) / (1 + self.eta * u)
 
 
 class MiniBatch:
@@ -198,7 +209,7 @@ class MiniBatch:
 class FastClip:
     """SogCLR and FastCLIP-v0, -v1 and -v3. ``kind`` is ``constant`` (τ), ``global`` (learned τ) or ``unscaled`` (v0)."""
 
-    def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
+    def __init__(self, estimator: MovingAverage | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
