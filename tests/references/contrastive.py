@@ -5,10 +5,10 @@ the gradients with respect to images, texts and logit scale. Images and texts ar
 anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -44,15 +44,9 @@ class EqualCaptions:
 _equal_captions = EqualCaptions("negative", [])
 
 
-@contextlib.contextmanager
-def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
+def equal_captions(choice: str, labels: list[int]) -> Any:
     """Set how all references treat equal captions within this context. Equal ``labels`` mean equal captions."""
-    global _equal_captions
-    _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
-    try:
-        yield
-    finally:
-        _equal_captions = before
+    return mock.patch(f"{__name__}._equal_captions", EqualCaptions(choice, labels))
 
 
 def negatives(i: int, batch: int) -> list[int]:

@@ -1,9 +1,9 @@
 """Naive references of NeuCLIP and QueueCLIP with autograd, ``torch.optim.Adagrad`` and lists, without the package's code."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,15 +14,9 @@ from tests.references.contrastive import StepResult, inner, leaves, positive
 _reference_width = 0
 
 
-@contextlib.contextmanager
-def two_blocks(width: int) -> Iterator[None]:
+def two_blocks(width: int) -> Any:
     """Within this context, the first ``width`` dimensions of prototypes are a reference model's block."""
-    global _reference_width
-    _reference_width, before = width, _reference_width
-    try:
-        yield
-    finally:
-        _reference_width = before
+    return mock.patch(f"{__name__}._reference_width", width)
 
 
 def direction(column: Tensor) -> Tensor:
