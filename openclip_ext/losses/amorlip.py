@@ -221,10 +221,8 @@ def amortization_objective(
         divergence = ratio * log_ratio - ratio + 1
     elif name == "js":
         divergence = 0.5 * (ratio * log_ratio - (ratio + 1) * (torch.log1p(ratio) - math.log(2)))
-    elif name == "kl-printed":
+    else:  # kl-printed
         divergence = ratio * log_ratio
-    else:
-        raise ValueError(f"unknown objective {name!r}")
     return log_math.saturating_exp(log_batch - log_target) * divergence + l2_log_weight * squared
 
 

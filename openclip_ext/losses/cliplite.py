@@ -167,9 +167,5 @@ def _next_valid(valid: Tensor) -> Tensor:
 METHOD = Method(
     name="cliplite",
     head=Projections,
-    whole=WholeLoss(
-        ClipLiteLoss,
-        {"temperature": 0.07},
-        {"equal_captions": "The bound of CLIP-Lite needs one negative for each sample, so it cannot exclude negatives"},
-    ),
+    whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}),
 )

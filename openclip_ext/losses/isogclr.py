@@ -26,7 +26,7 @@ from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
 from openclip_ext.losses.sogclr import CONSTANT_GAMMA
 from openclip_ext.state.sharded_table import ShardedTable, group_mean
 
@@ -106,7 +106,6 @@ METHOD = Method(
     two_views=WholeLoss(
         TwoViewLoss,
         _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
-        TWO_VIEW_REFUSED,
         parts=(FastCLIPObjective, MovingAverageNormalizer, PerSampleTemperature),
     ),
 )

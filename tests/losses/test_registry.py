@@ -96,9 +96,8 @@ def test_unknown_loss_lists_the_names() -> None:
         ("amorlip", {"temperature_scheme": "predicted"}, "use each process's own batch"),
         ("queueclip", {"equal_captions": "mask"}, "without their captions"),
         ("amorlip", {"equal_captions": "positive"}, "with only one positive pair"),
-        ("siglip", {"equal_captions": "mask"}, "without labels"),
-        ("cliplite", {"equal_captions": "mask"}, "needs one negative for each sample"),
-        ("sogclr", {"equal_captions": "mask", "views": 2}, "have no captions"),
+        ("siglip", {"equal_captions": "mask"}, "equal_captions=: not used by the loss 'siglip'"),
+        ("sogclr", {"equal_captions": "mask", "views": 2}, "not used by the loss 'sogclr with views=2'"),
         ("fastclip-v0", {"normalizer": "prototypes"}, "treats α as constant.*Losses that take .*fastclip-v3"),
     ],
 )
