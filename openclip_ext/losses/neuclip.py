@@ -347,8 +347,9 @@ class _Fit:
         largest = log_math.shifted_exp_(terms, dim=1)
         log_sum = terms.sum(dim=1).log_().add_(largest)
         alpha = torch.logaddexp(log_sum, self.log_eps[:, anchors])
-        log_ratio = self.log_estimate[:, anchors] - alpha
-        descent = log_math.saturating_expm1(log_ratio) if self.is_unified else log_ratio
+        descent = self.log_estimate[:, anchors] - alpha
+        if self.is_unified:
+            descent = descent.clamp(max=log_math.max_exponent(descent.dtype)).expm1()
         pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * self.factors[:, anchors]
         self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
 
