@@ -19,13 +19,12 @@ Sides = list[list[float]]
 
 @dataclass
 class StepResult:
-    """The result of a reference's step: the value, the three gradients, and α of both sides."""
+    """The result of a reference's step: the value and the three gradients."""
 
     value: float
     images: Tensor
     texts: Tensor
     logit_scale: float
-    alpha: Sides
 
 
 def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
@@ -222,7 +221,7 @@ class FastClip:
             value = robust_mean(images, texts, taus, alpha, self.estimator.eps, rho)
             # FastCLIP (13), averaged over both sides.
             in_tau = 0.0 if self.kind == "constant" else mean(robust_slopes(images, texts, taus, alpha, rho))
-        return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
+        return StepResult(value, *gradients, -(tau**2) * in_tau)
 
 
 class InfoNce:
@@ -243,7 +242,7 @@ class InfoNce:
                 own = positive(images, texts, side, i) * scale
                 value = value - 0.5 * (own - torch.logsumexp(torch.stack(row), 0)) / len(images)
         in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
-        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
+        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item())
 
 
 class SampleTemperatures:
@@ -288,7 +287,7 @@ class PerSample:
         value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
         for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
             self.temperatures[side].learn(index, slopes, epoch)
-        return StepResult(value, *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0)
 
 
 class Solved:
@@ -315,7 +314,7 @@ class Solved:
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
         self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
-        return StepResult(value, *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0)
 
     def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
         scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]

@@ -63,5 +63,4 @@ class WithReference:
             gradients[0],
             gradients[1],
             found.logit_scale + (gradients[2].item() if self.learns else 0),
-            found.alpha,
         )
