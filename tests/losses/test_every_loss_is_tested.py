@@ -21,7 +21,7 @@ def _unnamed(name: str) -> Method:
 
 
 def test_every_loss_has_a_reference_case_or_a_test_file() -> None:
-    tested = [_unnamed(case.loss) for case in CASES.values()]
+    tested = [_unnamed(case.loss) for case in CASES.values() if case.loss in METHODS]
     own = {name for name in OWN_TESTS if METHODS[name].whole is not None}
     missing = {name for name in METHODS if _unnamed(name) not in tested} - own
     assert not missing, (
