@@ -20,8 +20,10 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int | None = None) -> None:
     """Raise ValueError if the features are not two floating-point tensors ``(B_local, d)``, or ``d`` is not ``embed_dim``."""
     for name, features in (("image", image_features), ("text", text_features)):
-        if not isinstance(features, Tensor):
-            raise ValueError(f"{name} features: expected a tensor (batch, width), found {described(features)}")
+        if not isinstance(features, Tensor) or not features.is_floating_point():
+            raise ValueError(
+                f"{name} features: expected a floating-point tensor (batch, width), found {described(features)}"
+            )
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1]:
         raise ValueError(
@@ -36,9 +38,6 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
             f"expected features of width embed_dim={embed_dim}, found {shapes[0][1]}: create the loss with "
             f"embed_dim={shapes[0][1]}"
         )
-    for name, features in (("image", image_features), ("text", text_features)):
-        if not features.is_floating_point():
-            raise ValueError(f"{name} features: expected a floating-point type, found {features.dtype}")
 
 
 def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tensor:

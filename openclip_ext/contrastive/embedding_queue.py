@@ -28,7 +28,6 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("next", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
-    @torch.no_grad()
     def push(self, batch: GatheredBatch) -> None:
         candidates, positions, is_new = self._placement(batch)
         rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])

@@ -136,20 +136,21 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             gradients, gap = self._feature_gradients(
                 batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
-            self._last = _Report.of(batch_at_tau, estimate.alpha, weight_ratio)
+            gathered, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
+            self._last = _Report(
+                gathered.valid, gathered.share, gathered.negatives, batch_at_tau.tau, estimate.alpha, gaps, weight_ratio
+            )
             self._last_steered = steered.detached() if self.reference_dim else None
-        pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
-        if gap is not None:
-            tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
-            if learns_own:
-                self._update_temperatures(batch_at_tau, tau_gradient)
-            if self.temperature.learns_logit_scale:
-                mean = batch_at_tau.batch.mean(tau_gradient, batch_at_tau.batch.local).mean()
-                pairs.append(
-                    (batch.logit_scale, batch_at_tau.batch.world_size * mean * batch_at_tau.batch.scale_to_tau)
-                )
-        if self.training and self.temperature.solves:
-            self.temperature.solve(batch_at_tau)
+            pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
+            if gap is not None:
+                tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
+                if learns_own:
+                    self._update_temperatures(batch_at_tau, tau_gradient)
+                if self.temperature.learns_logit_scale:
+                    mean = gathered.mean(tau_gradient, gathered.local).mean()
+                    pairs.append((batch.logit_scale, gathered.world_size * mean * gathered.scale_to_tau))
+            if self.training and self.temperature.solves:
+                self.temperature.solve(batch_at_tau)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(batch_at_tau, batch.logit_scale),
@@ -253,14 +254,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if self.normalizer.contrasts_locally:
                 tau = batch.gather_local(tau)
             (image, text), model = batch.features[..., : self.reference_dim], batch.features[..., self.reference_dim :]
-            found = distill(batch, model, torch.stack([image, -text]), tau, self.reference_temperature)
+            reference = torch.stack([image, -text])
+            values, gradients, scale_gradient = distill(batch, model, reference, tau, self.reference_temperature)
         pairs = [
             (side[:, self.reference_dim :], self.distill * gradient)
-            for side, gradient in zip((steered.image, steered.text), found.gradients, strict=True)
+            for side, gradient in zip((steered.image, steered.text), gradients, strict=True)
         ]
         if self.temperature.learns_logit_scale:
-            pairs.append((steered.logit_scale, self.distill * found.scale_gradient * batch.ok))
-        return {"distillation_loss": mean_with_gradients(self.distill * found.values, *pairs)}
+            pairs.append((steered.logit_scale, self.distill * scale_gradient * batch.ok))
+        return {"distillation_loss": mean_with_gradients(self.distill * values, *pairs)}
 
     # --- around the step ---------------------------------------------------------------------------------------------
 
@@ -317,14 +319,14 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self._last is None:
             return {}
         last = self._last
-        alpha, tau = last.alpha[last.valid], last.tau[last.valid]
+        alpha, tau = last.alpha[:, last.valid], last.tau[:, last.valid]
         infonce = log_math.log_add(last.log_gap_sums, 1.0)
         metrics = {
             "infonce": (infonce @ last.share).mean().item(),
             "chance": last.chance(),
             "weight_mean": (last.weight_ratio @ last.share).mean().item(),
         }
-        if len(tau):
+        if tau.numel():
             metrics |= {
                 "temperature_min": tau.min().item(),
                 "temperature_median": tau.median().item(),
@@ -379,12 +381,7 @@ class _Report:
     log_gap_sums: Tensor
     weight_ratio: Tensor
 
-    @classmethod
-    def of(cls, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> "_Report":
-        batch, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
-        return cls(batch.valid.expand(2, -1), batch.share, batch.negatives, batch_at_tau.tau, alpha, gaps, weight_ratio)
-
     def chance(self) -> float:
         """Return the mean of ``log(1 + N)`` over valid samples with ``N`` negatives each; 0 if no sample is valid."""
-        negatives = self.negatives[self.valid[0]] if self.negatives.ndim else self.negatives
+        negatives = self.negatives[self.valid] if self.negatives.ndim else self.negatives
         return statistics.fmean(math.log(1 + number) for number in negatives.reshape(-1).tolist() or [0.0])

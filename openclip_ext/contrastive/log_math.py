@@ -25,11 +25,6 @@ def saturating_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(max=max_exponent(exponent.dtype)).exp()
 
 
-def saturating_expm1(exponent: Tensor) -> Tensor:
-    """Return ``exp − 1``, clamped as in :func:`saturating_exp`."""
-    return exponent.clamp(max=max_exponent(exponent.dtype)).expm1()
-
-
 def log_add(log_x: Tensor, constant: float) -> Tensor:
     """Return ``log(x + constant)`` for ``constant ≥ 0``."""
     if constant == 0.0:

@@ -40,6 +40,7 @@ class Normalizer(nn.Module):
     """An estimator of the log-normalizers ``α`` and its state.
 
     Every process calls the normalizer with the same batch and gets the same result, so the state needs no synchronization.
+    The loss calls the normalizer under ``torch.no_grad()``.
     Masked samples (``batch.valid`` is False) do not change the state. Keyword-only arguments of the constructor are options of
     the loss.
 

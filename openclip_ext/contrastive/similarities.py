@@ -7,7 +7,6 @@ of anchors. The second pass computes each chunk again, so the memory is ``O(B·c
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ MAX_PAIRS = 2**25
 _ROWS, _COLUMNS = 1, 0
 
 
-def anchor_chunks(anchors: slice, width: int) -> Iterator[slice]:
-    """Split a range of anchors into slices of up to ``MAX_PAIRS`` pairs. Each anchor has ``width`` pairs per side."""
-    size = max(1, MAX_PAIRS // (2 * width))
+def anchor_chunks(anchors: slice, pairs: int) -> Iterator[slice]:
+    """Split a range of anchors into slices of up to ``MAX_PAIRS`` pairs (or elements), of which each anchor has ``pairs``."""
+    size = max(1, MAX_PAIRS // pairs)
     for start in range(anchors.start, anchors.stop, size):
         yield slice(start, min(start + size, anchors.stop))
 
@@ -50,11 +49,7 @@ class Similarities:
         self.batch = batch
         self.tau = tau
         self.all_local = batch.local_size == batch.size
-        rows = max(1, MAX_PAIRS // batch.size)
-        self._slices = [
-            slice(batch.first + start, batch.first + min(start + rows, batch.local_size))
-            for start in range(0, batch.local_size, rows)
-        ]
+        self._slices = list(anchor_chunks(batch.local, batch.size))
         self._kept: list[_Chunk] = []
 
     def log_sums(self) -> Tensor:
@@ -129,35 +124,24 @@ class Similarities:
                 yield chunk
 
 
-@dataclass
 class _Chunk:
     """Similarities ``values`` ``(c, B)`` of ``c`` anchors of one side (rows) to all samples of the other side (columns)."""
 
-    batch: GatheredBatch
-    tau: Tensor
-    side: int
-    anchors: slice
-    values: Tensor = field(init=False)
-    _terms: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        features = self.batch.features
-        self.values = self._masked(features[self.side, self.anchors] @ features[1 - self.side].T)
-
-    def _masked(self, values: Tensor) -> Tensor:
-        batch = self.batch
-        values.masked_fill_(batch.ignored[self.anchors, None] | batch.ignored, MASKED_SIMILARITY)
+    def __init__(self, batch: GatheredBatch, tau: Tensor, side: int, anchors: slice) -> None:
+        self.tau, self.side, self.anchors = tau, side, anchors
+        self._terms: dict[int, tuple[Tensor, Tensor]] = {}
+        self.values = values = batch.features[side, anchors] @ batch.features[1 - side].T
+        values.masked_fill_(batch.ignored[anchors, None] | batch.ignored, MASKED_SIMILARITY)
         if batch.labels is not None:
-            values.masked_fill_(batch.labels[self.anchors, None] == batch.labels, MASKED_SIMILARITY)
-        values.diagonal(self.anchors.start).fill_(MASKED_SIMILARITY)
+            values.masked_fill_(batch.labels[anchors, None] == batch.labels, MASKED_SIMILARITY)
+        values.diagonal(anchors.start).fill_(MASKED_SIMILARITY)
         if batch.views == 2:
             # Mask the anchor's own embedding. On the other side, its position differs by half the local size.
-            positions = torch.arange(self.anchors.start, self.anchors.stop, device=values.device)
+            positions = torch.arange(anchors.start, anchors.stop, device=values.device)
             half = batch.local_size // 2
             local = positions - batch.first
             other_view = torch.where(local < half, positions + half, positions - half)
             values.scatter_(1, other_view[:, None], MASKED_SIMILARITY)
-        return values
 
     def _exponents(self, dim: int) -> Tensor:
         if dim == _ROWS:

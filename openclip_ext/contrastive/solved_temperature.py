@@ -86,7 +86,6 @@ class SolvedTemperature(TemperatureScheme):
         stored = self.log_tau.exp().to(batch.features.dtype)
         return torch.where(stored.isnan(), global_temperatures(batch), stored)
 
-    @torch.no_grad()
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = batch_at_tau.batch

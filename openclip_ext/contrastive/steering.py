@@ -11,7 +11,7 @@ Naive float64 versions: ``tests/references/steering.py``. Page: ``docs/reference
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,27 +67,20 @@ def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
     return torch.cat([rows[..., block] / block_norms(rows, block) for block in columns], dim=2)
 
 
-@dataclass(frozen=True)
-class Distilled:
-    """The distillation term and its gradients. ``values`` ``(2,)`` is the mean cross entropy of each side's anchors.
-
-    ``gradients`` ``(2, B_local, d)`` are with respect to this process's images and texts. ``scale_gradient``, 0-d, is with
-    respect to ``1/τ``.
-    """
-
-    values: Tensor
-    gradients: Tensor
-    scale_gradient: Tensor
-
-
-def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float) -> Distilled:
+def distill(
+    batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without an autograd graph.
 
     ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference.
     ``tau`` ``(2, B)`` are the temperatures of the anchors, and ``reference_tau`` is ``τ̂``.
+
+    Returns:
+        The mean cross entropy of each side's anchors, ``(2,)``; the gradients with respect to this process's images and
+        texts, ``(2, B_local, d)``; and the gradient with respect to ``1/τ``, 0-d.
     """
     sides = range(2)
-    chunks = list(anchor_chunks(batch.local, batch.size))
+    chunks = list(anchor_chunks(batch.local, 2 * batch.size))
 
     def cosines(of: Tensor, side: int, anchors: slice) -> Tensor:
         values = of[side, anchors] @ of[1 - side].T
@@ -123,7 +116,7 @@ def distill(batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tens
             gradients[side, here] = 0.5 * batch.world_size * weights @ features[other]
     if batch.world_size > 1:
         values = batch.gather_local(values[:, None]).sum(dim=1)
-    return Distilled(values, gradients, batch.world_size * scale_gradient)
+    return values, gradients, batch.world_size * scale_gradient
 
 
 def report(batch: LocalBatch, width: int) -> dict[str, float]:

@@ -21,6 +21,8 @@ _SLOW_FACTOR = 1 / 3
 class TemperatureScheme(nn.Module):
     """A source of temperatures, fixed or learned. Keyword-only arguments of the constructor are options of the loss.
 
+    The loss calls the scheme under ``torch.no_grad()``.
+
     Attributes:
         needs_index: whether the scheme needs ``batch.index``.
         depends_on_epoch: whether the scheme has schedules that depend on the epoch.
@@ -114,7 +116,6 @@ class UnregularizedTemperature(TemperatureScheme):
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         return global_temperatures(batch)
 
-    @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         lower, upper = self.bounds
         parameter.clamp_(-math.log(upper), -math.log(lower))
@@ -148,7 +149,6 @@ class GlobalTemperature(UnregularizedTemperature):
     def rho(self, epoch: int | Tensor) -> float | Tensor:
         return choose(epoch >= self.switch_epoch, self.rho_end, self.first_rho)
 
-    @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         if self.slow_when_small and before is not None:
             # Without weight decay, a third of AdamW's step equals a step with a third of the learning rate.

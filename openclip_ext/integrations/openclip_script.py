@@ -79,7 +79,9 @@ def _extended_create_loss(original: Callable) -> Callable:
         if name is None:
             return original(args)
         options = _loss_options(name, args)
-        if name in compat.OPENCLIP_LOSSES and all(OPTIONS[option].openclip_flag for option in options):
+        if name in compat.OPENCLIP_LOSSES and all(
+            option in OPTIONS and OPTIONS[option].openclip_flag for option in options
+        ):
             # --loss selects OpenCLIP's loss, whether or not --siglip is given.
             return original(argparse.Namespace(**{**vars(args), "siglip": name == "siglip"}))
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
@@ -118,11 +120,9 @@ def _with_zero_gradient(loss: nn.Module, args: tuple[Any, ...], inputs: dict[str
 def _loss_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the loss options in ``args``, whose attributes have the flags' names, because ``args.eps`` is Adam's option."""
     given = getattr(args, "loss_options", {})
-
-    def value_of(option: str) -> Any:
-        return given.get(option, getattr(args, OPTIONS[option].flag.removeprefix("--").replace("-", "_"), None))
-
-    parts = {part: value_of(part) for part in (*PARTS, "views")}
-    used = [*parts, *registry.options_used_by(name, **parts)]
-    # None in ``args.loss_options`` is a given value. None in an attribute of ``args`` means that the option was not given.
-    return {option: value_of(option) for option in used if option in given or value_of(option) is not None}
+    flags_of = {option.name: option.flag.removeprefix("--").replace("-", "_") for option in OPTIONS.values()}
+    # None in an attribute of ``args`` means that the option was not given. None in ``args.loss_options`` is a given value.
+    found = {option: getattr(args, flag) for option, flag in flags_of.items() if getattr(args, flag, None) is not None}
+    parts = {part: (found | given).get(part) for part in (*PARTS, "views")}
+    used = {*parts, *registry.options_used_by(name, **parts)}
+    return {option: value for option, value in found.items() if option in used} | given

@@ -125,7 +125,7 @@ class MlpNormalizer(Normalizer):
         self.adam = InnerAdam(self.online)
         self._epoch_step = HostNumber()
         self._initialize(0)
-        _copy(self.target, self.previous)
+        self.previous.load_state_dict(self.target.state_dict())
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self._epoch_step.get())
@@ -135,7 +135,7 @@ class MlpNormalizer(Normalizer):
 
     def start_epoch(self, epoch: int) -> None:
         """Copy the target network to the previous network. If ``reinitialize``, initialize the other two again."""
-        _copy(self.target, self.previous)
+        self.previous.load_state_dict(self.target.state_dict())
         if self.reinitialize:
             self._initialize(epoch)
         self._epoch_step.set(0)
@@ -147,7 +147,7 @@ class MlpNormalizer(Normalizer):
     def _initialize(self, epoch: int) -> None:
         self.online.initialize(generator("cpu", self.seed, "mlp", epoch))
         self.adam.reset()
-        _copy(self.online, self.target)
+        self.target.load_state_dict(self.online.state_dict())
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Fit the online network to the global batch and update the target network, each if it is due; then predict."""
@@ -165,7 +165,6 @@ class MlpNormalizer(Normalizer):
         self._epoch_step.add(1)
         return self.predict(batch_at_tau)
 
-    @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         return Estimate(self.target(batch_at_tau.batch.features) - batch_at_tau.positive_exponent)
 
@@ -173,7 +172,6 @@ class MlpNormalizer(Normalizer):
         """Return ``log Z`` of the mini-batch, ``(2, B)``."""
         return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
-    @torch.no_grad()
     def _fit(self, batch_at_tau: BatchAtTemperature, ok: Tensor) -> None:
         batch = batch_at_tau.batch
         log_batch = self._log_batch_partition(batch_at_tau)
@@ -185,12 +183,11 @@ class MlpNormalizer(Normalizer):
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
 
-        width = _GRAPH_TENSORS * batch.features.shape[2]
-        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
+        elements = 2 * _GRAPH_TENSORS * batch.features.shape[2]
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), elements)]
         for _ in range(self.updates):
             self.adam.step(self.online, parts, self.lr, ok)
 
-    @torch.no_grad()
     def _average_target(self, ok: Tensor) -> None:
         share = torch.where(ok, 1 - self.ema_decay, 0).to(self.target.biases[0].dtype)
         for average, value in zip(self.target.parameters(), self.online.parameters(), strict=True):
@@ -224,17 +221,9 @@ def amortization_objective(
         divergence = ratio * log_ratio - ratio + 1
     elif name == "js":
         divergence = 0.5 * (ratio * log_ratio - (ratio + 1) * (torch.log1p(ratio) - math.log(2)))
-    elif name == "kl-printed":
+    else:  # kl-printed
         divergence = ratio * log_ratio
-    else:
-        raise ValueError(f"unknown objective {name!r}")
     return log_math.saturating_exp(log_batch - log_target) * divergence + l2_log_weight * squared
-
-
-def _copy(source: nn.Module, destination: nn.Module) -> None:
-    with torch.no_grad():
-        for new, old in zip(source.parameters(), destination.parameters(), strict=True):
-            old.copy_(new)
 
 
 class Partition(Objective):
@@ -276,7 +265,6 @@ class PartitionNormalizer(MlpNormalizer):
             return super()._log_batch_partition(batch_at_tau)
         return batch_at_tau.log_sums - batch_at_tau.batch.log_pairs
 
-    @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         alpha = super().predict(batch_at_tau).alpha
         if not self.negatives_only:

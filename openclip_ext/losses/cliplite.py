@@ -14,7 +14,6 @@ Example:
     >>> parameters += loss.model_head().parameters()  # the projections are trained with the model
 """
 
-import math
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from openclip_ext.contrastive.checks import is_in_backward
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
+from openclip_ext.contrastive.temperature import log_inverse
 from openclip_ext.losses.method import Method, WholeLoss
 
 _BATCH_NORM_EPS = 1e-5
@@ -112,7 +112,7 @@ class ClipLiteLoss(ContrastiveLoss):
     def __init__(self, *, embed_dim: int, projection_dim: int | None, temperature: float | None, seed: int) -> None:
         super().__init__()
         self.embed_dim = embed_dim
-        self.initial_logit_scale = None if temperature is None else -math.log(temperature)
+        self.initial_logit_scale = log_inverse(temperature)
         self.projections = Projections(embed_dim, projection_dim or embed_dim, seed)
         self._last: LocalBatch | None = None
 
@@ -167,9 +167,5 @@ def _next_valid(valid: Tensor) -> Tensor:
 METHOD = Method(
     name="cliplite",
     head=Projections,
-    whole=WholeLoss(
-        ClipLiteLoss,
-        {"temperature": 0.07},
-        {"equal_captions": "The bound of CLIP-Lite needs one negative for each sample, so it cannot exclude negatives"},
-    ),
+    whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}),
 )

@@ -22,9 +22,9 @@ Example:
     >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
@@ -54,7 +54,6 @@ class SampleAverages(Normalizer):
         """Return the new ``log u`` ``(2, B)``, computed from the stored ``log u`` and the mini-batch estimate."""
         raise NotImplementedError
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = group_log_mean(index, self.averaged(batch_at_tau), batch.valid)
@@ -107,16 +106,13 @@ class Ratio(Unscaled):
         return log_math.saturating_exp(batch_at_tau.log_g - alpha)
 
 
-def _version_3(name: str) -> Method:
-    return Method(
-        name=name,
-        normalizer="moving-average",
-        temperature_scheme="global",
-        temperature_defaults={"lr_tau": 2e-4},
-        fixed={"slow_when_small": True},
-    )
-
-
+_FASTCLIP = Method(
+    name="fastclip",
+    normalizer="moving-average",
+    temperature_scheme="global",
+    temperature_defaults={"lr_tau": 2e-4},
+    fixed={"slow_when_small": True},
+)
 METHODS = (
     Method(
         name="fastclip-v0",
@@ -127,6 +123,6 @@ METHODS = (
     ),
     Method(name="fastclip-v1", normalizer="moving-average", temperature_scheme="constant"),
     Method(name="fastclip-v2", normalizer="moving-average", temperature_scheme="per-sample"),
-    _version_3("fastclip-v3"),
-    _version_3("fastclip"),
+    replace(_FASTCLIP, name="fastclip-v3"),
+    _FASTCLIP,
 )

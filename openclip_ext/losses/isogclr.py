@@ -26,7 +26,7 @@ from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
 from openclip_ext.losses.sogclr import CONSTANT_GAMMA
 from openclip_ext.state.sharded_table import ShardedTable, group_mean
 
@@ -80,7 +80,6 @@ class PerSampleTemperature(TemperatureScheme):
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
-    @torch.no_grad()
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
@@ -107,7 +106,6 @@ METHOD = Method(
     two_views=WholeLoss(
         TwoViewLoss,
         _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
-        TWO_VIEW_REFUSED,
         parts=(FastCLIPObjective, MovingAverageNormalizer, PerSampleTemperature),
     ),
 )

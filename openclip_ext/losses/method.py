@@ -51,13 +51,11 @@ class WholeLoss:
 
     Attributes:
         build, defaults: As in :class:`NormalizerPart`.
-        refused: Options that most losses have and this loss does not support: the reason, by option name.
         parts: Classes of the loss's objective, normalizer and temperature scheme. Empty if the loss has no parts.
     """
 
     build: type[ContrastiveLoss]
     defaults: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
     parts: tuple[type[Objective], type[Normalizer], type[TemperatureScheme]] | tuple[()] = ()
 
 

@@ -114,7 +114,7 @@ def estimate_from_prototypes(
     share = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
     log_multiplicity = None if multiplicity is None else multiplicity.to(tau.dtype).log()
-    for anchors in anchor_chunks(batch.local, directions.shape[1]):
+    for anchors in anchor_chunks(batch.local, 2 * directions.shape[1]):
         here = slice(anchors.start - batch.first, anchors.stop - batch.first)
         terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
         if log_multiplicity is not None:
@@ -207,7 +207,6 @@ class PrototypeNormalizer(Normalizer):
         # Whether the last step predicted with the fitted prototypes. False (only with verify_fit) means with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         ok = batch_at_tau.batch.ok
         if self.verify_fit:
@@ -216,17 +215,19 @@ class PrototypeNormalizer(Normalizer):
             )
         self.queue.push(batch_at_tau.batch)
         self._restart_if_due(ok)
-        before = self._estimate(self._used_prototypes(), batch_at_tau) if self.simultaneous else None
+        before = (
+            self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient) if self.simultaneous else None
+        )
         if self.updates:
             self.fit(batch_at_tau)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), batch_at_tau)
+        return before or self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient)
 
-    @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
         fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
-        return self._estimate(torch.where(self.steps > 0, self._used_prototypes(), fresh), batch_at_tau)
+        prototypes = torch.where(self.steps > 0, self._used_prototypes(), fresh)
+        return self._estimate(prototypes, batch_at_tau, self.alpha_gradient)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """With ``verify_fit``, return whether the last step used the fitted prototypes. Synchronizes with the device."""
@@ -243,12 +244,11 @@ class PrototypeNormalizer(Normalizer):
         Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
         exact normalizers minimize the expectation of this score over batches. If a score is NaN, the result is False.
         """
-        batch = batch_at_tau.batch
-        fitted, recent = (
-            self._alpha(prototypes, batch_at_tau) for prototypes in (self.prototypes, self.queue.repeated())
-        )
-        excess = [log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha for alpha in (fitted, recent)]
-        return torch.where(batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
+        excess = []
+        for prototypes in (self.prototypes, self.queue.repeated()):
+            alpha = self._estimate(prototypes, batch_at_tau, with_gradient=False).alpha
+            excess.append(log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha)
+        return torch.where(batch_at_tau.batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
 
     def _is_restart_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
@@ -262,24 +262,16 @@ class PrototypeNormalizer(Normalizer):
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
-    @torch.no_grad()
     def fit(self, batch_at_tau: BatchAtTemperature) -> None:
         fit = _Fit(batch_at_tau, self)
         for _ in range(self.updates):
             fit.update()
 
-    def _alpha(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Tensor:
-        """Return the log-normalizers of all processes' anchors, ``(2, B)``, without gradient."""
-        estimate = estimate_from_prototypes(
-            normalize_blocks(prototypes, self.blocks), batch_at_tau, self.eps, with_gradient=False
-        )
-        return batch_at_tau.batch.gather_local(estimate.alpha)
-
-    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature, with_gradient: bool) -> Estimate:
         directions = normalize_blocks(prototypes, self.blocks)
-        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, self.alpha_gradient)
+        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, with_gradient)
         alpha = batch_at_tau.batch.gather_local(estimate.alpha)
-        if not self.alpha_gradient:
+        if not with_gradient:
             return Estimate(alpha)
         slope = estimate.tau_slope() if self.alpha_tau_gradient else None
         return Estimate(alpha, feature_gradient=estimate.feature_gradient, tau_slope=slope)
@@ -329,7 +321,7 @@ class _Fit:
         # Constant factors of the derivative: the anchor's weight in the mean, and τ if the objective is [12].
         factor = tau if self.is_unified else 1.0
         self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
-        self.chunks = list(anchor_chunks(slice(0, batch.size), number))
+        self.chunks = list(anchor_chunks(slice(0, batch.size), 2 * number))
         # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         # Rows are prototypes, because both matrix products then read their first factor row by row.
@@ -355,8 +347,9 @@ class _Fit:
         largest = log_math.shifted_exp_(terms, dim=1)
         log_sum = terms.sum(dim=1).log_().add_(largest)
         alpha = torch.logaddexp(log_sum, self.log_eps[:, anchors])
-        log_ratio = self.log_estimate[:, anchors] - alpha
-        descent = log_math.saturating_expm1(log_ratio) if self.is_unified else log_ratio
+        descent = self.log_estimate[:, anchors] - alpha
+        if self.is_unified:
+            descent = descent.clamp(max=log_math.max_exponent(descent.dtype)).expm1()
         pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * self.factors[:, anchors]
         self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
 

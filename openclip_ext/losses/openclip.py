@@ -190,9 +190,6 @@ METHODS = (
     ),
     Method(
         name="siglip",
-        whole=WholeLoss(
-            SiglipLoss,
-            refused={"equal_captions": "OpenCLIP's SigLIP gathers features from other processes without labels"},
-        ),
+        whole=WholeLoss(SiglipLoss),
     ),
 )

@@ -66,13 +66,11 @@ class QueueNormalizer(Normalizer):
         self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.blocks = blocks(reference_dim)
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         excluded = self.queue.assigned_rows(batch_at_tau.batch) if self.leave_own_out else None
         self.queue.push(batch_at_tau.batch)
         return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, excluded)
 
-    @torch.no_grad()
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Estimate log-normalizers from the stored queue and this batch. An empty queue is replaced by this batch."""
         empty = self.queue.filled == 0

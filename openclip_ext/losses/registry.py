@@ -367,12 +367,10 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
     defaults = composition.defaults()
     unused = sorted(set(options) - set(defaults))
     if unused:
-        reasons = "".join(f". {text}" for option, text in composition.classes.refused.items() if option in unused)
         takes = ", ".join(f"{option}=" for option in sorted(defaults))
         raise OptionError(
             unused[0],
-            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes "
-            f"{takes}{reasons}",
+            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes {takes}",
         )
     values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
     if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):

@@ -30,7 +30,6 @@ from openclip_ext.contrastive.temperature import ConstantTemperature, Temperatur
 from openclip_ext.losses.method import Method, WholeLoss
 
 TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
-TWO_VIEW_REFUSED = {"equal_captions": "Views of images have no captions"}
 
 
 class Projector(nn.Module):
@@ -125,8 +124,6 @@ class InfoNce(Unscaled):
         return alpha
 
 
-_WHOLE = WholeLoss(
-    TwoViewLoss, TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, parts=(InfoNce, MinibatchNormalizer, ConstantTemperature)
-)
+_WHOLE = WholeLoss(TwoViewLoss, TWO_VIEW_DEFAULTS, parts=(InfoNce, MinibatchNormalizer, ConstantTemperature))
 
 METHOD = Method(name="simclr", head=Projector, whole=_WHOLE, two_views=_WHOLE)

@@ -28,7 +28,7 @@ from openclip_ext.contrastive.objectives import Estimand, Objective
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
 from openclip_ext.losses.method import Method, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TWO_VIEW_REFUSED, TwoViewLoss
+from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
 from openclip_ext.state.sharded_table import group_log_mean
 
 CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
@@ -68,7 +68,6 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         super().__init__(**options)
         self.eps = eps
 
-    @torch.no_grad()
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
         averaged = self.averaged(batch_at_tau)
@@ -87,7 +86,6 @@ METHOD = Method(
     two_views=WholeLoss(
         TwoViewLoss,
         TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
-        TWO_VIEW_REFUSED,
         parts=(Decoupled, UncenteredMovingAverage, ConstantTemperature),
     ),
 )

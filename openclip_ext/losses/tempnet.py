@@ -115,8 +115,8 @@ class PredictedTemperature(TemperatureScheme):
             values = tau * gradient[:, anchors]
             return batch.mean(values, anchors).sum()
 
-        width = _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
-        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), width)]
+        elements = 2 * _GRAPH_TENSORS * (batch.features.shape[2] + _PROTOTYPES)
+        parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), elements)]
         self.adam.step(self.network, parts, self.lr * _LR_DECAY**batch.epoch, batch.ok)
 
     def _dropout_factors(self, batch: GatheredBatch) -> Tensor | None:

@@ -13,7 +13,7 @@ from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.estimation_error import exact_log_normalizers, measure
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.losses.registry import create_loss
-from tests.references import normalizers as reference
+from tests.references import contrastive as reference
 from tests.training.runs import NUM_SAMPLES, command, make_shards, run, run_on_two_ranks, small_command
 
 SAMPLES, WIDTH, EPS = 23, 6, 1e-3

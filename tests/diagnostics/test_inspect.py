@@ -26,7 +26,7 @@ from openclip_ext.diagnostics.inspect.outputs import read_samples
 from openclip_ext.evaluation.embeddings import Embeddings
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
-from tests.references import normalizers as reference
+from tests.references import contrastive as reference
 from tests.training.runs import NUM_SAMPLES, command, run
 
 ROWS, WIDTH = 60, 6

@@ -57,8 +57,7 @@ def _on_this_rank(folder):
 
 
 def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
-    ranks = towers.in_two_processes(_on_this_rank, tmp_path)
-    towers.assert_two_processes_train_as_one(ranks, train(tmp_path / "single"))
+    towers.assert_two_processes_train_as_one(_on_this_rank, tmp_path, train(tmp_path / "single"))
 
 
 def test_accumulation_is_refused():

@@ -45,9 +45,8 @@ def _on_this_rank(folder):
 
 
 def test_two_processes_train_as_one_and_resume_and_the_example_runs(tmp_path):
-    ranks = towers.in_two_processes(_on_this_rank, tmp_path)
     trainer, module, single = train(tmp_path / "single")
-    towers.assert_two_processes_train_as_one(ranks, single)
+    towers.assert_two_processes_train_as_one(_on_this_rank, tmp_path, single)
     (group,) = (group for group in trainer.optimizers[0].param_groups if group["params"] == [module.model.logit_scale])
     assert LR_TAU / 2 <= group["lr"] <= LR_TAU  # the schedule takes one more step at the end
     assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}

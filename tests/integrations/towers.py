@@ -58,15 +58,6 @@ def assert_equal_runs(resumed: dict[str, Tensor], uninterrupted: dict[str, Tenso
     assert f"model.{LOGIT_SCALE}" not in uninterrupted or uninterrupted[f"model.{LOGIT_SCALE}"].isfinite()
 
 
-def in_two_processes(function: Callable, *arguments: Any) -> list[Any]:
-    """Call a training function on two ranks; return the results of each rank.
-
-    The pool is used only once: trainers keep the process group in global variables, which would affect other tests.
-    """
-    with contextlib.closing(RankPool()) as ranks:
-        return ranks.run(function, *arguments, group=False)
-
-
 def example(name: str, *arguments: str) -> str:
     """Run an example in this process; return its output. With two processes, only rank 0 prints the last line."""
     with (
@@ -78,14 +69,19 @@ def example(name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def assert_two_processes_train_as_one(ranks: list[dict[str, Any]], single: dict[str, Tensor]) -> None:
+def assert_two_processes_train_as_one(
+    on_this_rank: Callable[[Path], dict[str, Any]], folder: Path, single: dict[str, Tensor]
+) -> None:
     """Assert that only rank 0 printed the example's last line, that resuming is bitwise exact, and that two ranks equal one.
 
     Args:
-        ranks: For each of two processes, the output of the ``example``, and the final states of a ``resumed`` run and of
-            full runs.
+        on_this_rank: Function that two processes call with ``folder``. It returns the output of the ``example``, and the final
+            states of a ``resumed`` run and of full runs.
         single: Final state of one process. Rounding errors in float32 are amplified by the factor 1/τ.
     """
+    # The pool is used only once: trainers keep the process group in global variables, which would affect other tests.
+    with contextlib.closing(RankPool()) as pool:
+        ranks = pool.run(on_this_rank, folder, group=False)
     assert [PAIRS in rank.pop("example") for rank in ranks] == [True, False]
     for rank in ranks:
         assert_equal_runs(rank.pop("resumed"), rank["whole"])

@@ -28,13 +28,13 @@ _SHARED_TABLE = re.compile(r"<!-- shared options -->\n.*?<!-- end of options -->
 
 def losses_on(text: str) -> list[str]:
     """Return the losses in a page's comments, such as ``neuclip normalizer=mlp`` for a loss with another part."""
-    return [loss.strip() for found in _TABLE.finditer(text) for loss in found["losses"].split(";")]
+    return [loss for found in _TABLE.finditer(text) for loss in found["losses"].split("; ")]
 
 
 def updated(text: str) -> str:
     """Return the text of a page with all its tables updated."""
     text = _SHARED_TABLE.sub(lambda _: _shared_table(), text)
-    return _TABLE.sub(lambda found: _table([loss.strip() for loss in found["losses"].split(";")]), text)
+    return _TABLE.sub(lambda found: _table(found["losses"].split("; ")), text)
 
 
 # Options that no table explains: flags of OpenCLIP, and options in equal-captions.md, reference-model.md or scale.md.
@@ -100,25 +100,16 @@ def _columns(losses: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
     titles: list[str] = []
     columns: list[dict[str, Any]] = []
     for loss in losses:
-        defaults = _defaults(loss)
+        name, *others = loss.split()
+        parts = dict(other.split("=") for other in others)
+        defaults = options_used_by(name, **{part: OPTIONS[part].parse(value) for part, value in parts.items()})
+        title = " ".join([f"`{name}`", *(f"`{OPTIONS[part].flag} {value}`" for part, value in parts.items())])
         if defaults in columns:
-            titles[columns.index(defaults)] += f" = {_title(loss)}"
+            titles[columns.index(defaults)] += f" = {title}"
         else:
-            titles.append(_title(loss))
+            titles.append(title)
             columns.append(defaults)
     return titles, columns
-
-
-def _defaults(loss: str) -> dict[str, Any]:
-    name, *others = loss.split()
-    parts: dict[str, Any] = dict(other.split("=") for other in others)
-    return options_used_by(name, **parts | ({"views": int(parts["views"])} if "views" in parts else {}))
-
-
-def _title(loss: str) -> str:
-    name, *others = loss.split()
-    flags = ["--" + other.replace("=", " ").replace("_", "-") for other in others]
-    return " ".join([f"`{name}`", *(f"`{flag}`" for flag in flags)])
 
 
 def _meaning(option: Option) -> str:

@@ -32,11 +32,6 @@ def _openclip(choice: str, **options: Any) -> ContrastiveLoss:
     return _create(f"openclip-{choice}", **options)
 
 
-def _mask(labels: list[int]) -> list[list[bool]]:
-    """Return a matrix of booleans, True for pairs of samples with equal captions."""
-    return [[first == second for second in labels] for first in labels]
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_openclips_loss_against_its_reference(choice: str) -> None:
     for step in make_steps():
@@ -54,7 +49,7 @@ def test_a_mask_gives_what_labels_give(name: str) -> None:
     by_labels, by_mask = _create(name).double(), _create(name).double()
     for step in make_steps():
         expected = run_step(by_labels, step)
-        step.labels = _mask(step.labels)
+        step.labels = [[first == second for second in step.labels] for first in step.labels]
         torch.testing.assert_close(run_step(by_mask, step), expected, rtol=0, atol=0)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 import openclip_ext
 from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method
 from openclip_ext.losses.options import OPTIONS
@@ -93,9 +96,8 @@ def test_unknown_loss_lists_the_names() -> None:
         ("amorlip", {"temperature_scheme": "predicted"}, "use each process's own batch"),
         ("queueclip", {"equal_captions": "mask"}, "without their captions"),
         ("amorlip", {"equal_captions": "positive"}, "with only one positive pair"),
-        ("siglip", {"equal_captions": "mask"}, "without labels"),
-        ("cliplite", {"equal_captions": "mask"}, "needs one negative for each sample"),
-        ("sogclr", {"equal_captions": "mask", "views": 2}, "have no captions"),
+        ("siglip", {"equal_captions": "mask"}, "equal_captions=: not used by the loss 'siglip'"),
+        ("sogclr", {"equal_captions": "mask", "views": 2}, "not used by the loss 'sogclr with views=2'"),
         ("fastclip-v0", {"normalizer": "prototypes"}, "treats α as constant.*Losses that take .*fastclip-v3"),
     ],
 )
@@ -165,6 +167,35 @@ def test_every_combination_works_or_is_rejected_with_a_reason(name: str) -> None
             assert torch.isfinite(value)
             assert all(torch.isfinite(gradient).all() for gradient in gradients)
             assert gradients[0].any() and gradients[1].any()
+
+
+# The example loss `decoupled` of docs/add-your-own-loss.md, whose objective has no regularizer and an estimand of its own.
+_EXAMPLE = Path(__file__).parents[2] / "examples/add_a_loss/openclip_ext/losses/decoupled.py"
+DECOUPLED: Method = runpy.run_path(str(_EXAMPLE))["METHOD"]
+_OTHER_ESTIMAND = r"needs an estimate of log\(N·g\).*this normalizer estimates log\(ε \+ g\)|log\(\(1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": 5.0}, "rho=: not used by the loss 'decoupled'"),
+        ({"temperature_scheme": "per-sample"}, "decoupled with .*per-sample: the objective has no regularizer"),
+        *(({"normalizer": name}, _OTHER_ESTIMAND) for name in ("prototypes", "queue", "mlp", "moving-average")),
+    ],
+)
+def test_an_objective_takes_only_parts_that_fit(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.METHODS, DECOUPLED.name, DECOUPLED)
+    assert not {"rho", "rho_end", "rho_switch"} & options_used_by("decoupled").keys()
+    with pytest.raises(OptionError, match=message):
+        create_loss("decoupled", embed_dim=WIDTH, num_samples=SAMPLES, **options)
+
+
+def test_parts_put_together_by_hand_are_checked_too() -> None:
+    normalizer = create_loss("fastclip", num_samples=SAMPLES).normalizer
+    with pytest.raises(ValueError, match=r"ConstantTemperature: .*needs an estimate of log\(N·g\)"):
+        GlobalContrastiveLoss(DECOUPLED.objective(), normalizer, ConstantTemperature(temperature=None), None, None)
 
 
 @pytest.fixture

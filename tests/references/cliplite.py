@@ -7,7 +7,7 @@ from openclip_ext.losses.cliplite import Projection
 
 
 class NaiveProjection(nn.Module):
-    """The projection ``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``, with parameters copied from ``ours``."""
+    """The projection ``LayerNorm(Linear(ReLU(BatchNorm(Linear x))) + shortcut x)``, with the state of ``ours``."""
 
     def __init__(self, ours: Projection) -> None:
         super().__init__()
@@ -34,6 +34,8 @@ class NaiveProjection(nn.Module):
         with torch.no_grad():
             for own, value in self.same_as_ours:
                 own.copy_(value)
+            self.block[1].running_mean.copy_(ours.running_mean)
+            self.block[1].running_var.copy_(ours.running_var)
 
     def forward(self, features: Tensor) -> Tensor:
         return self.layer_norm(self.block(features) + self.shortcut(features))

@@ -5,10 +5,10 @@ the gradients with respect to images, texts and logit scale. Images and texts ar
 anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ Sides = list[list[float]]
 
 @dataclass
 class StepResult:
-    """The result of a reference's step: the value, the three gradients, and α of both sides."""
+    """The result of a reference's step: the value and the three gradients."""
 
     value: float
     images: Tensor
     texts: Tensor
     logit_scale: float
-    alpha: Sides
 
 
 def pair_similarity(images: Tensor, texts: Tensor, side: int, i: int, j: int) -> Tensor:
@@ -44,15 +43,9 @@ class EqualCaptions:
 _equal_captions = EqualCaptions("negative", [])
 
 
-@contextlib.contextmanager
-def equal_captions(choice: str, labels: list[int]) -> Iterator[None]:
+def equal_captions(choice: str, labels: list[int]) -> Any:
     """Set how all references treat equal captions within this context. Equal ``labels`` mean equal captions."""
-    global _equal_captions
-    _equal_captions, before = EqualCaptions(choice, labels), _equal_captions
-    try:
-        yield
-    finally:
-        _equal_captions = before
+    return mock.patch(f"{__name__}._equal_captions", EqualCaptions(choice, labels))
 
 
 def negatives(i: int, batch: int) -> list[int]:
@@ -91,6 +84,19 @@ def batch_estimates(images: Tensor, texts: Tensor, tau: Sides, eps: float) -> Si
         [math.log(eps + inner(images, texts, tau[side][i], side, i).item()) for i in range(len(images))]
         for side in (0, 1)
     ]
+
+
+def exact_log_normalizers(
+    images: Tensor, texts: Tensor, anchors: list[int], tau: Tensor, eps: float, batch: int | None = None
+) -> Tensor:
+    """Return log(ε + g_i(S)) [NeuCLIP 9] of anchors, ``(2, A)``; with a ``batch`` size B, log((1 + (B−1)·g_i(S))/B)."""
+    images, texts = images.double(), texts.double()
+    result = torch.zeros(2, len(anchors), dtype=torch.float64)
+    for side in (0, 1):
+        for number, i in enumerate(anchors):
+            g = inner(images, texts, tau[side, number].item(), side, i).item()
+            result[side, number] = math.log(eps + g if batch is None else (1 + (batch - 1) * g) / batch)
+    return result
 
 
 def encoder_gradients(
@@ -157,32 +163,30 @@ class MovingAverage:
 
     def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
         """Update u of the samples in a batch; return α = log u of every anchor."""
-        gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
-        for side in (0, 1):
-            estimates = [self.eps + inner(images, texts, tau[side][i], side, i).item() for i in range(len(index))]
-            pairs = list(zip(index, estimates, strict=True))
-            new = [(1 - gamma) * self.u[side].get(sample, own) + gamma * own for sample, own in pairs]
-            self.u[side] |= by_sample(index, new)
-        return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
-
-
-class Scent:
-    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
-
-    def __init__(self, eps: float, kappa: float) -> None:
-        self.eps, self.eta = eps, math.exp(kappa)
-        self.u: list[dict[int, float]] = [{}, {}]
-
-    def update(self, images: Tensor, texts: Tensor, tau: Sides, index: list[int], epoch: int) -> Sides:
-        """Update u of the samples in a batch; return α = log u of every anchor."""
         for side in (0, 1):
             new = []
             for i, sample in enumerate(index):
                 estimate = self.eps + inner(images, texts, tau[side][i], side, i).item()
                 u = self.u[side].get(sample)
-                new.append(estimate if u is None else u * (1 + self.eta * estimate) / (1 + self.eta * u))
+                new.append(estimate if u is None else self.next_u(u, estimate, epoch))
             self.u[side] |= by_sample(index, new)
         return [[math.log(self.u[side][sample]) for sample in index] for side in (0, 1)]
+
+    def next_u(self, u: float, estimate: float, epoch: int) -> float:
+        """Return the new u for an old u and a batch's estimate ε + g."""
+        gamma = gamma_of(epoch, self.gamma, self.decay_epochs)
+        return (1 - gamma) * u + gamma * estimate
+
+
+class Scent(MovingAverage):
+    """SCENT's proximal step for the divergence of exp(−ν). Its result is u·(1 + η·(ε+g))/(1 + η·u), where η = exp(κ)."""
+
+    def __init__(self, eps: float, kappa: float) -> None:
+        super().__init__(eps, gamma=0.0, decay_epochs=None)
+        self.eta = math.exp(kappa)
+
+    def next_u(self, u: float, estimate: float, epoch: int) -> float:
+        return u * (1 + self.eta * estimate) / (1 + self.eta * u)
 
 
 class MiniBatch:
@@ -198,7 +202,7 @@ class MiniBatch:
 class FastClip:
     """SogCLR and FastCLIP-v0, -v1 and -v3. ``kind`` is ``constant`` (τ), ``global`` (learned τ) or ``unscaled`` (v0)."""
 
-    def __init__(self, estimator: MovingAverage | Scent | MiniBatch, kind: str, rho: float = 0.0) -> None:
+    def __init__(self, estimator: MovingAverage | MiniBatch, kind: str, rho: float = 0.0) -> None:
         self.estimator, self.kind, self.rho = estimator, kind, rho
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
@@ -217,7 +221,7 @@ class FastClip:
             value = robust_mean(images, texts, taus, alpha, self.estimator.eps, rho)
             # FastCLIP (13), averaged over both sides.
             in_tau = 0.0 if self.kind == "constant" else mean(robust_slopes(images, texts, taus, alpha, rho))
-        return StepResult(value, *gradients, -(tau**2) * in_tau, alpha)
+        return StepResult(value, *gradients, -(tau**2) * in_tau)
 
 
 class InfoNce:
@@ -238,7 +242,7 @@ class InfoNce:
                 own = positive(images, texts, side, i) * scale
                 value = value - 0.5 * (own - torch.logsumexp(torch.stack(row), 0)) / len(images)
         in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
-        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item(), [])
+        return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item())
 
 
 class SampleTemperatures:
@@ -283,7 +287,7 @@ class PerSample:
         value = robust_mean(images, texts, tau, alpha, self.estimator.eps, self.rho)
         for side, slopes in enumerate(robust_slopes(images, texts, tau, alpha, self.rho)):
             self.temperatures[side].learn(index, slopes, epoch)
-        return StepResult(value, *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0)
 
 
 class Solved:
@@ -310,7 +314,7 @@ class Solved:
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
         self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
-        return StepResult(value, *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0)
 
     def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
         scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]

@@ -171,7 +171,7 @@ class AmorLip:
             part = slice(block * size, (block + 1) * size)
             total = total + self._stage_two(images[part], texts[part], scale) / self.blocks
         gradients = torch.autograd.grad(total, (images, texts, scale))
-        return StepResult(total.item(), *gradients[:2], gradients[2].item(), [])
+        return StepResult(total.item(), *gradients[:2], gradients[2].item())
 
     def _stage_two(self, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
         """Return ½(ℓ/stop_grad(c) + ρ/c), where c is the logit scale and ℓ is AmorLIP (6)."""
@@ -272,4 +272,4 @@ class TempNet:
             self.adam[k].zero_grad()
             (predicted[k] * torch.tensor(slopes, dtype=torch.float64)).mean().backward()
             self.adam[k].step()
-        return StepResult(value, *gradients, 0.0, alpha)
+        return StepResult(value, *gradients, 0.0)

@@ -1,9 +1,9 @@
 """Naive references of NeuCLIP and QueueCLIP with autograd, ``torch.optim.Adagrad`` and lists, without the package's code."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,15 +14,9 @@ from tests.references.contrastive import StepResult, inner, leaves, positive
 _reference_width = 0
 
 
-@contextlib.contextmanager
-def two_blocks(width: int) -> Iterator[None]:
+def two_blocks(width: int) -> Any:
     """Within this context, the first ``width`` dimensions of prototypes are a reference model's block."""
-    global _reference_width
-    _reference_width, before = width, _reference_width
-    try:
-        yield
-    finally:
-        _reference_width = before
+    return mock.patch(f"{__name__}._reference_width", width)
 
 
 def direction(column: Tensor) -> Tensor:
@@ -61,28 +55,26 @@ class Recent:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.rows: list[tuple[Tensor, Tensor]] = []
-        # The number of each row's sample. Samples are numbered in the order of their arrival.
-        self.numbers: list[int] = []
+        # Text, image and number of each sample. Samples are numbered in the order of their arrival.
+        self.rows: list[tuple[Tensor, Tensor, int]] = []
         self.seen = 0
 
-    def push(self, images: Tensor, texts: Tensor) -> list[int]:
+    def push(self, images: Tensor, texts: Tensor) -> range:
         """Add a batch; return the numbers of its samples."""
-        new = [(text.clone(), image.clone()) for image, text in zip(images, texts, strict=True)]
-        numbers = list(range(self.seen, self.seen + len(new)))
-        self.seen += len(new)
+        numbers = range(self.seen, self.seen + len(images))
+        self.seen += len(images)
+        new = list(zip(texts.clone(), images.clone(), numbers, strict=True))
         self.rows = (self.rows + new[: self.number])[-self.number :]
-        self.numbers = (self.numbers + numbers[: self.number])[-self.number :]
         return numbers
 
     def places(self, number: int) -> set[int]:
         """Return the rows of :meth:`repeated` that contain the sample ``number``."""
-        return {j for j in range(self.number) if self.numbers[j % len(self.numbers)] == number}
+        return {j for j in range(self.number) if self.rows[j % len(self.rows)][2] == number}
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Return texts and images (m, d). If there are fewer than m samples, they are repeated, starting with the oldest."""
-        chosen = [self.rows[j % len(self.rows)] for j in range(self.number)]
-        return torch.stack([row[0] for row in chosen]), torch.stack([row[1] for row in chosen])
+        texts, images, _ = zip(*(self.rows[j % len(self.rows)] for j in range(self.number)), strict=True)
+        return torch.stack(texts), torch.stack(images)
 
 
 def unified_step(
@@ -113,7 +105,7 @@ def unified_step(
             through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
             total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
     gradients = torch.autograd.grad(total, (images, texts, scale))
-    return StepResult(total.item(), *gradients[:2], gradients[2].item(), [[a.item() for a in side] for side in alpha])
+    return StepResult(total.item(), *gradients[:2], gradients[2].item())
 
 
 @dataclass(kw_only=True)

@@ -52,7 +52,7 @@ class TwoViews:
         else:
             value, surrogate = self._simclr(views) if self.average is None else self._sogclr(views, index, epoch)
         gradients = torch.autograd.grad(surrogate, (first, second))
-        return StepResult(value, *gradients, 0.0, [])
+        return StepResult(value, *gradients, 0.0)
 
     def _simclr(self, views: list[Tensor]) -> tuple[float, Tensor]:
         """Return the mean over all views of ``−log(exp(s⁺/τ) / Σ_{z ≠ anchor} exp(s_z/τ))`` (Chen et al. 2020, Equation 1)."""

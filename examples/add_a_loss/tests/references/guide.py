@@ -55,4 +55,4 @@ class Decoupled:
                 others = [torch.exp(scale * pair_similarity(images, texts, side, i, j)) for j in range(size) if j != i]
                 total = total + (torch.log(sum(others)) - scale * (images[i] @ texts[i])) / (2 * size)
         gradients = torch.autograd.grad(total, (images, texts, scale))
-        return StepResult(total.item(), gradients[0], gradients[1], gradients[2].item(), [])
+        return StepResult(total.item(), gradients[0], gradients[1], gradients[2].item())
