@@ -17,7 +17,6 @@ LOGIT_SCALE = "logit_scale"
 SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
-@torch.no_grad()
 def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
     """Freeze parameters that the loss does not train. With ``set_logit_scale``, also set the initial temperature and bias.
 
@@ -35,9 +34,11 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
                 f"with init_logit_bias={loss.initial_logit_bias:g}"
             )
         if set_logit_scale:
-            logit_bias.fill_(loss.initial_logit_bias)
+            with torch.no_grad():
+                logit_bias.fill_(loss.initial_logit_bias)
     if set_logit_scale and loss.initial_logit_scale is not None:
-        logit_scale.fill_(loss.initial_logit_scale)
+        with torch.no_grad():
+            logit_scale.fill_(loss.initial_logit_scale)
     if not loss.learns_logit_scale:
         logit_scale.requires_grad_(False)
     if logit_bias is not None and not loss.uses_logit_bias:
