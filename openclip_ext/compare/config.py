@@ -106,6 +106,8 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; remove it")
+    if training.loading.batch_size < 2:  # a run would also refuse it, but only after the data are decoded and embedded
+        raise UsageError(f"--batch-size {training.loading.batch_size}: expected at least 2")
     check_device(training.device)
     device = torch.device(training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     training = replace(with_loss_options(training), device=str(device))

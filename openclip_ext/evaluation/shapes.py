@@ -170,7 +170,8 @@ def _titles(checkpoints: Sequence[str]) -> list[str]:
         return ["trained"]
     paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]
     names = [path.parents[1].name if path.parent.name == "checkpoints" else path.name for path in paths]
-    return names if len({*names}) == len(names) else list(checkpoints)
+    # The output has these keys too, so a run of this name would replace one of them, or be replaced.
+    return names if len({*names, "model", "checkpoint", "untrained", "chance"}) == len(names) + 4 else list(checkpoints)
 
 
 def main(argv: list[str]) -> None:

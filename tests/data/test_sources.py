@@ -134,6 +134,8 @@ def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     assert build(path, csv_separator=";", csv_image_key="image", csv_caption_key="text").num_samples == 30
     with pytest.raises(ValueError, match="the data set is empty"):
         build(str(write_csv(tmp_path, rows=0)))
+    with pytest.raises(ValueError, match="--train-data-upsampling-factors needs --dataset-resampled"):
+        build(path, upsampling_factors="1")
     # pandas would take the first field of each row as its name, and shift the others.
     (tmp_path / "wide.csv").write_text("filepath,title\n0.jpg,a dog, asleep\n1.jpg,a cat\n")
     with pytest.raises(ValueError, match=r"first row has more fields than the header \['filepath', 'title'\]: quote"):

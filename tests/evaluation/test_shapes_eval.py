@@ -78,14 +78,14 @@ def test_command_line_loads_a_training_checkpoint_through_open_clip(data_dir, tm
     assert len(table) == 2 + len(numbers["chance"])
     assert table[0].split("|")[2:5] == ["   trained ", " untrained ", "    chance "]
     # The title of a checkpoint is the name of its run. If names are not distinct, the titles are the paths.
-    paths = [
-        tmp_path / f"{name}/checkpoints/epoch_1.pt" for name in ("runs/openclip", "runs/queueclip", "other/queueclip")
-    ]
+    names = ("runs/openclip", "runs/queueclip", "other/queueclip", "runs/untrained")
+    paths = [tmp_path / f"{name}/checkpoints/epoch_1.pt" for name in names]
     for path in paths:
         path.parent.mkdir(parents=True)
         shutil.copy(checkpoint, path)
     monkeypatch.setattr(shapes, "score", lambda encoder, samples: numbers["trained"])
-    for given, titles in ((paths[:2], ["openclip", "queueclip"]), (paths[1:], [str(path) for path in paths[1:]])):
+    for given in (paths[:2], paths[1:3], paths[2:]):
+        titles = ["openclip", "queueclip"] if given == paths[:2] else [*map(str, given)]
         main([*arguments, "--untrained", "--checkpoint", *map(str, given)])
         several = json.loads((tmp_path / "o.json").read_text())
         assert list(several) == ["model", "checkpoint", *titles, "untrained", "chance"]

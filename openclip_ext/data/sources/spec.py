@@ -88,7 +88,9 @@ class DataSpec:
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
     def check_type(self) -> None:
-        """Raise ValueError for options that need shards, if the data set has no shards."""
+        """Raise ValueError for options that need shards, if the data set has no shards, or that need sampling."""
+        if self.upsampling_factors is not None and not self.resampled:
+            raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
         needs_shards = {
             "--dataset-resampled": self.resampled,
             "--single-source-batches": self.single_source,
