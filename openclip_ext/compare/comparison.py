@@ -25,7 +25,7 @@ from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import PilotData
 from openclip_ext.compare.pilot import ComparePilot, unpack
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
-from openclip_ext.compare.short_run import warmup_steps
+from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
 from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
@@ -56,6 +56,8 @@ def main(argv: list[str]) -> None:
     try:
         with held(config.folder):  # locks the folder, including the cache in it
             plan = read_plan(config, training)  # rejects a folder with other flags before the data are decoded
+            if plan is None:
+                _refuse_short_time(config, training, deadline - time.monotonic() - _REPORT_SECONDS)
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, plan, deadline)
             stopped = comparison.run()
@@ -67,6 +69,14 @@ def main(argv: list[str]) -> None:
         raise SystemExit(130)
     if not has_result:
         raise SystemExit(1)
+
+
+def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
+    """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
+    costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training)), 0.0)
+    needed = planner.least_seconds(costs, config.processes, training.loading.batch_size * training.loading.accum_freq)
+    if seconds * (1 - planner.RESERVE) < needed:
+        raise planner.too_short(costs, needed, seconds * (1 - planner.RESERVE), config.minutes)
 
 
 @dataclass(frozen=True)

@@ -55,22 +55,16 @@ def plan_tuning(
     second stage is needed. If the time is too short, raise ValueError, which compares ``minutes`` with the
     necessary time.
     """
-    losses, longest = len(costs.per_sample), most_samples // batch
+    losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
         tried = min(most, most_tried)
         runs, share = _first_stage(tried, losses)
         seeds = SEEDS if share == 1 else SEEDS[:1]
         steps = int(min(costs.fitting(share * seconds * processes, runs), most_samples) // batch)
-        if steps >= enough_steps or steps == longest:
+        if steps >= enough_steps or steps == most_samples // batch:
             return tried, Stage(steps * batch, seeds)
-    least_samples = batch * min(_LEAST_STEPS, longest)
-    needed = runs * (least_samples * sum(costs.per_sample.values()) + losses * costs.per_run) / (processes * share)
-    least = math.ceil(minutes + (needed - seconds) / (1 - RESERVE) / 60)
-    raise ValueError(
-        f"--minutes {minutes:g} is too short: runs of {losses} losses need at least {needed / 60:.1f} minutes, "
-        f"but only {max(0, seconds) / 60:.1f} are left for them. Give at least --minutes {least} (better {2 * least}), fewer "
-        "--losses or a smaller --model"
-    )
+    needed = least_seconds(costs, processes, batch, min(enough_steps, most_samples // batch), tried)
+    raise too_short(costs, needed, seconds, minutes)
 
 
 def _first_stage(tried: int, losses: int) -> tuple[int, float]:
@@ -82,6 +76,25 @@ def _first_stage(tried: int, losses: int) -> tuple[int, float]:
         return _STAGE_RUNS, 1.0
     later = _STAGE_RUNS * min(losses, 1 + CONTENDERS)
     return tried, tried * losses / (tried * losses + _PLANNED_LONGER * later)
+
+
+def least_seconds(
+    costs: Costs, processes: int, batch: int, steps: float = _LEAST_STEPS, tried: int = FINALISTS
+) -> float:
+    """Return the duration in seconds of the shortest comparison: runs of ``steps`` steps, ``tried`` candidates per loss."""
+    losses = len(costs.per_sample)
+    runs, share = _first_stage(tried, losses)
+    return runs * (steps * batch * sum(costs.per_sample.values()) + losses * costs.per_run) / (processes * share)
+
+
+def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> ValueError:
+    """Return the error for a comparison of ``minutes`` that leaves ``seconds`` for its runs, less than ``needed``."""
+    least = math.ceil(minutes + (needed - seconds) / (1 - RESERVE) / 60)
+    return ValueError(
+        f"--minutes {minutes:g} is too short: runs of {len(costs.per_sample)} losses need at least {needed / 60:.1f} minutes, "
+        f"but only {max(0, seconds) / 60:.1f} are left for them. Give at least --minutes {least} (better {2 * least}), fewer "
+        "--losses or a smaller --model"
+    )
 
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:

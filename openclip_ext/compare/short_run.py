@@ -26,6 +26,35 @@ _CURVE = (0.125, 0.25, 0.5, 1.0)
 CURVE_POINTS = len(_CURVE)
 
 
+def seconds_a_sample(config: TrainingConfig) -> float:
+    """Return the seconds per sample of a forward and backward pass on one thread. A training step takes at least this time."""
+    add_model_configs()
+    device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
+    with without_warnings():
+        built = build_model(replace(config.model, pretrained=None, pretrained_image=False), device, 0)
+    size = built.model.visual.image_size
+    settings = StepSettings.of(config.step, device)
+    images = torch.zeros(batch, 3, *(size if isinstance(size, tuple) else (size, size)), device=device)
+    images, texts = images.to(settings.input_dtype), built.tokenizer([""] * batch).to(device)
+
+    def seconds_of_a_pass() -> float:
+        started = time.perf_counter()
+        with settings.autocast():
+            outputs = built.model(images, texts)
+        loss = (outputs["image_features"] * outputs["text_features"]).sum()
+        loss.backward()
+        loss.item()  # synchronizes with the device
+        return time.perf_counter() - started
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds_of_a_pass()  # warm-up
+        return seconds_of_a_pass() / batch
+    finally:
+        torch.set_num_threads(threads)
+
+
 def warmup_steps(asked: int, steps: int) -> int:
     """Return the number of warm-up steps in a run of ``steps`` steps: ``asked``, limited to a tenth of the run."""
     return min(asked, steps // 10)
