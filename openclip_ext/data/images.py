@@ -45,6 +45,8 @@ def image_pipeline(transform: Callable[[Any], Tensor], backend: str = "pil") -> 
         backend: ``pil`` gives exactly the pixels of ``transform``. ``torchvision`` decodes JPEG files, crops and resizes,
             and rounds pixels differently. Even then, Pillow decodes other formats and applies all other operations.
     """
+    if backend not in ("pil", "torchvision"):
+        raise ValueError(f"unknown image backend {backend!r}: expected pil or torchvision")
     in_worker, normalize = split_transform(transform)
     if backend == "pil":
         return ImagePipeline(decode_image, in_worker, normalize)
