@@ -195,7 +195,10 @@ def _flags_of(config: type) -> Iterator[tuple[dataclasses.Field, str, dict[str, 
 def own_options(configs: Iterable[type]) -> list[Option]:
     """Return the flags of the given configurations, without the flags that OpenCLIP's parser already defines."""
     return [
-        _option(config, field) for config in configs for field, _, declared in _flags_of(config) if declared["help"]
+        _option(config, field, name, declared)
+        for config in configs
+        for field, name, declared in _flags_of(config)
+        if declared["help"]
     ]
 
 
@@ -217,19 +220,17 @@ def check_flags(config: type, flags: Mapping[str, Any]) -> None:
     for field, name, declared in _flags_of(config):
         value, needs = flags[name], declared["needs"]
         if declared["limits"] and value is not None:
-            option = _option(config, field)
+            option = _option(config, field, name, declared)
             for one in value if option.is_list else [value]:
                 option.check(one)
         if needs and value != field.default and not flags[needs]:
             raise OptionError(name, f"{name}= needs {needs}=")
 
 
-def _option(config: type, field: dataclasses.Field) -> Option:
-    declared = field.metadata[_METADATA]
+def _option(config: type, field: dataclasses.Field, name: str, declared: Mapping[str, Any]) -> Option:
     hint = typing.get_type_hints(config)[field.name]
     is_list = typing.get_origin(hint) is tuple
     kinds = typing.get_args(hint) if is_list or isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind in (bool, int, float, str))
-    name, nullable = declared["dest"] or field.name, types.NoneType in kinds
-    limits = {"nullable": nullable, "is_list": is_list, **declared["limits"]}
-    return Option(name, kind, field.default, declared["help"], **limits)
+    nullable, limits = types.NoneType in kinds, declared["limits"]
+    return Option(name, kind, field.default, declared["help"], nullable=nullable, is_list=is_list, **limits)

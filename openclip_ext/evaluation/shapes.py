@@ -170,8 +170,9 @@ def _titles(checkpoints: Sequence[str]) -> list[str]:
         return ["trained"]
     paths = [Path(checkpoint).absolute() for checkpoint in checkpoints]
     names = [path.parents[1].name if path.parent.name == "checkpoints" else path.name for path in paths]
-    # The output has these keys too, so a run of this name would replace one of them, or be replaced.
-    return names if len({*names, "model", "checkpoint", "untrained", "chance"}) == len(names) + 4 else list(checkpoints)
+    # The output also has these keys, so a run of such a name would replace one of them, or be replaced.
+    taken = {"model", "checkpoint", "untrained", "chance"}
+    return names if len({*names} - taken) == len(names) else list(checkpoints)
 
 
 def main(argv: list[str]) -> None:

@@ -73,10 +73,8 @@ def load_transformers_model(name: str, device: str | torch.device, checkpoint: s
         )
     config = {"model": json.loads(model.config.to_json_string()), "preprocess": json.loads(processor.to_json_string())}
     length = min(tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
-    preprocess, tokenize = (
-        partial(_preprocess, processor=processor),
-        partial(_tokenize, tokenizer=tokenizer, length=length),
-    )
+    preprocess = partial(_preprocess, processor=processor)
+    tokenize = partial(_tokenize, tokenizer=tokenizer, length=length)
     encoder = DualEncoder(model.eval().to(device))
     return LoadedModel(encoder, preprocess, tokenize, name, path, config, weights_digest(model))
 

@@ -88,7 +88,7 @@ class DataSpec:
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
     def check_type(self) -> None:
-        """Raise ValueError for options that need shards, if the data set has no shards, or that need sampling."""
+        """Raise ValueError for options that this data set does not support, or that need ``resampled``."""
         if self.upsampling_factors is not None and not self.resampled:
             raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
         needs_shards = {
