@@ -68,7 +68,7 @@ class PilotRun:
 
     Attributes:
         batch: Samples per optimizer step.
-        steps: Number of optimizer steps of the run, all with full batches.
+        steps: Number of optimizer steps of the run, all with full batches. Fewer than planned if the run has diverged.
         seconds: Duration of the training steps so far.
     """
 
@@ -142,7 +142,8 @@ class PilotRun:
                 self._step.guard.poll_outcomes()
                 self.seconds += time.perf_counter() - start
                 if self._step.guard.in_a_row >= length.max_skipped_steps:
-                    return  # the run diverged
+                    self.steps = number  # the run diverged
+                    return
                 yield number
                 start = time.perf_counter()
 

@@ -108,7 +108,9 @@ def draw_curves(axes: Axes, chart: Chart) -> None:
     """Draw a chart on the axes of any figure. Each point gets an id, so that :func:`_svg` can add its tooltip."""
     number = itertools.count()
     for curve in chart.curves:
-        axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8, label=curve.name)
+        # matplotlib's legend omits labels that start with "_".
+        label = f" {curve.name}" if curve.name.startswith("_") else curve.name
+        axes.plot(*zip(*curve.points, strict=True), color=color(curve.color), linewidth=1.8, label=label)
         for x, y in curve.points:
             axes.plot(x, y, "o", color=color(curve.color), markersize=5, gid=_hint_id(next(number)))
         if any(low < high for low, high in curve.band):

@@ -274,8 +274,11 @@ def test_a_manifest_may_leave_samples_out(data):
 
 
 def test_a_run_that_diverged_is_scored(compared):
-    row = execute(compared.pilot, make_run(BASELINE, lr=1e12, seed=1))
+    config = compared.pilot.config
+    config = replace(config, length=replace(config.length, max_skipped_steps=3))
+    row = execute(replace(compared.pilot, config=config), make_run(BASELINE, lr=1e12, seed=1))
     assert "normalizers" not in row
+    assert row["steps"] in range(3, 10)  # of ten planned steps
     assert row["val"]["mean"] < 0.1  # every match ranks last
     assert not unpack(row["hits"][RETRIEVAL[0]]).any()
 

@@ -35,6 +35,12 @@ def test_curves_of_several_runs_are_drawn(tmp_path):
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
 
 
+def test_the_legend_has_a_run_whose_name_starts_with_an_underscore(tmp_path):
+    write_run(tmp_path / "_first", range(3))
+    curves.main([str(tmp_path / "_first"), "--output", str(tmp_path / "x.svg")])
+    assert "_first" in (tmp_path / "x.svg").read_text()
+
+
 def test_a_run_that_stopped_before_its_first_step_is_not_drawn(tmp_path, caplog):
     write_run(tmp_path / "run", range(3))
     (tmp_path / "stopped").mkdir()
