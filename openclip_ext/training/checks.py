@@ -32,6 +32,10 @@ def check(config: TrainingConfig) -> None:
     _check_model(config.model)
     _check_pixels(config.model)
     _check_evaluation(config.evaluation)
+    if config.parallel.static_graph and config.length.accum_freq > 1:  # --global-batch may set --accum-freq
+        raise UsageError(
+            "--ddp-static-graph does not work with --accum-freq: remove one of them, or raise --batch-size"
+        )
     if data is not None:
         check_optimizer(config.optimizer)
         data.check_type()

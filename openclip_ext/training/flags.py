@@ -189,7 +189,6 @@ def _check_together(args: argparse.Namespace) -> None:
         "--model-ema-decay does not work with --fsdp: remove one of them": args.model_ema_decay is not None
         and args.fsdp,
         "--ddp-static-graph does not work with --fsdp: remove one of them": is_static and args.fsdp,
-        "--ddp-static-graph does not work with --accum-freq: remove one of them": is_static and args.accum_freq > 1,
     }
     if args.lora_rank is not None:
         towers = ("image", "text") if args.lora_targets == "both" else (args.lora_targets,)

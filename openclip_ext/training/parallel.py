@@ -50,15 +50,16 @@ def compiled(model: nn.Module, config: ParallelConfig) -> nn.Module:
 def order_buckets(model: nn.Module, forward: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
     """Run a backward pass with zero gradients, in which DDP orders its gradient buckets. Call this before the first step.
 
-    DDP changes the order after a process's first backward pass. With three ranks or more, sums in another order have other
-    rounding errors, so the first step after a resume would differ from the uninterrupted run.
+    DDP changes the order after a process's first backward pass, or the second with ``--ddp-static-graph``. With three ranks
+    or more, sums in another order have other rounding errors, so the first steps after a resume would differ.
     """
     if distributed.world_size() < 3 or isinstance(model, ShardedDataParallel):
         return
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), frozen_batchnorm_statistics(model):
-        outputs = [value for value in forward().values() if value.requires_grad]
-        torch.autograd.backward(outputs, [torch.zeros_like(value) for value in outputs])
+        for _ in range(2 if getattr(model, "static_graph", False) else 1):
+            outputs = [value for value in forward().values() if value.requires_grad]
+            torch.autograd.backward(outputs, [torch.zeros_like(value) for value in outputs])
 
 
 class ShardedDataParallel(nn.Module):

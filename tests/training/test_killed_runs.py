@@ -13,19 +13,21 @@ from tests.training.runs import SMALL_MODEL, contents
 
 
 @pytest.mark.parametrize(
-    ("loss", "steps", "ranks", "rank"),
+    ("loss", "steps", "ranks", "rank", "more"),
     [
-        ("fastclip", 1, 1, None),  # the first save happens after the second step
-        ("fastclip", 7, 1, None),
-        ("neuclip", 3, 2, None),
-        ("queueclip", 4, 2, 0),
-        ("isogclr", 8, 2, 1),
+        ("fastclip", 1, 1, None, ""),  # the first save happens after the second step
+        ("fastclip", 7, 1, None, ""),
+        ("neuclip", 3, 2, None, ""),
+        ("queueclip", 4, 2, 0, ""),
+        ("isogclr", 8, 2, 1, ""),
+        ("openclip", 3, 3, None, "--ddp-static-graph"),  # three ranks, because sums of two do not depend on the order
     ],
 )
-def test_a_killed_run_goes_on_at_its_last_save(loss, steps, ranks, rank, runs: Runs, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_at_its_last_save(loss, steps, ranks, rank, more, runs: Runs, tmp_path: Path) -> None:
     """SIGKILL ends one ``rank``, or all processes if it is None, after a number of steps."""
-    whole = runs.uninterrupted(loss, ranks, "--model", SMALL_MODEL)
-    argv = runs.argv(tmp_path, loss, ranks, "--model", SMALL_MODEL)
+    flags = ["--model", SMALL_MODEL, *more.split()]
+    whole = runs.uninterrupted(loss, ranks, *flags)
+    argv = runs.argv(tmp_path, loss, ranks, *flags)
     killed = Program(argv, ranks, tmp_path / "killed")
     killed.wait_for_step(tmp_path / "run", steps)
     if rank is None:

@@ -74,6 +74,7 @@ MISTAKES = [
     ("--val-data val.tar", "reads no files: remove --val-data val.tar"),
     ("--hard-negative-key txt", "--hard-negative-key needs webdataset shards, not synthetic"),
     ("--fsdp --ddp-static-graph", "--ddp-static-graph does not work with --fsdp"),
+    ("--ddp-static-graph --batch-size 8 --global-batch 16", "--ddp-static-graph does not work with --accum-freq"),
     ("--lora-rank 2 --fsdp", "--fsdp does not work with --lora-rank"),
     ("--lora-rank 2 --lora-targets text --lock-text", "--lock-text does not work with --lora-rank"),
     ("--loss sogclr --views 2 --rho 5", "--rho: not used by the loss 'sogclr with --views 2'"),

@@ -1,5 +1,6 @@
 """Detect and report a stopped rank. Otherwise, the other ranks would block silently in a collective for hours."""
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -12,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from openclip_ext import distributed
+from openclip_ext.data.remote import in_background
 
-INTERVAL = 5.0  # seconds between two heartbeats of a rank
+INTERVAL = 5.0  # seconds between two heartbeats of a rank, if the timeout is at least twice as long
 EXIT_STATUS = 1
 _LEFT = b"left"
 
@@ -31,13 +33,15 @@ def watched(patience: float | None) -> Iterator[None]:
     store: Any = dist.distributed_c10d._get_default_store()
     if hasattr(store, "clone"):  # use a separate connection, because the process group's connection may block
         store = store.clone()
-    heartbeat = _Heartbeat(store, max(1, round(patience / INTERVAL)))
+    # A healthy rank's heartbeat may arrive shortly after this rank's next one, so the timeout has at least two intervals.
+    interval = min(INTERVAL, patience / 2)
+    heartbeat = _Heartbeat(store, round(patience / interval))
     ended = threading.Event()
 
     def beat() -> None:
         # A RuntimeError means that the store's process (rank 0 or torchrun) has ended. Collectives then fail by themselves.
         with contextlib.suppress(RuntimeError):
-            while not ended.wait(INTERVAL):
+            while not ended.wait(interval):
                 if missing := heartbeat.beat():
                     logging.critical(
                         f"No heartbeat for {patience:g} s from {', '.join(missing)}. Rank {distributed.rank()} exits; "
@@ -60,10 +64,11 @@ class _Heartbeat:
     """A sender of heartbeats. It counts this rank's heartbeats since the last heartbeat of each other rank.
 
     The timeout is counted in this rank's heartbeats, so that no rank counts as missing after all ranks were paused together.
+    The store is read and written in the background, because a store whose process is stopped never answers.
     """
 
     def __init__(self, store: Any, patience: int) -> None:
-        self._store, self._patience, self._beats = store, patience, 0
+        self._store, self._patience, self._beats, self._unanswered = store, patience, 0, 0
         rank = distributed.rank()
         self._own_key = _key(rank)
         store.set(self._own_key, b"0")
@@ -71,23 +76,39 @@ class _Heartbeat:
         self._names = distributed.all_gather_object(f"rank {rank} (process {os.getpid()} on {platform.node()})")
         self._seen = [b""] * len(self._names)
         self._since = [0] * len(self._names)
+        self._answer = in_background(self._exchange)
 
     def beat(self) -> list[str]:
         """Send one heartbeat. Return the names of the ranks whose heartbeats are missing."""
+        if not self._answer.done():
+            self._unanswered += 1
+            # If torchrun serves the store, a stopped torchrun does not stop the ranks.
+            is_rank_zero_silent = self._unanswered >= self._patience and not _is_served_by_torchrun()
+            return self._names[:1] if is_rank_zero_silent else []
+        latest, self._unanswered = self._answer.result(), 0
         self._beats += 1
-        self._store.set(self._own_key, str(self._beats))
-        return [name for rank, name in enumerate(self._names) if self._is_missing(rank)]
+        self._answer = in_background(self._exchange)
+        return [name for rank, name in enumerate(self._names) if self._is_missing(rank, latest[rank])]
 
-    def _is_missing(self, rank: int) -> bool:
-        last = self._store.get(_key(rank))
+    def _exchange(self) -> list[bytes]:
+        self._store.set(self._own_key, str(self._beats))
+        return [self._store.get(_key(rank)) for rank in range(len(self._names))]
+
+    def _is_missing(self, rank: int, last: bytes) -> bool:
         self._since[rank] = self._since[rank] + 1 if last == self._seen[rank] else 0
         self._seen[rank] = last
         return last != _LEFT and self._since[rank] >= self._patience
 
     def leave(self) -> None:
         """Inform the other ranks that this rank sends no more heartbeats."""
-        with contextlib.suppress(RuntimeError):  # the store's process may have ended
-            self._store.set(self._own_key, _LEFT)
+        concurrent.futures.wait([self._answer], timeout=INTERVAL)
+        if self._answer.done():
+            with contextlib.suppress(RuntimeError):  # the store's process may have ended
+                self._store.set(self._own_key, _LEFT)
+
+
+def _is_served_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _key(rank: int) -> str:
