@@ -96,7 +96,7 @@ class BadSamples:
         if (met or self._unread) and distributed.is_master():
             logging.warning(
                 f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
-                f"could not be read, which the next epoch retries. By shard so far: {dict(self.by_shard().most_common(5))}"
+                f"could not be read, which the next epoch retries. The worst shards: {dict(self.by_shard().most_common(5))}"
             )
 
     def _known(self) -> set[int]:
@@ -120,5 +120,5 @@ class BadSamples:
                 examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
                 raise BadDataError(
                     f"{bad:,} bad samples in {place} of {samples:,}, more than the allowed {self._max_fraction:.1%} "
-                    f"(--max-bad-fraction). By shard: {dict(self.by_shard().most_common(5))}. {examples}"
+                    f"(--max-bad-fraction). The worst shards: {dict(self.by_shard().most_common(5))}. {examples}"
                 )
