@@ -114,7 +114,7 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: See :func:`~openclip_ext.data.shards.shardlist.expand_components`.
+            shards: A text for :func:`~openclip_ext.data.shards.shardlist.expand_shards`, or the list that it returned.
             image_key, caption_key: Fields of image and caption. Alternatives are separated by ``;``.
             sizes: Sample counts of remote shards by file name. None (default) means to read them from files
                 next to the shards.
@@ -127,7 +127,8 @@ class Manifest:
             ManifestError: The count of a shard is unknown, or a shard or the data set has no usable sample.
             ValueError: ``shards`` is invalid.
         """
-        urls = expand_shards(shards)
+        # Expanding a file name again would replace its braces and dollar signs.
+        urls = expand_shards(shards) if isinstance(shards, str) else [*shards]
         local = [url for url in urls if is_local(url)]
         remote = [url for url in urls if not is_local(url)]
         found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers), strict=True))
@@ -169,6 +170,7 @@ class Manifest:
             name = without_secrets(shard.url)
             if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
                 name = Path(os.path.relpath(shard.url, folder)).as_posix()
+                name = name if is_local(name) else f"./{name}"  # a colon would make it a URL
             entry = {"name": name, **vars(shard)}
             entries.append({key: value for key, value in entry.items() if key != "url" and value not in (None, {})})
         content: dict[str, Any] = {
