@@ -78,6 +78,19 @@ def test_what_a_run_would_stumble_over(shards, tmp_path, capsys, flags, message)
     assert found(lines, message), lines
 
 
+def test_memory_has_the_tables_of_all_samples_and_the_average(shards, tmp_path, capsys, monkeypatch):
+    plans, create = [], doctor.Plan
+    monkeypatch.setattr(doctor, "Plan", lambda *arguments: plans.append(create(*arguments)) or plans[-1])
+    sizes = []
+    for flags in ([], ["--train-num-samples", "40"], ["--model-ema-decay", "0.9"]):
+        lines = lines_of(capsys, [*command(shards, tmp_path, "run", "fastclip"), *flags])
+        sizes.append(re.search(r"checkpoints of (\S+) GiB", "".join(found(lines, "ok       folder:")))[1])
+    whole, short, averaged = (plan.asked for plan in plans)
+    assert short.state == whole.state > 0
+    assert averaged.model - whole.model == 4 * plans[0].parameters
+    assert sizes[0] == sizes[1] < sizes[2]
+
+
 def test_a_folder_with_a_run(shards, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()

@@ -137,7 +137,10 @@ def test_missing_sizes_are_errors(name: str, options: dict[str, Any], needed: li
     sizes = {"embed_dim": loss.embed_dim is not None, "num_samples": loss.needs_index}
     assert [size for size, is_needed in sizes.items() if is_needed] == needed
     for size in needed:
-        for value, message in ((None, f"the loss '{name}.*' needs {size}="), (1.5, f"{size}=1.5: expected an integer >= 1")):
+        for value, message in (
+            (None, f"the loss '{name}.*' needs {size}="),
+            (1.5, f"{size}=1.5: expected an integer >= 1"),
+        ):
             with pytest.raises(ValueError, match=message):
                 create_loss(name, **(options | dict.fromkeys(needed, WIDTH) | {size: value}))
     create_loss(name, **(options | dict.fromkeys(needed, float(WIDTH))))

@@ -153,7 +153,9 @@ class Manifest:
         """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown."""
         given = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, np.int64)
         if given.size and given.dtype.kind not in "iu":
-            raise ManifestError(f"expected indices of samples to exclude, found {given.dtype}: use np.flatnonzero(mask)")
+            raise ManifestError(
+                f"expected indices of samples to exclude, found {given.dtype}: use np.flatnonzero(mask)"
+            )
         left_out = np.union1d(self.left_out, given.astype(np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
