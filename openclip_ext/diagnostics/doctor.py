@@ -150,6 +150,11 @@ class Doctor:
             yield WARNING, "memory: the estimate ignores hard negatives, which double the memory of the text tower"
         if model.lora.rank is not None:
             yield WARNING, "memory: the estimate trains all weights. With --lora-rank, the run needs less memory"
+        if self.config.parallel.fsdp:
+            yield (
+                WARNING,
+                "memory: the estimate has all parameters on every GPU. With --fsdp, the run needs less memory",
+            )
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},

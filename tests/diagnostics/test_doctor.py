@@ -61,6 +61,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         ("", "warning  folder: checkpoints are saved only at the end of an epoch"),
         ("--loss fastclip --dataset-resampled", "ERROR    --dataset-resampled: --loss fastclip needs each"),
         ("--hard-negative-key txt", "warning  memory: the estimate ignores hard negatives"),
+        ("--world-size 2 --fsdp", "warning  memory: the estimate has all parameters on every GPU"),
         ("--lora-rank 4", "warning  memory: the estimate trains all weights"),
         ("--hard-negative-key json:nope", "warning  data: the first sample is bad: no hard negative: expected a"),
         ("--lock-image --lock-text --lock-text-freeze-layer-norm --loss sogclr", "ERROR    nothing is left"),
