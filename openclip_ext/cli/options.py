@@ -103,12 +103,12 @@ class Option:
         wrong = OptionError(self.name, f"{self.name}={value!r}: expected {self._accepted()}")
         if value is None or isinstance(value, bool) is not (self.type is bool):
             raise wrong
-        if self.type is int and isinstance(value, float) and not value.is_integer():
-            raise wrong
         try:
             converted = self.type(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise wrong from None
+        if self.type is int and not isinstance(value, str) and converted != value:  # also of NumPy or PyTorch
+            raise wrong
         is_number = self.type in (int, float)
         if is_number and not (
             math.isfinite(converted) and all(holds(converted, at) for at, _, holds in self._bounds())
@@ -225,6 +225,11 @@ def check_flags(config: type, flags: Mapping[str, Any]) -> None:
                 option.check(one)
         if needs and value != field.default and not flags[needs]:
             raise OptionError(name, f"{name}= needs {needs}=")
+
+
+def check_config(config: Any) -> None:
+    """Check a configuration that may come from Python, as :func:`check_flags` checks flags."""
+    check_flags(type(config), {name: getattr(config, field.name) for field, name, _ in _flags_of(type(config))})
 
 
 def _option(config: type, field: dataclasses.Field, name: str, declared: Mapping[str, Any]) -> Option:

@@ -128,11 +128,12 @@ class ComparePilot:
             return None
         of_run = partial(estimation_error.measure, batch_size=self.batch, anchors=self.anchors, device=training.device)
         measure = partial(of_run, **vars(found))
-        is_global = isinstance(training.loss, GlobalContrastiveLoss) and not training.loss.steers
-        own = measure(training.loss) if is_global else None
+        loss = training.loss
+        is_global = isinstance(loss, GlobalContrastiveLoss) and not (loss.steers or loss.needs_positives)
+        own = measure(loss) if is_global else None
         # Measure the batch's error at the loss's temperatures, which may differ between samples. If the loss's normalizers
         # include the positive pair, they are a different quantity, so the batch's error is measured with the baseline.
-        comparable = own is not None and not training.loss.normalizers_include_positive
+        comparable = own is not None and not loss.normalizers_include_positive
         of_batch = own if own is not None and comparable else measure(registry.create_loss(BASELINE))
         errors = {"batch": asdict(of_batch.minibatch), "samples": of_batch.samples}
         errors["temperature"] = training.temperature()

@@ -47,7 +47,10 @@ def open_local(path: str | os.PathLike[str], buffer: int = io.DEFAULT_BUFFER_SIZ
     """Open a file to read bytes. A named pipe raises OSError, because opening it would block."""
     if not os.path.isfile(path) and os.path.exists(path):
         raise OSError(f"{path} is not a regular file (it is a folder, named pipe or device)")
-    return io.BufferedReader(io.FileIO(path), buffer)
+    try:
+        return io.BufferedReader(io.FileIO(path), buffer)
+    except ValueError as error:
+        raise OSError(f"{path!r} is not a path: {error}") from error  # it contains a null byte
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class Doctor:
         source = loader.source
         self.reference = source.reference
         self.steps = loader.batches_per_epoch // loading.accum_freq
-        self.samples = min(spec.num_samples or source.num_kept, source.num_kept)
+        self.samples = source.num_samples  # --train-num-samples shortens epochs, but not the loss's tables
         try:
             first = source.reader()(0)
             _, caption = source.decode(first, decode_image)
@@ -150,6 +150,11 @@ class Doctor:
             yield WARNING, "memory: the estimate ignores hard negatives, which double the memory of the text tower"
         if model.lora.rank is not None:
             yield WARNING, "memory: the estimate trains all weights. With --lora-rank, the run needs less memory"
+        if self.config.parallel.fsdp:
+            yield (
+                WARNING,
+                "memory: the estimate has all parameters on every GPU. With --fsdp, the run needs less memory",
+            )
         training = Training(
             loss=self.config.loss.name,
             options={name: self.config.loss.options[name] for name in self.config.loss.given},
@@ -160,6 +165,7 @@ class Doctor:
             grad_checkpointing=model.grad_checkpointing,
             accum_freq=self.config.loading.accum_freq,
             reference_dim=None if self.reference is None else self.reference.width,
+            has_average=step.model_ema_decay is not None,
         )
         self.plan = Plan(training, self.world_size, self.gpu_memory)
         if warning := self.plan.warning(self.plan.asked):
@@ -183,6 +189,7 @@ class Doctor:
         kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
         count = kept + 1  # a new checkpoint is written before an old one is deleted
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
+        parameter_bytes += 4 if self.config.step.model_ema_decay is not None else 0
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples
         space = f"folder: {place} has {free / _GIB:.1f} GiB free for {count} checkpoints of {size / _GIB:.2f} GiB"
         fix = "free space, use another --logs, increase --save-frequency, or set --delete-previous-checkpoint"

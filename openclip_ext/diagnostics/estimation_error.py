@@ -206,7 +206,7 @@ def measure(
 
 
 def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
-    """Raise ValueError if a loss has no log-normalizers of images against texts, or if it is steered."""
+    """Raise ValueError if a loss has no log-normalizers over all images and texts, or if it is steered."""
     if not isinstance(loss, GlobalContrastiveLoss | OpenClipLoss) or loss.views > 1:
         raise ValueError(
             f"{type(loss).__name__} has no log-normalizers of images against texts: expected openclip or a loss with a "
@@ -215,6 +215,10 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
     if loss.steers:
         raise ValueError(
             "a loss with steer=True is not supported, because the normalizers depend on the reference model"
+        )
+    if loss.needs_positives:
+        raise ValueError(
+            "a loss with equal_captions=mask or positive is not supported, because its normalizers exclude equal captions"
         )
 
 

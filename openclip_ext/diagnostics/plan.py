@@ -48,6 +48,7 @@ class Training:
     grad_checkpointing: bool = False
     accum_freq: int = 1
     reference_dim: int | None = None  # embedding dimension of a reference model
+    has_average: bool = False  # --model-ema-decay: one more float32 copy of the parameters
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
         """Create the run's loss with state for ``samples`` samples."""
@@ -112,7 +113,7 @@ class Plan:
         training = self.training
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)
-        copies = _PARAMETER_COPIES if world_size == 1 else _DDP_PARAMETER_COPIES
+        copies = (_PARAMETER_COPIES if world_size == 1 else _DDP_PARAMETER_COPIES) + training.has_average
         first, end = shard_bounds(training.samples, 0, world_size)
         return Row(
             world_size=world_size,

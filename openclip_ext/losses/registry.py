@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from openclip_ext import losses
-from openclip_ext.cli.options import OptionError
+from openclip_ext.cli.options import Option, OptionError
 from openclip_ext.contrastive.equal_captions import NEGATIVE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss, incompatibility
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -178,6 +178,7 @@ def create_loss(
         >>> sum(terms.values()).backward()
     """
     if reference_dim is not None:
+        reference_dim = _checked_size("reference_dim", reference_dim, "the embedding dimension of the reference model")
         options = {"steer": True, **options}
     composition, values = _checked_values(name, options)
     if composition.has_reference and reference_dim is None:
@@ -185,12 +186,14 @@ def create_loss(
         raise OptionError(given, f"{given}= needs a reference model: set reference_dim=, its embedding dimension")
     sizes = {"embed_dim": embed_dim, "num_samples": num_samples}
     for size in sorted(composition.keywords() & sizes.keys()):
-        value = sizes[size]
-        if value is None:
+        if sizes[size] is None:
             raise ValueError(f"the loss {composition.title!r} needs {size}=, {_REQUIREMENTS[size]}")
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ValueError(f"{size}={value!r}: expected a positive integer, {_REQUIREMENTS[size]}")
+        sizes[size] = _checked_size(size, sizes[size], _REQUIREMENTS[size])
     return composition.create(values, sizes, reference_dim or 0)
+
+
+def _checked_size(name: str, value: Any, meaning: str) -> int:
+    return Option(name, int, None, meaning, minimum=1, hint=meaning).check(value)
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:

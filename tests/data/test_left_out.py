@@ -13,7 +13,9 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest.__main__ import main
 from openclip_ext.data.manifest.manifest import Manifest, ManifestError
+from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.data.storage import DEFAULT_STORAGE
 from tests.data.loading import build, by_index, indices, preprocess, tokenize
 from tests.data.shards import sample_members, undecodable, write_shards
 
@@ -49,6 +51,8 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     for wrong in (-1, N):
         with pytest.raises(ManifestError, match=f"cannot exclude sample {wrong}: the indices are 0 to 99"):
             whole.without([4, wrong])
+    with pytest.raises(ManifestError, match="expected indices of samples to exclude, found bool"):
+        whole.without(np.arange(N) < 3)
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
@@ -102,6 +106,10 @@ def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.Cap
     ):
         assert main([*argv, str(tmp_path / f"{name}.npy")]) == 1
         assert message in capsys.readouterr().err
+    manifest = Manifest.scan(str(tmp_path / "{00000..00001}.tar"))
+    (tmp_path / "00001.tar").unlink()
+    with pytest.raises(FileNotFoundError, match=r"00001\.tar"):  # samples of an unavailable shard are not excluded
+        keep_listed(manifest, read_uids(tmp_path / "subset.npy"), DEFAULT_STORAGE)
 
 
 def _with_json(number: int, content: bytes) -> list[tuple[str, bytes]]:

@@ -178,6 +178,15 @@ def test_a_run_makes_its_manifest_and_finds_it_again(
         find_or_create_manifest(shards[:2], manifest=given)
 
 
+def test_shards_with_special_characters_in_their_names(shards: list[str], tmp_path: Path):
+    for shard, name in zip(shards, ("train:0.tar", "a{0..1}.tar", "$HOME.tar"), strict=True):
+        shutil.move(shard, tmp_path / "data" / name)
+    made = find_or_create_manifest(str(tmp_path / "data" / "*.tar"))
+    assert made.num_samples == 10
+    found = Manifest.load(tmp_path / "data" / "manifest.json")
+    assert [shard.url for shard in found.shards] == [shard.url for shard in made.shards]
+
+
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     """Samples 3 to 5 are overwritten, including their headers."""
     (path,) = write_shards(tmp_path, [20])

@@ -144,6 +144,11 @@ def test_wrong_options_are_refused(data: str):
         ({"batch_size": 8, "world_size": 4, "accum_freq": 4}, "the epoch has 100, but one global batch is .* = 128"),
         ({"upsampling_factors": "1::1", "resampled": True}, "2 upsampling factors for 1 data sources"),
         ({"dataset_type": "csv", "resampled": True}, "needs webdataset shards, not csv"),
+        ({"upsampling_factors": "1"}, "train_data_upsampling_factors= needs dataset_resampled="),
+        ({"dataset_type": "tar"}, "dataset_type='tar': expected one of webdataset, csv"),
+        ({"num_samples": 0}, "train_num_samples=0: expected an integer >= 1"),
+        ({"batch_size": 0}, "batch_size=0: expected an integer >= 1"),
+        ({"rank": -1, "world_size": 2}, "rank=-1: expected an integer >= 0, below world_size=2"),
     ):
         with pytest.raises(ValueError, match=message):
             build(data, **options)

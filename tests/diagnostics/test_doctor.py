@@ -61,6 +61,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         ("", "warning  folder: checkpoints are saved only at the end of an epoch"),
         ("--loss fastclip --dataset-resampled", "ERROR    --dataset-resampled: --loss fastclip needs each"),
         ("--hard-negative-key txt", "warning  memory: the estimate ignores hard negatives"),
+        ("--world-size 2 --fsdp", "warning  memory: the estimate has all parameters on every GPU"),
         ("--lora-rank 4", "warning  memory: the estimate trains all weights"),
         ("--hard-negative-key json:nope", "warning  data: the first sample is bad: no hard negative: expected a"),
         ("--lock-image --lock-text --lock-text-freeze-layer-norm --loss sogclr", "ERROR    nothing is left"),
@@ -76,6 +77,19 @@ def test_what_a_run_would_stumble_over(shards, tmp_path, capsys, flags, message)
     argv = [*command(shards, tmp_path, "run", "openclip"), *flags.split()]
     lines = lines_of(capsys, argv, message.startswith("ERROR") and 1)
     assert found(lines, message), lines
+
+
+def test_memory_has_the_tables_of_all_samples_and_the_average(shards, tmp_path, capsys, monkeypatch):
+    plans, create = [], doctor.Plan
+    monkeypatch.setattr(doctor, "Plan", lambda *arguments: plans.append(create(*arguments)) or plans[-1])
+    sizes = []
+    for flags in ([], ["--train-num-samples", "40"], ["--model-ema-decay", "0.9"]):
+        lines = lines_of(capsys, [*command(shards, tmp_path, "run", "fastclip"), *flags])
+        sizes.append(re.search(r"checkpoints of (\S+) GiB", "".join(found(lines, "ok       folder:")))[1])
+    whole, short, averaged = (plan.asked for plan in plans)
+    assert short.state == whole.state > 0
+    assert averaged.model - whole.model == 4 * plans[0].parameters
+    assert sizes[0] == sizes[1] < sizes[2]
 
 
 def test_a_folder_with_a_run(shards, tmp_path, capsys):

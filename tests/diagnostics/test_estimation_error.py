@@ -108,6 +108,10 @@ def test_wrong_input_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             measure(create_loss(name), *given, 10.0, batch_size=batch_size)
+    for name in ("sogclr", "openclip"):
+        masked = create_loss(name, num_samples=SAMPLES, equal_captions="mask")
+        with pytest.raises(ValueError, match="equal_captions=mask or positive is not supported"):
+            measure(masked, images, texts, 10.0, batch_size=8)
 
 
 # --- the command, on a run --------------------------------------------------------------------------------------------

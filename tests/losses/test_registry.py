@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,8 @@ def test_unknown_loss_lists_the_names() -> None:
             {"temperature": 0.05, "temperature_min": 0.2},
             "temperature=0.05: expected a temperature from 0.2 to 1",
         ),
+        ("neuclip", {"prototypes": torch.tensor(2.5)}, r"prototypes=tensor\(2.5000\): expected an integer >= 1"),
+        ("neuclip", {"prototypes": np.float32("inf")}, "prototypes=.*inf.*: expected an integer >= 1"),
         ("neuclip", {"alpha_gradient": 1}, "alpha_gradient=1: expected True or False"),
         ("neuclip", {"normalizer_objective": "kl"}, "prototypes support unified or l2-log"),
         ("fastclip", {"temperature_min": 0.5, "temperature_max": 0.1}, "temperature_min=0.5 is larger than"),
@@ -112,6 +115,8 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 def test_a_reference_model_needs_a_loss_of_parts_and_its_width() -> None:
     with pytest.raises(OptionError, match="a reference model: not used by the loss 'siglip'"):
         create_loss("siglip", reference_dim=8)
+    with pytest.raises(OptionError, match="reference_dim=0: expected an integer >= 1"):
+        create_loss("queueclip", embed_dim=WIDTH, reference_dim=0)
     with pytest.raises(OptionError, match="distill= needs a reference model: set reference_dim="):
         create_loss("fastclip", num_samples=SAMPLES, distill=1.0)
 
@@ -132,9 +137,13 @@ def test_missing_sizes_are_errors(name: str, options: dict[str, Any], needed: li
     sizes = {"embed_dim": loss.embed_dim is not None, "num_samples": loss.needs_index}
     assert [size for size, is_needed in sizes.items() if is_needed] == needed
     for size in needed:
-        for value, message in ((None, f"the loss '{name}.*' needs {size}="), (1.5, f"{size}=1.5: expected a positive")):
+        for value, message in (
+            (None, f"the loss '{name}.*' needs {size}="),
+            (1.5, f"{size}=1.5: expected an integer >= 1"),
+        ):
             with pytest.raises(ValueError, match=message):
                 create_loss(name, **(options | dict.fromkeys(needed, WIDTH) | {size: value}))
+    create_loss(name, **(options | dict.fromkeys(needed, float(WIDTH))))
 
 
 def test_a_preset_is_its_parts() -> None:

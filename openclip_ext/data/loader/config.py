@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from openclip_ext.cli.options import flag
+from openclip_ext.cli.options import check_config, flag
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,6 @@ class TrainLoaderConfig:
     caption_hash: bool = False  # adds ``caption_hash`` to batches, equal for equal captions
     pin_memory: bool = False
     patience: float | None = None  # seconds to wait for a worker before it is killed; None means no timeout
+
+    def __post_init__(self) -> None:
+        check_config(self)

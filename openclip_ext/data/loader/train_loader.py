@@ -316,6 +316,8 @@ def _one_ahead(steps: Iterator[_Step]) -> Iterator[_Step]:
 
 
 def _check_arguments(source: Source, config: TrainLoaderConfig, layout: Layout, max_bad_fraction: float) -> None:
+    if not 0 <= (config.rank or 0) < layout.world_size:
+        raise ValueError(f"rank={config.rank}: expected an integer >= 0, below world_size={layout.world_size}")
     if not layout.batches(layout.epoch_samples):
         raise ValueError(
             f"too few samples: the epoch has {layout.epoch_samples:,}, but one global batch is batch size "

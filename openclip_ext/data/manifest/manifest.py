@@ -114,7 +114,7 @@ class Manifest:
         """Count the samples of all shards.
 
         Args:
-            shards: See :func:`~openclip_ext.data.shards.shardlist.expand_components`.
+            shards: A text for :func:`~openclip_ext.data.shards.shardlist.expand_shards`, or the list that it returned.
             image_key, caption_key: Fields of image and caption. Alternatives are separated by ``;``.
             sizes: Sample counts of remote shards by file name. None (default) means to read them from files
                 next to the shards.
@@ -127,7 +127,8 @@ class Manifest:
             ManifestError: The count of a shard is unknown, or a shard or the data set has no usable sample.
             ValueError: ``shards`` is invalid.
         """
-        urls = expand_shards(shards)
+        # Expanding a file name again would replace its braces and dollar signs.
+        urls = expand_shards(shards) if isinstance(shards, str) else [*shards]
         local = [url for url in urls if is_local(url)]
         remote = [url for url in urls if not is_local(url)]
         found = dict(zip(local, scan.scan_local(local, image_key, caption_key, workers), strict=True))
@@ -150,7 +151,12 @@ class Manifest:
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown."""
-        left_out = np.union1d(self.left_out, np.fromiter(indices, np.int64))
+        given = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, np.int64)
+        if given.size and given.dtype.kind not in "iu":
+            raise ManifestError(
+                f"expected indices of samples to exclude, found {given.dtype}: use np.flatnonzero(mask)"
+            )
+        left_out = np.union1d(self.left_out, given.astype(np.int64))
         if len(left_out) and not 0 <= left_out[0] <= left_out[-1] < self.num_samples:
             found = left_out[0] if left_out[0] < 0 else left_out[-1]
             raise ManifestError(f"cannot exclude sample {found}: the indices are 0 to {self.num_samples - 1:,}")
@@ -166,6 +172,7 @@ class Manifest:
             name = without_secrets(shard.url)
             if shard.is_local and os.path.commonpath([folder, shard.url]) == folder:
                 name = Path(os.path.relpath(shard.url, folder)).as_posix()
+                name = name if is_local(name) else f"./{name}"  # a colon would make it a URL
             entry = {"name": name, **vars(shard)}
             entries.append({key: value for key, value in entry.items() if key != "url" and value not in (None, {})})
         content: dict[str, Any] = {

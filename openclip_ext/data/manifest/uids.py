@@ -53,12 +53,16 @@ def _begin(uids: np.ndarray) -> None:
 def _unlisted(shard: Shard, storage: Storage) -> np.ndarray:
     uids = np.zeros(shard.num_samples, dtype=UID)
     has_uid = np.zeros(shard.num_samples, dtype=bool)
-    # Samples after an unreadable part stay without a uid, so they are excluded.
-    with contextlib.suppress(*tar.STREAM_ERRORS), storage.open(shard.url) as file:
-        samples = tar.TarArchive(file).samples(frozenset({"json"}))
-        for place, sample in zip(range(shard.num_samples), samples, strict=False):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                uid = json.loads(sample.fields["json"])["uid"]
-                uids[place], has_uid[place] = (int(uid[:16], 16), int(uid[16:32], 16)), True
+    try:
+        with storage.open(shard.url) as file:
+            samples = tar.TarArchive(file).samples(frozenset({"json"}))
+            for place, sample in zip(range(shard.num_samples), samples, strict=False):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    uid = json.loads(sample.fields["json"])["uid"]
+                    uids[place], has_uid[place] = (int(uid[:16], 16), int(uid[16:32], 16)), True
+    except tar.STREAM_ERRORS as error:
+        # Samples after a corrupt part stay without a uid, so they are excluded. An unavailable file must not exclude samples.
+        if isinstance(error, OSError) and "error" not in shard.problems:
+            raise
     places = np.minimum(np.searchsorted(_wanted, uids), len(_wanted) - 1)
     return shard.first_index + np.flatnonzero(~(has_uid & (_wanted[places] == uids)))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.cli.options import check_config, flag, from_flags
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
@@ -16,7 +16,8 @@ class DataSpec:
 
     # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data.
     source: str | Sequence[str] | None = flag(None, dest="train_data")
-    dataset_type: str = flag("auto")  # "webdataset", "csv", "synthetic" or "auto" (by the ending of the path)
+    # "auto" decides by the ending of the path.
+    dataset_type: str = flag("auto", choices=("webdataset", "csv", "synthetic", "auto"))
     # Samples per epoch (--train-num-samples). None means all, or 100 for synthetic data.
     num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
     image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
@@ -58,6 +59,9 @@ class DataSpec:
         exclusive_minimum=0.0,
     )
 
+    def __post_init__(self) -> None:
+        check_config(self)
+
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
         """Return the validation data that flags specify. For the training data, call ``from_flags(DataSpec, flags)``."""
@@ -88,9 +92,7 @@ class DataSpec:
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
     def check_type(self) -> None:
-        """Raise ValueError for options that this data set does not support, or that need ``resampled``."""
-        if self.upsampling_factors is not None and not self.resampled:
-            raise ValueError("--train-data-upsampling-factors needs --dataset-resampled (sampling with replacement)")
+        """Raise ValueError for options that this data set does not support."""
         needs_shards = {
             "--dataset-resampled": self.resampled,
             "--single-source-batches": self.single_source,

@@ -1,6 +1,7 @@
 """Read the runs to compare: result files, run folders, and repeats of a run with different seeds."""
 
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +82,7 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
     places, own_names = set[Path](), set[str]()
     for argument in arguments:
         name, separator, path = argument.partition("=")
-        if not separator or Path(argument).exists():
+        if not separator or os.path.exists(argument):  # Path.exists raises an error for a long name
             name, path = "", argument
         run = _read_run(Path(path))
         place, title = Path(path).resolve(), name or run.name
