@@ -52,6 +52,7 @@ MISTAKES = [
     ("--dataset-type webdataset --train-data x.tar --manifest no.json", "--manifest no.json not found"),
     ("--dataset-type webdataset --train-data x.tar --caption-key meta:a", "the key 'meta:a' is not understood"),
     ("--dataset-type webdataset --train-data x.tar --image-key json:a", "the key 'json:a' is not understood"),
+    ("--dataset-type webdataset --train-data x.tar --caption-key json", "the key 'json' is not understood"),
     ("--resume latest --logs logs", "--resume latest needs --name"),
     ("--resume latest", "--resume latest needs a run folder: remove --logs none"),
     ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is a URL"),

@@ -28,12 +28,14 @@ class Key(NamedTuple):
 def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     """Parse ``--image-key`` or ``--caption-key``: alternatives in order of preference, separated by ``;``.
 
-    ``jpg`` is a field of the tar, and ``json:caption`` is entry "caption" of field "json". Raise ValueError for other forms.
+    ``jpg`` is a field of the tar, and ``json:caption`` is entry "caption" of field "json". Raise ValueError for other forms,
+    also for ``json`` without an entry, because the whole JSON text is no caption.
     """
     keys = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, colon, entry = part.partition(":")
-        if colon and (not allow_json or not entry or name.rpartition(".")[2].lower() != "json"):
+        has_entries = allow_json and name.rpartition(".")[2].lower() == "json"
+        if has_entries != bool(colon) or (colon and not entry):
             json_entry = " or an entry of a json field such as 'json:caption'" if allow_json else ""
             raise ValueError(f"the key {part!r} is not understood: expected a field such as 'jpg'{json_entry}")
         keys.append(Key(name.lower(), entry or None))
