@@ -193,7 +193,7 @@ def create_loss(
 
 
 def _checked_size(name: str, value: Any, meaning: str) -> int:
-    return Option(name, int, None, meaning, minimum=1, hint=meaning).check(value)
+    return Option(name, int, None, "", minimum=1, hint=meaning).check(value)
 
 
 def check_options(name: str, **options: Any) -> ContrastiveLoss:

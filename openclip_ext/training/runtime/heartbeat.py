@@ -83,8 +83,8 @@ class _Heartbeat:
         if not self._answer.done():
             self._unanswered += 1
             # If torchrun serves the store, a stopped torchrun does not stop the ranks.
-            is_rank_zero_silent = self._unanswered >= self._patience and not _is_served_by_torchrun()
-            return self._names[:1] if is_rank_zero_silent else []
+            is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return [] if is_torchruns or self._unanswered < self._patience else self._names[:1]
         latest, self._unanswered = self._answer.result(), 0
         self._beats += 1
         self._answer = in_background(self._exchange)
@@ -105,10 +105,6 @@ class _Heartbeat:
         if self._answer.done():
             with contextlib.suppress(RuntimeError):  # the store's process may have ended
                 self._store.set(self._own_key, _LEFT)
-
-
-def _is_served_by_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _key(rank: int) -> str:
