@@ -127,6 +127,8 @@ def find_method(name: str) -> Method:
 
 def _import_method(name: str) -> Method:
     module_name, _, attribute = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise OptionError("loss", f"loss {name!r}: expected my.module:METHOD")
     if "" not in sys.path and os.getcwd() not in sys.path:
         # Unlike ``python -m``, an installed program does not add the current folder to the path.
         sys.path.append(os.getcwd())

@@ -45,7 +45,8 @@ def test_shards_come_whole_and_in_order(tmp_path: Path):
     assert numbers(build(f"pipe:cat {tmp_path}/{{00000..00002}}.tar")) == list(range(35))
     before = torch.get_rng_state()
     functions = {"preprocess": lambda image: torch.zeros(1), "tokenizer": tokenize}
-    assert len(list(build_eval_loader(DataSpec(data), **functions, batch_size=8))) == 5
+    for source in (data, Path(data), [Path(data)]):
+        assert len(list(build_eval_loader(DataSpec(source), **functions, batch_size=8))) == 5
     assert torch.equal(torch.get_rng_state(), before), "the evaluation changed the random state of the training"
 
 

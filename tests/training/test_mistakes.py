@@ -35,6 +35,7 @@ MISTAKES = [
     ("--opt timm/sgdd --lr 1e-3", "--opt timm/sgdd: "),
     ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
+    ("--loss .relative:METHOD", "expected my.module:METHOD"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
     ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),

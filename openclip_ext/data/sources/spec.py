@@ -14,7 +14,8 @@ from openclip_ext.data.storage import Storage
 class DataSpec:
     """A data set and the size of its epochs."""
 
-    # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data.
+    # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data. Objects such
+    # as pathlib.Path are accepted and become strings.
     source: str | Sequence[str] | None = flag(None, dest="train_data")
     # "auto" decides by the ending of the path.
     dataset_type: str = flag("auto", choices=("webdataset", "csv", "synthetic", "auto"))
@@ -61,6 +62,10 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         check_config(self)
+        if isinstance(self.source, os.PathLike):
+            object.__setattr__(self, "source", os.fspath(self.source))
+        elif self.source is not None and not isinstance(self.source, str):
+            object.__setattr__(self, "source", [os.fspath(path) for path in self.source])
 
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
