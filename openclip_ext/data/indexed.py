@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 INDEX = "index"
 
 
@@ -69,7 +71,7 @@ def with_index(
         return indexed
     if hasattr(dataset, "add_column") and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         _refuse_taken(dataset.column_names)
-        return dataset.add_column(INDEX, list(range(len(dataset))))
+        return dataset.add_column(INDEX, np.arange(len(dataset)))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
         return IndexedDataset(dataset)
     raise TypeError(
