@@ -64,7 +64,8 @@ class ContrastiveModule(lightning.LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         inputs, _ = split_batch(batch)
-        self.log("val_loss", self.model_loss(self.model(**inputs), training=False))
+        # Without sync_dist, a schedule that monitors val_loss would set another learning rate in each process.
+        self.log("val_loss", self.model_loss(self.model(**inputs), training=False), sync_dist=True)
 
     def on_train_start(self) -> None:
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from openclip_ext import distributed
+from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
@@ -79,8 +80,9 @@ class ModelLoss:
         """
         features = self._features(outputs)
         if not training:
-            similarities = features["image_features"].float() @ features["text_features"].float().T
-            return symmetric_cross_entropy(features["logit_scale"] * similarities)
+            with without_autocast(features["image_features"]):
+                similarities = features["image_features"].float() @ features["text_features"].float().T
+                return symmetric_cross_entropy(features["logit_scale"] * similarities)
         return self.loss(**features, index=index, positives=positives, reference=reference)
 
     def _features(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class ModelLoss:
         optimizer.add_param_group({"params": [self.logit_scale], "lr": rate, "weight_decay": 0.0})
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Set the temperature's learning rate, which has no schedule. Call this method before ``optimizer.step()``.
+        """Set the temperature's learning rate, without a schedule or weight decay. Call this before ``optimizer.step()``.
 
         Raises:
             ValueError: The temperature has no parameter group of its own.
@@ -128,7 +130,7 @@ class ModelLoss:
                 "the loss sets the temperature's learning rate, but logit_scale has no parameter group of its own: call "
                 "separate_rate(optimizer) once, before you create a schedule"
             )
-        groups[0]["lr"] = self.loss.logit_scale_lr
+        groups[0] |= {"lr": self.loss.logit_scale_lr, "weight_decay": 0.0}
 
     def after_step(self) -> None:
         """Clamp the temperature to the loss's bounds. Call this method after ``optimizer.step()``."""

@@ -1,5 +1,6 @@
 """Use this package's losses in ``transformers.Trainer``. ``openclip_ext.data.with_index`` adds the index to batches."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ class LossCallback(TrainerCallback):
         path = self._path(args, state)
         if not path.is_file():
             raise ValueError(f"{path} not found: resume from a checkpoint in output_dir that has this file")
-        self.model_loss.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if content.get("log") not in (None, _log_of(state)):
+            raise ValueError(f"{path} belongs to another run: resume from a checkpoint in this run's output_dir")
+        self.model_loss.load_state_dict(content)
         self._next_epoch = self.model_loss.loss.epoch
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -48,12 +52,17 @@ class LossCallback(TrainerCallback):
         self.model_loss.after_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        content = self.model_loss.state_dict()  # a collective, so all ranks call it
+        content = self.model_loss.state_dict() | {"log": _log_of(state)}  # a collective, so all ranks call it
         if distributed.is_master():
             write_atomically(self._path(args, state), lambda file: torch.save(content, file))
 
     def _path(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_FILE
+
+
+def _log_of(state: Any) -> str:
+    """Return the log in a trainer's state, which identifies the run of a checkpoint."""
+    return json.dumps(state.log_history, sort_keys=True)
 
 
 class ContrastiveTrainer(Trainer):

@@ -130,3 +130,11 @@ def test_a_loss_goes_on_with_any_number_of_processes():
         saved = torch.cat(state["tables"][name])
         torch.testing.assert_close(saved, table.rows(0, SAMPLES), rtol=0, atol=0, equal_nan=True)
     assert one.loss.calls == 1
+
+
+def test_validation_is_in_full_precision_inside_autocast():
+    loss = ModelLoss(stateful_loss(), tiny_model())
+    features = dict(zip(("image_features", "text_features"), torch.randn(2, 8, WIDTH), strict=True))
+    expected = loss(features | {"logit_scale": torch.tensor(100.0)}, training=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(features | {"logit_scale": torch.tensor(100.0)}, training=False) == expected

@@ -11,6 +11,7 @@ import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
+from openclip_ext import distributed
 from openclip_ext.integrations.lightning import ContrastiveModule
 from tests.integrations import towers
 from tests.integrations.towers import BATCH, LR_TAU, pairs, stateful_loss
@@ -38,6 +39,8 @@ def train(folder, epochs=2, resume=None, rank=0, processes=1, weights_only=None,
 def _on_this_rank(folder):
     two = {"rank": int(os.environ["RANK"]), "processes": 2, "devices": 2, "strategy": "ddp"}
     whole = train(folder / "whole", **two)
+    first, second = distributed.all_gather_object(whole[0].callback_metrics["val_loss"].item())
+    assert first == second  # of all processes, so a ReduceLROnPlateau sets the same learning rate in each
     stopped, *_ = train(folder / "stopped", epochs=1, **two)
     resumed = train(folder / "resumed", resume=stopped.checkpoint_callback.best_model_path, **two)
     example = towers.example("lightning_module.py", *towers.FEW, "--devices", "2", "--output", str(folder / "example"))

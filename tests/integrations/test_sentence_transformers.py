@@ -79,6 +79,11 @@ def test_the_temperature_trains_and_validation_changes_nothing(uninterrupted):
     assert all(torch.equal(_state(uninterrupted)[name], value) for name, value in before.items())
 
 
+def test_the_temperature_has_no_weight_decay(tmp_path):
+    found = [train(tmp_path, weight_decay=decay, learning_rate=0.0).loss.logit_scale for decay in (0.0, 0.1)]
+    assert torch.equal(*found)
+
+
 def test_accumulation_and_hard_negatives_are_refused(tmp_path):
     with pytest.raises(ValueError, match="do not accumulate"):
         train(tmp_path, gradient_accumulation_steps=2)

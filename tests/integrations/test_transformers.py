@@ -117,6 +117,13 @@ def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
         run.train(resume_from_checkpoint=str(Path(uninterrupted.args.output_dir) / "checkpoint-3"))
 
 
+def test_a_loss_of_another_run_in_output_dir_is_not_restored(uninterrupted, tmp_path):
+    """The trainer reads the model from the given folder, and the callback reads the loss from ``output_dir``."""
+    trainer(tmp_path, data_seed=7).train()
+    with pytest.raises(ValueError, match="belongs to another run"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(Path(uninterrupted.args.output_dir) / "checkpoint-3"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"gradient_accumulation_steps": 2}, "do not accumulate"), ({"remove_unused_columns": True}, "removes the index")],

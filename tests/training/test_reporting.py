@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,17 @@ def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path: Path) -> No
         reporter.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_log_that_could_not_be_written_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter(tmp_path, ReportingConfig(destinations=frozenset({"tensorboard"})), 0, 10, 5)
+    shutil.rmtree(tmp_path / "tensorboard")
+    reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
+    reporter.close()
+    assert "Cannot write the TensorBoard" in caplog.text
 
 
 def test_json_has_no_nan() -> None:

@@ -187,8 +187,11 @@ class Reporter:
         self._scalars("val", metrics, position["epoch"], wandb_step=position["step"])
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        except OSError as error:  # TensorBoard raises an earlier error of its writer again
+            self._warn_once("the TensorBoard or W&B log", error)
         if self._wandb is not None:
             self._wandb.finish()
 
