@@ -34,7 +34,7 @@ class LossCallback(TrainerCallback):
         if not path.is_file():
             raise ValueError(f"{path} not found: resume from a checkpoint in output_dir that has this file")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if content.get("log") not in (None, _log_of(state)):
+        if content["log"] != _log_of(state):
             raise ValueError(f"{path} belongs to another run: resume from a checkpoint in this run's output_dir")
         self.model_loss.load_state_dict(content)
         self._next_epoch = self.model_loss.loss.epoch
