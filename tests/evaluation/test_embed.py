@@ -133,7 +133,7 @@ def test_folders_that_do_not_fit_are_refused(is_finished, command, tiny_folder, 
     finish = embed.EmbeddingFolder.finish if is_finished else lambda *_: None
     with mock.patch.object(embed.EmbeddingFolder, "finish", finish):
         embed.main(command(tmp_path))
-    others = {"weights": f"--pretrained={tiny_folder}/epoch_2.pt", "caption_key txt, found": "--caption-key=txt;json:caption"}
+    others = {"weights": f"--pretrained={tiny_folder}/epoch_2.pt", "caption_key txt, found": "--caption-key=txt;json:a"}
     for message, flag in (others | {"config": "--force-quick-gelu"}).items():
         with pytest.raises(UsageError, match=f"has other embeddings: expected {message}"):
             embed.main(command(tmp_path, flag))
