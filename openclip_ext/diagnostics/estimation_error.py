@@ -102,6 +102,7 @@ def exact_log_normalizers(
     """
     image, text = _pairs(image, text)
     anchors = torch.as_tensor(anchors)
+    anchors = torch.arange(len(image), device=anchors.device)[anchors]  # a negative row counts from the end
     tau = torch.as_tensor(tau, dtype=torch.float64, device=anchors.device).expand(2, len(anchors))
     sides = [_log_g(*pair, anchors, tau[side]) for side, pair in enumerate(((image, text), (text, image)))]
     log_g = torch.stack(sides)

@@ -51,8 +51,10 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
     for wrong in (-1, N):
         with pytest.raises(ManifestError, match=f"cannot exclude sample {wrong}: the indices are 0 to 99"):
             whole.without([4, wrong])
-    with pytest.raises(ManifestError, match="expected indices of samples to exclude, found bool"):
-        whole.without(np.arange(N) < 3)
+    mask = np.arange(N) < 3
+    for given in (mask, mask.tolist(), torch.from_numpy(mask)):
+        with pytest.raises(ManifestError, match="expected indices of samples to exclude, found bool"):
+            whole.without(given)
 
 
 def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):

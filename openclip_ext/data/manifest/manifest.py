@@ -151,7 +151,7 @@ class Manifest:
 
     def without(self, indices: Iterable[int]) -> "Manifest":
         """Return a manifest that also excludes these samples; raise ManifestError if an index is unknown."""
-        given = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, np.int64)
+        given = np.asarray(indices if hasattr(indices, "__array__") else [*indices])
         if given.size and given.dtype.kind not in "iu":
             raise ManifestError(
                 f"expected indices of samples to exclude, found {given.dtype}: use np.flatnonzero(mask)"
