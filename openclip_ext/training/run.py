@@ -179,6 +179,10 @@ def _build_step(
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
     ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, device, built.images.normalize)
+    if device.type == "cpu" and config.step.precision != "fp32":
+        logging.warning(
+            f"--precision {config.step.precision} is slow on many CPUs: --precision fp32 may be much faster."
+        )
     if config.parallel.compile_loss:
         loss.compile()
     scaler = gradient_scaler(config.step.precision, device)

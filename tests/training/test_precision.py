@@ -157,4 +157,5 @@ def test_precisions_from_the_command_line(shards, tmp_path, precision, monkeypat
     assert lines[-1]["infonce"] == pytest.approx(lines[-1]["chance"], abs=0.5)  # the run did not diverge in five steps
     saved = torch.load(tmp_path / "run" / "checkpoints" / "epoch_1.pt", weights_only=True)
     assert ("scaler" in saved) == (precision == "amp")
+    assert f"--precision {precision} is slow on many CPUs" in (tmp_path / "run" / "out.log").read_text()
     assert not any(name.startswith("_orig_mod") for name in saved["state_dict"])
