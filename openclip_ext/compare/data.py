@@ -12,6 +12,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.compare.config import CompareConfig
 from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, write_cache
+from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.shardlist import expand_shards
@@ -33,7 +34,9 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     tokens = None
     if isinstance(train, Cache):
         num_samples, identity = len(train), train.digest
-        tokens = Tokens.of([*train.captions(), *held_out.captions(), *names], training.model.tokenizer())
+        captions = train.captions()
+        mirrored = map(exchange_sides, captions) if training.loading.caption_aware_flip else ()
+        tokens = Tokens.of([*captions, *mirrored, *held_out.captions(), *names], training.model.tokenizer())
     else:
         num_samples, identity = _streamed(train, config, training)
         notes.append("the training images do not fit into --cache and are decoded again for each run")

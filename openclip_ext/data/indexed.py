@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 INDEX = "index"
 
 
@@ -71,6 +69,8 @@ def with_index(
         return indexed
     if hasattr(dataset, "add_column") and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         _refuse_taken(dataset.column_names)
+        import numpy as np  # imported late, because the help of training needs no numpy
+
         return dataset.add_column(INDEX, np.arange(len(dataset)))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
         return IndexedDataset(dataset)

@@ -150,6 +150,9 @@ class Doctor:
             yield WARNING, "memory: the estimate ignores hard negatives, which double the memory of the text tower"
         if model.lora.rank is not None:
             yield WARNING, "memory: the estimate trains all weights. With --lora-rank, the run needs less memory"
+        if self.world_size > 1 and not self.config.loss.options.get("local_loss", True):
+            fix = "Set both, or the run needs more memory for the full similarity matrix"
+            yield WARNING, f"memory: the estimate is for --local-loss --gather-with-grad. {fix}"
         if self.config.parallel.fsdp:
             yield (
                 WARNING,

@@ -197,10 +197,10 @@ def print_help(argv: list[str]) -> bool:
     return True
 
 
-def chosen_loss(argv: list[str]) -> str | None:
-    """Return the value of ``--loss``, without parsing other flags."""
+def chosen_loss(argv: list[str], flag: str = "--loss") -> str | None:
+    """Return the value of ``--loss``, or of another ``flag``, without parsing other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--loss", nargs="?")
+    parser.add_argument(flag, dest="loss", nargs="?")
     return parser.parse_known_args(argv)[0].loss
 
 

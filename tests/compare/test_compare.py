@@ -273,6 +273,12 @@ def test_a_manifest_may_leave_samples_out(data):
         prepared([*argv, "--cache", str(50_000 / 2**30), "--output", str(data / "other")])
 
 
+def test_captions_of_mirrored_images_have_tokens(data):
+    write_tar(data / "train" / "00000.tar", [(name, part.replace(b"over", b"left of")) for name, part in members(80)])
+    texts = prepared(with_val(data, "--caption-aware-flip")).data.tokens.texts
+    assert {"red left of blue", "red right of blue"} <= {*texts}
+
+
 def test_a_run_that_diverged_is_scored(compared):
     config = compared.pilot.config
     config = replace(config, length=replace(config.length, max_skipped_steps=3))

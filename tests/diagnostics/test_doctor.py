@@ -100,3 +100,8 @@ def test_a_folder_with_a_run(shards, tmp_path, capsys):
         lines_of(capsys, argv, 1), f"ERROR    folder: {tmp_path / 'run'} contains a run: continue it with --resume"
     )
     assert not found(lines_of(capsys, [*argv, "--resume", "latest"]), "ERROR")
+
+
+def test_the_memory_of_openclips_full_matrix(shards, tmp_path, capsys):
+    argv = [word for word in command(shards, tmp_path, "run", "openclip") if word != "--local-loss"]
+    assert found(lines_of(capsys, ["--world-size", "2", *argv]), "warning  memory: the estimate is for --local-loss")

@@ -70,3 +70,10 @@ def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Pat
     assert len((tmp_path / "smoke" / "mine" / "metrics.jsonl").read_text().splitlines()) >= 2
     config = json.loads((tmp_path / "smoke" / "mine" / "config.json").read_text())
     assert config["loss"]["name"] == "sharedclip:METHOD"
+
+    own = "sharedclip:METHOD --shared-gamma 0.5"
+    planned = python(
+        *f"openclip_ext.diagnostics.plan --samples 64 --global-batch 16 --model demo-vit --loss {own}".split()
+    )
+    compared = python(*f"openclip_ext.compare no.tar --losses openclip,{own}".split())
+    assert planned[0] == 0 and "none of the 1 files exists" in compared[1], planned[1] + compared[1]
