@@ -128,6 +128,7 @@ def test_the_stock_parser_with_openclips_losses(argv, kind):
     ("argv", "message"),
     [
         (["--loss", "neuclp"], "did you mean neuclip"),
+        (["--loss", "absent_module:METHOD"], "No module named 'absent_module'"),
         (["--loss", "neuclip", "--siglip"], "contradict each other"),
         (["--los", "neuclip"], "--los: abbreviations are not accepted; write it out: --loss"),
     ],

@@ -77,3 +77,9 @@ def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Pat
     )
     compared = python(*f"openclip_ext.compare no.tar --losses openclip,{own}".split())
     assert planned[0] == 0 and "none of the 1 files exists" in compared[1], planned[1] + compared[1]
+
+    script = "import openclip_ext, sys\nfrom open_clip_train import params\nopenclip_ext.register()\n"
+    script += "print(params.parse_args(sys.argv[1:]))"
+    (tmp_path / "stock.py").write_text(script, encoding="utf-8")
+    stock = python("stock", *f"--loss {own}".split())
+    assert stock[0] == 0 and "{'shared_gamma': 0.5}" in stock[1], stock[1]
