@@ -189,8 +189,9 @@ class Doctor:
             free = shutil.disk_usage(place).free
         if self.plan is None or self.samples is None:
             return
-        kept = 1 if saving.delete_previous or not saving.every_epochs else length.epochs // saving.every_epochs
-        count = kept + 1  # a new checkpoint is written before an old one is deleted
+        kept = 1 if saving.delete_previous or not saving.every_epochs else -(-length.epochs // saving.every_epochs)
+        # A new checkpoint is written before an old one is deleted. best.pt is smaller than a checkpoint.
+        count = kept + 1 + saving.most_recent + (saving.best_metric is not None)
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
         parameter_bytes += 4 if self.config.step.model_ema_decay is not None else 0
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples

@@ -92,6 +92,21 @@ def test_memory_has_the_tables_of_all_samples_and_the_average(shards, tmp_path, 
     assert sizes[0] == sizes[1] < sizes[2]
 
 
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("", 4),
+        ("--save-frequency 2", 3),
+        ("--save-frequency 0 --save-most-recent", 3),
+        ("--keep-best clip_val_loss", 5),
+    ],
+)
+def test_the_number_of_checkpoints_on_the_disk(shards, tmp_path, capsys, flags, count):
+    """The last epoch is always saved, and a new epoch_latest.pt or mid-epoch checkpoint is written next to the old ones."""
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "3", "--val-data", shards), *flags.split()]
+    assert f" for {count} checkpoints" in found(lines_of(capsys, argv), "ok       folder:")[0]
+
+
 def test_a_folder_with_a_run(shards, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
