@@ -87,15 +87,22 @@ class Samples:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return a text file's non-blank lines, stripped; raise DataError without any. ``what`` names the lines in messages."""
+    """Return a text file's non-blank lines, stripped; raise DataError without any. ``what`` names the lines in messages.
+
+    A blank line between class names is also an error, because a label is a class name's line number.
+    """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").rstrip().splitlines()]
     except FileNotFoundError:
         raise DataError(f"{path} not found: expected the {what}, one per line.") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}).") from None
     if not any(lines):
         raise DataError(f"{path} is empty: expected the {what}, one per line.")
+    if path.name == CLASSNAMES_FILE and "" in lines:
+        raise DataError(
+            f"{path}: line {lines.index('') + 1} is blank, so later labels would shift. Name its class, or remove it."
+        )
     return [line for line in lines if line]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, read_shard
+from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, read_lines, read_shard
 from openclip_ext.evaluation.download import BROKEN, check_set
 from openclip_ext.evaluation.runner import MAX_SKIPPED, evaluate_task
 from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
@@ -52,6 +52,7 @@ def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, mak
         ),
         ("zeroshot_classification_templates.txt", "a photo\n", "templates.txt: expected {c} for the class name"),
         ("classnames.txt", "zero\none\n", "expected DataComp's 10 classes, found 2"),
+        ("classnames.txt", "".join(f"{name}\n" for name in "0123 456789\n"), "line 5 is blank, so later labels"),
         ("classnames.txt", b"\xff\xfe", "is not UTF-8"),
         ("test/nshards.txt", "1000000000", "expected the number of shards, found '1000000000'"),
         ("test/nshards.txt", "2", "expected 2 shards .*missing or extra: 2.tar"),
@@ -66,6 +67,11 @@ def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message.replace("{", r"\{").replace("}", r"\}")):
         evaluate_task(TASKS["cifar10"], folder.parent, make_encoder())
+
+
+def test_a_byte_order_mark_and_the_end_of_the_file_are_not_part_of_the_class_names(folder):
+    (folder / "classnames.txt").write_bytes("\ufeffa dog\r\na cat \r\n\r\n".encode())
+    assert read_lines(folder / "classnames.txt", "class names") == ["a dog", "a cat"]
 
 
 def test_a_tar_that_ends_between_two_members_is_named(folder):

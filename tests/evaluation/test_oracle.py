@@ -199,7 +199,7 @@ def test_equal_class_names_tie_exactly(tmp_path, make_encoder):
     folder = datasets.make_task(tmp_path, "wilds/iwildcam", count=SAMPLES)
     found = []
     for names in (datasets.DIGIT_NAMES, (*datasets.DIGIT_NAMES, *datasets.DIGIT_NAMES[::-1])):
-        (folder / "classnames.txt").write_text("".join(f"{name}\n\n" for name in names))
+        (folder / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
         metrics = evaluate_task(TASKS["wilds/iwildcam"], tmp_path, make_encoder(), any_size=True).metrics
         found.append(metrics["acc1"])
     assert found[0] == found[1]
