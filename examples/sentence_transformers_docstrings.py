@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    split = pairs(args.packages, args.output / "pairs.json")
+    split = pairs(args.packages, args.output / f"pairs-{'-'.join(args.packages)}.json")
     print({name: len(part) for name, part in split.items()})
     summaries, texts = (list(column) for column in zip(*split["train"], strict=True))
     set_seed(args.seed)
