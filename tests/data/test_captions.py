@@ -146,6 +146,16 @@ def decoded(data: bytes) -> str:
     return SampleKeys("jpg", "json:captions").decode(sample, decode_image)[1]
 
 
+def test_a_blank_caption_of_a_list_is_ignored_and_a_blank_field_is_bad_in_every_epoch():
+    keys = SampleKeys("jpg", "txt;json:captions")
+    sample = {"jpg": image_bytes(0), "txt": b"one", "json": b'{"captions": ["", "two", " "]}'}
+    drawn = {keys.decode(RawSample(0, sample), decode_image, draw)[1] for draw in range(1, 9)}
+    assert drawn == {"one", "two"} and decoded(sample["json"]) == "two"
+    for draw in range(9):
+        with pytest.raises(BadSampleError, match="no caption: the text is empty"):
+            keys.decode(RawSample(0, sample | {"txt": b" "}), decode_image, draw)
+
+
 def test_what_is_no_caption_is_a_bad_sample():
     half_a_pair = b'{"captions": "a\\ud800"}'
     for wrong in (b"[" * 100_000, b'{"captions": ' * 2000, b'{"captions": 1', b"9" * 5000, b"\xff", half_a_pair):

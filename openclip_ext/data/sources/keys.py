@@ -45,7 +45,10 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
-    """Return the captions (at least one) in a field. A json entry may be a list. ``what`` names the captions in errors."""
+    """Return the captions in a field. A json entry may be a list, whose blank texts are ignored unless all are blank.
+
+    ``what`` names the captions in errors.
+    """
     try:
         text = data.decode("utf-8")
         content = {} if key.entry is None else json.loads(text)
@@ -61,4 +64,4 @@ def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
         )
     if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
         raise BadSampleError(f"the {what} ({key.field}) does not decode: it has a lone surrogate")
-    return captions
+    return [caption for caption in captions if caption.strip()] or captions
