@@ -102,7 +102,7 @@ class Doctor:
         self.steps = loader.batches_per_epoch // loading.accum_freq
         self.samples = source.num_samples  # --train-num-samples shortens epochs, but not the loss's tables
         try:
-            first = source.reader()(0)
+            first = source.reader()(next(index for index in range(source.num_samples) if not source.is_left_out(index)))
             _, caption = source.decode(first, decode_image)
             if source.has_hard_negatives:
                 source.hard_negative(first, 0)
@@ -111,7 +111,7 @@ class Doctor:
         else:
             yield (
                 OK,
-                f"data: {source.num_samples:,} samples, the manifest matches, the first caption is {caption[:60]!r}",
+                f"data: {source.num_kept:,} samples, the manifest matches, the first caption is {caption[:60]!r}",
             )
         if source.known_bad()[0]:
             yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())

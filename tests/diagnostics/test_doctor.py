@@ -5,6 +5,7 @@ import re
 import pytest
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.diagnostics import doctor
 from openclip_ext.diagnostics.doctor import main
 from tests.training.runs import command, run
@@ -90,6 +91,13 @@ def test_memory_has_the_tables_of_all_samples_and_the_average(shards, tmp_path, 
     assert short.state == whole.state > 0
     assert averaged.model - whole.model == 4 * plans[0].parameters
     assert sizes[0] == sizes[1] < sizes[2]
+
+
+def test_samples_that_the_manifest_excludes_are_not_counted_or_read(shards, tmp_path, capsys):
+    data = find_or_create_manifest(shards)
+    data.without(range(10)).save(tmp_path / "fewer.json")
+    argv = [*command(shards, tmp_path, "run", "openclip"), "--manifest", str(tmp_path / "fewer.json")]
+    assert found(lines_of(capsys, argv), "ok       data: 74 samples, the manifest matches")
 
 
 @pytest.mark.parametrize(
