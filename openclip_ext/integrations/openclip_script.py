@@ -46,9 +46,8 @@ def _extended_parse_args(original: Callable) -> Callable:
     def parse_args(argv: list[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         try:
-            registry.find_method(
-                chosen_loss(argv) or "openclip"
-            )  # imports your own loss, because its options are flags
+            # This call imports your own loss, because its options are flags.
+            registry.find_method(chosen_loss(argv) or "openclip")
             add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
             if any(argument in ("-h", "--help") for argument in argv):
                 parser.print_help()
