@@ -22,7 +22,7 @@ from openclip_ext.training import flags
 from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import with_loss_options
-from openclip_ext.training.parser import add_flag, add_loss_flags, chosen_loss, take_loss_options
+from openclip_ext.training.parser import add_flag, add_loss_flags, import_losses, take_loss_options
 
 # Python names of the training flags that compare accepts with the same meaning. It rejects other training flags.
 _USED_FLAGS = """
@@ -66,8 +66,7 @@ class CompareConfig:
 
 def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     add_model_configs()
-    for loss in filter(None, (chosen_loss(argv, "--losses") or "").split(",")):
-        registry.find_method(loss.strip())  # imports your own loss, because its options are flags
+    import_losses(argv, "--losses")
     parser = _parser()
     args, training = parser.parse_known_args(argv)
     # This parser has no ``--model``, so in ``--model ViT-B-32 SHARDS`` it takes ViT-B-32 for SHARDS. Reject this order.

@@ -23,7 +23,7 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.options import PARTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
-from openclip_ext.training.parser import add_loss_flags, chosen_loss, take_loss_options
+from openclip_ext.training.parser import add_loss_flags, import_losses, take_loss_options
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -201,7 +201,7 @@ def _gib(size: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    registry.find_method(chosen_loss(argv) or "openclip")  # imports your own loss, because its options are flags
+    import_losses(argv)
     args = vars(_parser().parse_args(argv))
     gpu_memory, world_size, loss = args.pop("gpu_memory"), args.pop("world_size"), args.pop("loss") or "openclip"
     options = take_loss_options(args)

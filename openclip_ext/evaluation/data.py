@@ -86,10 +86,10 @@ class Samples:
         return replace(self, values={name: value.pin_memory() for name, value in self.values.items()})
 
 
-def read_lines(path: Path, what: str) -> list[str]:
+def read_lines(path: Path, what: str, are_labels: bool = False) -> list[str]:
     """Return a text file's non-blank lines, stripped; raise DataError without any. ``what`` names the lines in messages.
 
-    A blank line between class names is also an error, because a label is a class name's line number.
+    If the numbers of the lines are labels, a blank line between others is also an error.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").rstrip().splitlines()]
@@ -99,7 +99,7 @@ def read_lines(path: Path, what: str) -> list[str]:
         raise DataError(f"{path} is not UTF-8 text ({error}).") from None
     if not any(lines):
         raise DataError(f"{path} is empty: expected the {what}, one per line.")
-    if path.name == CLASSNAMES_FILE and "" in lines:
+    if are_labels and "" in lines:
         raise DataError(
             f"{path}: line {lines.index('') + 1} is blank, so later labels would shift. Name its class, or remove it."
         )
@@ -108,7 +108,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 def read_classes(folder: Path, task: Task, any_size: bool = False) -> tuple[list[str], list[str]]:
     """Return class names, which may repeat, and prompt templates, in which ``{c}`` stands for the class name."""
-    classnames = read_lines(folder / CLASSNAMES_FILE, "class names")
+    classnames = read_lines(folder / CLASSNAMES_FILE, "class names", are_labels=True)
     templates = read_lines(folder / TEMPLATES_FILE, "prompt templates")
     other = {*"{}"}.intersection("".join(templates).replace("{c}", ""))
     if other or not any("{c}" in template for template in templates):

@@ -13,7 +13,7 @@ from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training import flags
-from openclip_ext.training.parser import Parser, add_loss_flags, chosen_loss, take_loss_options
+from openclip_ext.training.parser import Parser, add_loss_flags, import_losses, take_loss_options
 
 _USE_OURS = "Train with: python -m openclip_ext.training.main"
 # Options of losses that train the model's temperature. Only this package's training program uses these options.
@@ -46,8 +46,7 @@ def _extended_parse_args(original: Callable) -> Callable:
     def parse_args(argv: list[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         try:
-            # This call imports your own loss, because its options are flags.
-            registry.find_method(chosen_loss(argv) or "openclip")
+            import_losses(argv)
             add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
             if any(argument in ("-h", "--help") for argument in argv):
                 parser.print_help()

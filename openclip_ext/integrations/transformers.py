@@ -1,6 +1,5 @@
 """Use this package's losses in ``transformers.Trainer``. ``openclip_ext.data.with_index`` adds the index to batches."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.trainer_utils import has_length
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
 
@@ -34,7 +34,7 @@ class LossCallback(TrainerCallback):
         if not path.is_file():
             raise ValueError(f"{path} not found: resume from a checkpoint in output_dir that has this file")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if content["log"] != _log_of(state):
+        if content["log_digest"] != config_digest(state.log_history):
             raise ValueError(f"{path} belongs to another run: resume from a checkpoint in this run's output_dir")
         self.model_loss.load_state_dict(content)
         self._next_epoch = self.model_loss.loss.epoch
@@ -52,17 +52,13 @@ class LossCallback(TrainerCallback):
         self.model_loss.after_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        content = self.model_loss.state_dict() | {"log": _log_of(state)}  # a collective, so all ranks call it
+        content = self.model_loss.state_dict()  # a collective, so all ranks call it
+        content["log_digest"] = config_digest(state.log_history)  # identifies the run
         if distributed.is_master():
             write_atomically(self._path(args, state), lambda file: torch.save(content, file))
 
     def _path(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_FILE
-
-
-def _log_of(state: Any) -> str:
-    """Return the log in a trainer's state, which identifies the run of a checkpoint."""
-    return json.dumps(state.log_history, sort_keys=True)
 
 
 class ContrastiveTrainer(Trainer):

@@ -197,6 +197,14 @@ def print_help(argv: list[str]) -> bool:
     return True
 
 
+def import_losses(argv: list[str], flag: str = "--loss") -> None:
+    """Import the modules of your own losses in the value of ``flag``, because their options are flags."""
+    from openclip_ext.losses import registry  # imported late, because it imports torch
+
+    for name in filter(None, (chosen_loss(argv, flag) or "").split(",")):
+        registry.find_method(name.strip())
+
+
 def chosen_loss(argv: list[str], flag: str = "--loss") -> str | None:
     """Return the value of ``--loss``, or of another ``flag``, without parsing other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

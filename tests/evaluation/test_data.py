@@ -71,7 +71,7 @@ def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
 
 def test_a_byte_order_mark_and_the_end_of_the_file_are_not_part_of_the_class_names(folder):
     (folder / "classnames.txt").write_bytes("\ufeffa dog\r\na cat \r\n\r\n".encode())
-    assert read_lines(folder / "classnames.txt", "class names") == ["a dog", "a cat"]
+    assert read_lines(folder / "classnames.txt", "class names", are_labels=True) == ["a dog", "a cat"]
 
 
 def test_a_tar_that_ends_between_two_members_is_named(folder):

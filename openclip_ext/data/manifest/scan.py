@@ -144,7 +144,7 @@ def _lacks(sample: tar.TarSample, keys: Sequence[Key]) -> bool:
     if key is None or sample.members[sample.found.index(key.field)].size == 0:
         return bool(keys)
     try:
-        return key.entry is not None and not captions_of(sample.fields[key.field], key)[0].strip()
+        return key.entry is not None and not captions_of(sample.fields[key.field], key)
     except BadSampleError:
         return True
 

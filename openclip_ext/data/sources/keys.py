@@ -45,18 +45,20 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
-    """Return the captions in a field. A json entry may be a list, whose blank texts are ignored unless all are blank.
+    """Return the captions (at least one) in a field. A json entry may be a list, whose blank texts are left out.
 
     ``what`` names the captions in errors.
+
+    Raises:
+        BadSampleError: There is no caption that is not blank, or the field does not decode.
     """
     try:
         text = data.decode("utf-8")
-        content = {} if key.entry is None else json.loads(text)
+        entry = text if key.entry is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the {what} ({key.field}) does not decode: {error}") from error
-    if key.entry is None:
-        return [text]
-    entry = content.get(key.entry) if isinstance(content, dict) else None
+    if key.entry is not None:
+        entry = entry.get(key.entry) if isinstance(entry, dict) else None
     captions: list[Any] = entry if isinstance(entry, list) else [entry]
     if not captions or not all(isinstance(caption, str) for caption in captions):
         raise BadSampleError(
@@ -64,4 +66,7 @@ def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
         )
     if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
         raise BadSampleError(f"the {what} ({key.field}) does not decode: it has a lone surrogate")
-    return [caption for caption in captions if caption.strip()] or captions
+    captions = [caption for caption in captions if caption.strip()]
+    if not captions:
+        raise BadSampleError(f"no {what}: the text is empty")
+    return captions

@@ -180,20 +180,16 @@ class SampleKeys:
         caption_key = _first_key(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
-        if not all(caption.strip() for caption in captions):
-            raise BadSampleError("no caption: the text is empty")
         return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
         """See :meth:`Source.hard_negative`."""
         key = _first_key(raw, self._hard_negatives, "hard negative")
         captions = captions_of(raw.fields[key.field], key, "hard negative")
-        if not captions[0].strip():
-            raise BadSampleError("no hard negative: the text is empty")
         return captions[draw % len(captions)]
 
     def caption(self, raw: RawSample) -> str:
-        """Return the first caption of a sample; raise BadSampleError if it is missing or does not decode."""
+        """Return the first caption of a sample; raise BadSampleError if it is missing, blank, or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
 

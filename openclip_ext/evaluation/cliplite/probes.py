@@ -129,7 +129,7 @@ def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
         folder = ClassFolders(path)
         paths = [Path(name) for name, _ in folder.samples]
         return _read_files(paths, np.array(folder.targets), folder.classes, encoder, kind)
-    classes = read_lines(path / CLASSNAMES_FILE, "class names")
+    classes = read_lines(path / CLASSNAMES_FILE, "class names", are_labels=True)
     batches = encoder.batches(find_samples(path), SampleFormat(len(classes)))
     found = encoder.collect(batches, _compute_features(encoder, kind), path.name, None)
     features, labels = (found.values[name].numpy() for name in ("features", "label"))
