@@ -69,8 +69,10 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Print once that the log file cannot be written, instead of a traceback for each line."""
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
-        if isinstance(handler, logging.FileHandler):
-            handler.stream = None  # else closing the handler would write the text again, and fail
+        if isinstance(handler, logging.FileHandler) and handler.stream is not None:
+            with suppress(OSError):  # closing writes the text again, and fails
+                handler.stream.close()
+            handler.stream = None
     else:
         traceback.print_exc()
 
