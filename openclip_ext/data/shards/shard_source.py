@@ -51,7 +51,7 @@ class ShardSource(Source):
         self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled
         self._weights = np.ones(len(manifest.shards)) if weights is None else np.asarray(weights, dtype=np.float64)
-        self._numbers = np.arange(len(manifest.shards))  # positions of the used shards in the manifest
+        self._numbers: np.ndarray = np.arange(len(manifest.shards))  # positions of the used shards in the manifest
         self._storage = storage
         self._gave_up = False  # whether the last local shard could not be opened
         self._first_indices = np.array([shard.first_index for shard in manifest.shards], dtype=np.int64)
