@@ -162,7 +162,8 @@ def test_a_checkpointed_loss(name: str, use_reentrant: bool) -> None:
         def call(image: Tensor, text: Tensor, options: Any = options) -> Tensor:
             return loss(image, text, scale, **options)
 
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             if loss.keeps_state:
                 with pytest.raises(RuntimeError, match="would update its state twice"):
                     checkpoint(call, *features[:2], use_reentrant=use_reentrant).backward()

@@ -1,7 +1,6 @@
 """Small temperatures, half precision, autocast, and the dtype of the state."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -65,13 +64,14 @@ def test_wrong_estimates_saturate_instead_of_overflowing(name: str) -> None:
     assert not any(torch.isinf(value).any() for value in loss.state_dict().values())
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", kinds())
 def test_a_training_call_in_inference_mode_and_a_state_in_float16(name: str) -> None:
     """The call updates the state as it does outside of inference mode. A state in half precision can be loaded."""
     expected, loss = create_any(name), create_any(name)
     for step in make_steps(2):
         run_step(expected, step, torch.float32)
-        with torch.inference_mode(), warnings.catch_warnings(action="ignore"):
+        with torch.inference_mode():
             loss.start_epoch(step.epoch)
             features = step.images.float(), step.texts.float()
             positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
