@@ -1,5 +1,6 @@
 """Compute a model's embeddings of a data set, in memory or in files."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,11 @@ def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
     def table(name: str, size: int, dtype: torch.dtype) -> Tensor:
         if folder is None:
             return torch.empty(size, dtype=dtype)
-        return torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype)
+        path = folder / name
+        path.touch()
+        with path.open("r+b") as file:  # allocate the file, because a full disk would later be a bus error
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
     image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
     return image, text, table("index", rows, torch.int64)

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import shutil
 import statistics
 import tarfile
@@ -23,7 +24,7 @@ from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import read_samples
-from openclip_ext.evaluation.embeddings import Embeddings
+from openclip_ext.evaluation.embeddings import Embeddings, tables
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference
@@ -222,6 +223,20 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
     torch.testing.assert_close(embeddings.image.norm(dim=1), torch.ones(NUM_SAMPLES))
     with pytest.raises(AssertionError, match="embedded again"):
         embed_training_set(load_run(trained, "epoch_1.pt"), inspected)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_no_description(trained, tmp_path, monkeypatch):
+    """Without allocated files, the process would die of a bus error. An empty description would fail every later call."""
+    table, *_ = tables(tmp_path, 1000, 64)
+    assert (tmp_path / "image").stat().st_blocks * 512 >= table.nbytes == 4 * 64 * 1000
+
+    def no_space(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        embed_training_set(load_run(trained, "epoch_2.pt"), tmp_path / "full")
+    assert not (tmp_path / "full" / "embeddings.json").exists()
 
 
 def averages(folder: Path, epoch: int) -> np.ndarray:
