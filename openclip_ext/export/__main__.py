@@ -65,8 +65,6 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     if to == "hf":
         write_clip_model(model, model_config, tokenizer, output)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
     save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
     if "hf_tokenizer_name" in model_config["text_cfg"]:
         cast(Any, tokenizer).save_pretrained(output)  # OpenCLIP loads the tokenizer from this folder
@@ -79,6 +77,9 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     results = evaluations(run, loaded, weights_digest(model))
     card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
     (output / "README.md").write_text(card, encoding="utf-8")
+    # The weights are written last, so that nothing can load a folder whose other files are incomplete.
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:

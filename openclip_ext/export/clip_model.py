@@ -63,13 +63,13 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
     difference = _difference(model, clip.eval())
     if not difference <= TOLERANCE:
         raise UsageError(_no_counterpart(f"its embeddings would differ by {difference:.1g}"))
-    clip.save_pretrained(folder)
     files = {"preprocessor_config.json": processor, "vocab.json": vocabulary[0]}
     files["tokenizer_config.json"] = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokenizer.context_length}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     merges = ["#version: 0.2", *vocabulary[1], ""]
     (folder / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
+    clip.save_pretrained(folder)  # last, because from_pretrained would accept incomplete merges
 
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -249,3 +249,21 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "export", lambda *_: save_file({"a": torch.zeros(1)}, tmp_path / "none" / "x"))
     with pytest.raises(OSError, match=r"exported could not be written: .*No such file"):
         main(["epoch_1.pt", "--output", str(tmp_path / "exported")])
+
+
+@pytest.mark.parametrize("last", ["merges.txt", "README.md"])
+def test_a_folder_without_a_complete_text_file_has_no_weights(last, tmp_path, monkeypatch):
+    """On a full disk, or if the process is killed. ``CLIPTokenizer`` would accept incomplete merges."""
+    write = Path.write_text
+
+    def write_half(path, text, **options):
+        write(path, text[: len(text) // 2] if path.name == last else text, **options)
+        if path.name == last:
+            raise OSError("No space left on device")
+
+    checkpoint = make_run(tmp_path, "demo-vit")
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        export(checkpoint, "hf", tmp_path / "exported")
+    name = "model.safetensors" if last == "merges.txt" else "open_clip_model.safetensors"
+    assert (tmp_path / "exported" / last).exists() and not (tmp_path / "exported" / name).exists()
