@@ -52,13 +52,26 @@ class LossCallback(TrainerCallback):
         self.model_loss.after_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        content = self.model_loss.state_dict()  # a collective, so all ranks call it
+        self.save(args, state)
+
+    def save(self, args: Any, state: Any) -> None:
+        """Write the loss's state into the folder of the current step's checkpoint. Collective: all ranks call it."""
+        content = self.model_loss.state_dict()
         content["log_digest"] = config_digest(state.log_history)  # identifies the run
         if distributed.is_master():
-            write_atomically(self._path(args, state), lambda file: torch.save(content, file))
+            path = self._path(args, state)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lambda file: torch.save(content, file))
 
     def _path(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_FILE
+
+
+class _CallbackWithoutSaving(LossCallback):
+    """The callback of a trainer that calls :meth:`LossCallback.save` itself."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        pass
 
 
 class ContrastiveTrainer(Trainer):
@@ -78,7 +91,8 @@ class ContrastiveTrainer(Trainer):
         # Without these two attributes, the Trainer would compute no loss for validation data, because they have no labels.
         self.can_return_loss = True
         self.label_names: list[str] = []
-        self.add_callback(LossCallback(self.model_loss))
+        self._callback = _CallbackWithoutSaving(self.model_loss)
+        self.add_callback(self._callback)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
@@ -88,6 +102,11 @@ class ContrastiveTrainer(Trainer):
         outputs = model(**inputs)
         loss = self.model_loss(outputs, training=model.training, **for_loss)
         return (loss, outputs) if return_outputs else loss
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        # The loss is saved first, because the Trainer deletes earlier checkpoints before it calls on_save.
+        self._callback.save(self.args, self.state)
+        super()._save_checkpoint(*args, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None

@@ -117,6 +117,26 @@ def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
         run.train(resume_from_checkpoint=str(Path(uninterrupted.args.output_dir) / "checkpoint-3"))
 
 
+def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+    """The Trainer deletes earlier checkpoints at the end of its own save."""
+    run = trainer(tmp_path, save_total_limit=1)
+    saved = []
+
+    def fail_second(original=run.model_loss.state_dict):
+        saved.append(run.state.global_step)
+        if len(saved) == 2:
+            raise OSError("disk full")
+        return original()
+
+    monkeypatch.setattr(run.model_loss, "state_dict", fail_second)
+    with pytest.raises(OSError, match="disk full"):
+        run.train()
+    assert saved == [3, 6]
+    resumed = trainer(tmp_path, save_total_limit=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.model_loss.loss.calls == 2 * STEPS
+
+
 def test_a_loss_of_another_run_in_output_dir_is_not_restored(uninterrupted, tmp_path):
     """The trainer reads the model from the given folder, and the callback reads the loss from ``output_dir``."""
     trainer(tmp_path, data_seed=7).train()
