@@ -59,7 +59,9 @@ class ContrastiveModule(lightning.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         inputs, for_loss = split_batch(batch)
         loss = self.model_loss(self.model(**inputs), **for_loss)
-        self.log("train_loss", loss.detach())
+        self.log("train_loss_step", loss.detach())  # with some losses, of this process's samples only
+        # The epoch's mean is equal in all processes, so a schedule that monitors it sets equal learning rates.
+        self.log("train_loss", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

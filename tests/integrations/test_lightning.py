@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from openclip_ext import distributed
 from openclip_ext.integrations.lightning import ContrastiveModule
+from openclip_ext.losses.registry import create_loss
 from tests.integrations import towers
 from tests.integrations.towers import BATCH, LR_TAU, pairs, stateful_loss
-from tests.training.tiny import tiny_model
+from tests.training.tiny import WIDTH, tiny_model
 
 
 class Module(ContrastiveModule):
@@ -25,22 +26,29 @@ class Module(ContrastiveModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def train(folder, epochs=2, resume=None, rank=0, processes=1, weights_only=None, **options):
+def train(folder, epochs=2, resume=None, rank=0, processes=1, weights_only=None, loss=stateful_loss, **options):
     train_set = pairs()
     sampler = DistributedSampler(train_set, processes, rank, drop_last=True)
     loader = DataLoader(train_set, BATCH // processes, sampler=sampler)
-    module = Module(tiny_model(), stateful_loss)
+    module = Module(tiny_model(), loss)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **options)
     trainer.fit(module, loader, DataLoader(pairs(index=False), BATCH), ckpt_path=resume, weights_only=weights_only)
     return trainer, module, towers.final_state(module.model, module.model_loss.loss)
 
 
+def local_loss():
+    return create_loss("openclip", embed_dim=WIDTH, local_loss=True, gather_with_grad=True)
+
+
 def _on_this_rank(folder):
     two = {"rank": int(os.environ["RANK"]), "processes": 2, "devices": 2, "strategy": "ddp"}
     whole = train(folder / "whole", **two)
-    first, second = distributed.all_gather_object(whole[0].callback_metrics["val_loss"].item())
-    assert first == second  # of all processes, so a ReduceLROnPlateau sets the same learning rate in each
+    # OpenCLIP's loss of a process is the loss of its own samples.
+    local, *_ = train(folder / "local", epochs=1, loss=local_loss, **two)
+    for name in ("train_loss", "val_loss"):
+        first, second = distributed.all_gather_object(local.callback_metrics[name].item())
+        assert first == second  # a ReduceLROnPlateau that monitors it sets the same learning rate in each process
     stopped, *_ = train(folder / "stopped", epochs=1, **two)
     resumed = train(folder / "resumed", resume=stopped.checkpoint_callback.best_model_path, **two)
     example = towers.example("lightning_module.py", *towers.FEW, "--devices", "2", "--output", str(folder / "example"))
