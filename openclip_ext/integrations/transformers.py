@@ -11,6 +11,7 @@ from transformers.trainer_utils import has_length
 
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.integrations.model_loss import ModelLoss, split_batch
@@ -107,6 +108,10 @@ class ContrastiveTrainer(Trainer):
         # The loss is saved first, because the Trainer deletes earlier checkpoints before it calls on_save.
         self._callback.save(self.args, self.state)
         super()._save_checkpoint(*args, **options)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters with weight decay. As in OpenCLIP, the temperature has none."""
+        return [name for name in super().get_decay_parameter_names(model) if name.rpartition(".")[2] != LOGIT_SCALE]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None

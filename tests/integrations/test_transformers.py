@@ -33,7 +33,7 @@ def collate(samples):
     return {names[name]: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def trainer(folder: Path, data=None, **options) -> ContrastiveTrainer:
+def trainer(folder: Path, data=None, loss=None, **options) -> ContrastiveTrainer:
     arguments = {"num_train_epochs": 2, "save_steps": 3, "logging_steps": 1, "remove_unused_columns": False}
     arguments |= {"per_device_train_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments |= options
@@ -44,7 +44,7 @@ def trainer(folder: Path, data=None, **options) -> ContrastiveTrainer:
         train_dataset=pairs() if data is None else data,
         eval_dataset=pairs(index=False),
         data_collator=collate,
-        contrastive_loss=stateful_loss(),
+        contrastive_loss=loss or stateful_loss(),
     )
 
 
@@ -109,6 +109,14 @@ def test_the_temperature_has_its_own_group_the_log_the_losss_numbers_and_validat
     before = _state(uninterrupted)
     assert uninterrupted.evaluate()["eval_loss"] > 0
     towers.assert_equal_runs(_state(uninterrupted), before)
+
+
+def test_a_temperature_with_the_models_learning_rate_has_no_weight_decay(tmp_path):
+    run = trainer(tmp_path, loss=create_loss("openclip"), weight_decay=0.1)
+    groups = run.create_optimizer().param_groups
+    (group,) = (group for group in groups if any(parameter is run.model.logit_scale for parameter in group["params"]))
+    assert group["weight_decay"] == 0
+    assert max(group["weight_decay"] for group in groups) == 0.1
 
 
 def test_a_checkpoint_without_the_losss_state_is_named(uninterrupted, tmp_path):
