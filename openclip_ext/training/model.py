@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import random
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,10 +90,10 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
             raise
         raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove the flag") from error
-    except (RuntimeError, AssertionError, pickle.UnpicklingError) as error:
+    except (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError) as error:
         if not config.pretrained or not os.path.isfile(config.pretrained):
             raise
-        name, reason = config.name, one_line(error)
+        name, reason = config.name, one_line(error) or "the file is empty or truncated"
         raise UsageError(f"--pretrained {config.pretrained} is not a checkpoint of --model {name}: {reason}") from error
     groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
     if config.lock_image:

@@ -137,3 +137,11 @@ def test_weights_of_another_model_are_one_line(flag, tmp_path, monkeypatch, caps
     told = errors_of([flag, str(weights)], monkeypatch, capsys).splitlines()
     told = [line for line in told if line.startswith("error: ")]
     assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400
+
+
+@pytest.mark.parametrize("content", [b"", b"junk"])
+def test_a_truncated_file_of_weights_is_one_line(content, tmp_path, monkeypatch, capsys):
+    (tmp_path / "weights.pt").write_bytes(content)
+    told = errors_of(["--pretrained", str(tmp_path / "weights.pt")], monkeypatch, capsys)
+    assert "weights.pt is not a checkpoint of --model" in told and "Traceback" not in told
+    assert not told.splitlines()[-1].endswith(": ")
