@@ -1,6 +1,7 @@
 """Faults outside the program: every loss of data is reported, and unreadable files are not overwritten."""
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -201,6 +202,15 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path, monk
     with pytest.raises(UsageError, match=r"cannot write to the run folder .*/run \(.*No space left.*: free disk space"):
         run([*argv, "--epochs", "3"])
     assert [file.read_bytes() for file in files] == before
+
+
+def test_a_start_on_a_full_disk_reports_the_disk(shards, tmp_path, monkeypatch):
+    """The log file is closed, because no line could be written, and the run folder is removed."""
+    monkeypatch.setattr(os, "fsync", disk_is_full)
+    monkeypatch.setattr(logging.FileHandler, "flush", disk_is_full)
+    with pytest.raises(UsageError, match=r"cannot write to the run folder .*No space left"):
+        run(small_command(shards, tmp_path, "new", "openclip"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_second_run_in_the_same_folder_is_refused(shards, tmp_path, monkeypatch):
