@@ -159,7 +159,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
-    if about.get("of") == of:
+    if about.get("of") == of and all((folder / name).is_file() for name in ("image", "text", "index")):
         image, text, index = (table[: about["rows"]] for table in tables(folder, *shape))
         return Embeddings(image, text, index, about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     # The weights are written last, so that nothing can load a folder whose other files are incomplete.
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
+    for path in output.glob("*.safetensors"):  # safetensors ignores the umask: only the owner could read its files
+        path.chmod((output / "README.md").stat().st_mode)
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:

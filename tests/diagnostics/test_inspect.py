@@ -213,7 +213,7 @@ def test_captions_are_cut_as_in_training(tmp_path):
     assert len(samples[0].caption) == 4000
 
 
-def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
+def test_embeddings_are_kept_for_the_next_look(inspected, trained, tmp_path, monkeypatch):
     def refuse_to_embed(*_):
         raise AssertionError("embedded again")
 
@@ -221,8 +221,11 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, monkeypatch):
     embeddings = embed_training_set(load_run(trained, "epoch_2.pt"), inspected)
     assert embeddings.index.tolist() == list(range(NUM_SAMPLES))
     torch.testing.assert_close(embeddings.image.norm(dim=1), torch.ones(NUM_SAMPLES))
-    with pytest.raises(AssertionError, match="embedded again"):
-        embed_training_set(load_run(trained, "epoch_1.pt"), inspected)
+    shutil.copytree(inspected, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "text").unlink()
+    for epoch, folder in (("epoch_1.pt", inspected), ("epoch_2.pt", tmp_path)):  # another checkpoint, a missing table
+        with pytest.raises(AssertionError, match="embedded again"):
+            embed_training_set(load_run(trained, epoch), folder)
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_no_description(trained, tmp_path, monkeypatch):

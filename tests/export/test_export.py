@@ -122,6 +122,7 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     expected = embeddings(original, images, texts)
     for to in ("safetensors", "hf"):
         export(checkpoint, to, tmp_path / to)
+        assert len({file.stat().st_mode for file in (tmp_path / to).iterdir()}) == 1
         source = f"local-dir:{tmp_path / to}"
         model, _, preprocess = open_clip.create_model_and_transforms(source)
         found = embeddings(model, preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS))
