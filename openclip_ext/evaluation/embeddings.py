@@ -71,8 +71,9 @@ def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
             return torch.empty(size, dtype=dtype)
         path = folder / name
         path.touch()
-        with path.open("r+b") as file:  # allocate the file, because a full disk would later be a bus error
-            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        if hasattr(os, "posix_fallocate"):  # not on macOS. Without it, a full disk would later be a bus error
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
     image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
