@@ -124,7 +124,9 @@ class TrainStep:
         with self.settings.autocast():
             terms = self.loss(**outputs, **more, index=_joined(batches, "index"), output_dict=True)
         total = functools.reduce(torch.add, terms.values())
-        (total if self.scaler is None else self.scaler.scale(total)).backward()
+        # Gradient checkpointing repeats the forward pass in the backward pass.
+        with frozen_batchnorm_statistics(self.model):
+            (total if self.scaler is None else self.scaler.scale(total)).backward()
         return terms
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -151,7 +153,8 @@ class TrainStep:
                 names = [name for name in gradients if outputs[name].requires_grad and (is_last or name not in SCALARS)]
                 parts = [gradients[name] if name in SCALARS else gradients[name][rows] for name in names]
                 parts = [part.to(outputs[name].dtype) for name, part in zip(names, parts, strict=True)]
-                torch.autograd.backward([outputs[name] for name in names], parts)
+                with frozen_batchnorm_statistics(self.model):
+                    torch.autograd.backward([outputs[name] for name in names], parts)
             first = rows.stop
         return terms, inputs
 

@@ -78,6 +78,17 @@ def test_a_step_agrees_with_the_plain_one(name, way):
     assert_agrees(one_step(name, computed), plain_step(name), error)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_checkpointing_does_not_change_batchnorm_statistics(micro_batches):
+    plain, checkpointed = (
+        TinyTraining("openclip", Way("timm-resnet", 1, micro_batches, checkpointing=checkpointing))
+        for checkpointing in (False, True)
+    )
+    for training in (plain, checkpointed):
+        training.take(0)
+    assert_close(checkpointed.state(), plain.state(), rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "error"), [("amp", IN_FLOAT16), ("amp_bf16", IN_BFLOAT16)])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "tempnet"])  # dropout depends on the device

@@ -44,6 +44,8 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
     vision = {"image_size": IMAGE, "patch_size": 8, "layers": layers, "width": 16, "head_width": 8}
     if tower == "resnet":
         vision = {"image_size": 32, "patch_size": None, "layers": [1, 1, 1, 1], "width": 8}
+    if tower == "timm-resnet":
+        vision = {"image_size": 32, "timm_model_name": "resnet10t", "timm_model_pretrained": False, "timm_pool": "avg"}
     text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": layers}
     return CLIP(WIDTH, vision, text, output_dict=True)
 
@@ -86,7 +88,7 @@ OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, beta1=0.9, 
 class Way:
     """How the steps of a training run are computed, in one process or in several."""
 
-    tower: str = "vit"  # or "resnet"
+    tower: str = "vit"  # or "resnet", "timm-resnet"
     layers: int = 2  # of the text tower, and of a "vit"
     micro_batches: int = 1
     clip: float | None = None
@@ -131,7 +133,7 @@ class TinyTraining:
 
     def batch(self, number: int) -> Batch:
         """Return the batch of all ranks in step ``number``."""
-        return tiny_batch(number, self.loss.views, size=32 if self.way.tower == "resnet" else IMAGE)
+        return tiny_batch(number, self.loss.views, size=IMAGE if self.way.tower == "vit" else 32)
 
     def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
         """Take a step and return the terms of the loss. ``spoil`` first changes the full batch in place."""
