@@ -111,7 +111,7 @@ class Storage:
         if is_local(url):
             return open_local(local_path(url), HEADER_BUFFER if headers_only else BUFFER)
         file = RemoteFile(url, self.patience)
-        if version and file.version and file.version != version:
+        if version and file.version != version:
             raise ReplacedError(for_people(f"{url}: expected version {version}, found {file.version}"))
         if self.cache_dir is not None and not headers_only and file.version:
             return self._open_copy(Path(self.cache_dir), file)

@@ -505,6 +505,8 @@ def test_a_remote_shard_that_was_replaced_after_its_scan(
     for options in ({}, {"cache_dir": str(tmp_path / "copies")}):
         assert train(**options)[1] == {f"{server.url}/data/00000.tar": 20}
     assert "was replaced by a file with other samples" in caplog.text
+    server.has_version = False
+    assert train()[1] == {f"{server.url}/data/00000.tar": 20}
     shutil.copytree(folder, tmp_path / "moved")
     assert Manifest.load(manifest).verify(expand_shards(f"{server.url}/moved/{SHARDS}"))
 
