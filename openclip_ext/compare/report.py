@@ -206,7 +206,8 @@ def _loss_result(
         zero_shot_difference=_difference(paired, baseline, groups, (ZERO_SHOT,)) if ZERO_SHOT in scores else None,
         gains=gains,
         temperature=statistics.fmean(row["temperature"] for row in every),
-        step_seconds=sum(row["seconds"] for row in every) / sum(row["steps"] for row in every),
+        # The median over seeds, because another program on the machine may have slowed one of the runs.
+        step_seconds=statistics.median(row["seconds"] / row["steps"] for row in every),
         memory_bytes=max(row["memory_bytes"] for row in every),
         state_bytes=every[0]["state_bytes"],
         curves=[row["curve"] for row in every],
