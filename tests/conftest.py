@@ -28,7 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark every test that a line of tests/all.txt refers to. In the full suite, each line must refer to a test or a file."""
     lines = second_tier()
     root = Path(__file__).parents[1]
-    unused = {line for line in lines if not (root / line).exists()}  # a file may be skipped, if it needs a missing package
+    # If a package is missing, all tests of a file may be skipped.
+    unused = {line for line in lines if not (root / line).exists()}
     for item in items:
         if named := {line for line in lines if item.nodeid.startswith(line)}:
             item.add_marker(pytest.mark.second_tier)
