@@ -83,7 +83,6 @@ def train(data: PilotData, setting: dict, seed: int = 0, measured: int = 0) -> d
 
 
 def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Path, data: PilotData, tmp_path: Path):
-    pytest.importorskip("peft")
     model = open_clip.create_model("demo-vit")
     weights = tmp_path / "model.pt"
     torch.save(model.state_dict(), weights)

@@ -86,6 +86,8 @@ def test_a_documented_program_starts(program):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *program.split(), "--help"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    if missing := re.search("No module named '(accelerate|datasets|lightning)'", ran.stderr):  # on Python 3.10
+        pytest.skip(f"{missing[1]} is not installed")
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "usage:" in ran.stdout
 
