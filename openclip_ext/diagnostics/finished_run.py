@@ -22,7 +22,7 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
+from openclip_ext.evaluation.embeddings import TABLES, Embeddings, embed, tables
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.losses import registry
@@ -159,7 +159,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
     about_file = folder / "embeddings.json"
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
-    if about.get("of") == of and all((folder / name).is_file() for name in ("image", "text", "index")):
+    if about.get("of") == of and all((folder / name).is_file() for name in TABLES):
         image, text, index = (table[: about["rows"]] for table in tables(folder, *shape))
         return Embeddings(image, text, index, about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)

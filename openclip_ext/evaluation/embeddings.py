@@ -63,6 +63,9 @@ def embed(
     return Embeddings(image, text, index, output["logit_scale"].item())
 
 
+TABLES = ("image", "text", "index")  # the files of :func:`tables`
+
+
 def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
     """Return unfilled tables for image embeddings, text embeddings and indices: files in ``folder``, or in memory if None."""
 
@@ -76,5 +79,5 @@ def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
-    image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in ("image", "text"))
-    return image, text, table("index", rows, torch.int64)
+    image, text = (table(side, rows * width, torch.float32).view(rows, width) for side in TABLES[:2])
+    return image, text, table(TABLES[2], rows, torch.int64)

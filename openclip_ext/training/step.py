@@ -69,8 +69,7 @@ class TrainStep:
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.guard = StepGuard(self.model, self.loss)
         self._is_first = True
-        modules = self.model.modules()
-        self._is_checkpointed = any(getattr(module, "grad_checkpointing", False) for module in modules)
+        self._is_checkpointed = any(getattr(module, "grad_checkpointing", False) for module in self.model.modules())
 
     def __call__(self, batches: list[Batch], number: int = 0) -> dict[str, Tensor]:
         """Take one optimizer step on one or more micro-batches. Return the detached terms of the loss.
@@ -126,12 +125,12 @@ class TrainStep:
         with self.settings.autocast():
             terms = self.loss(**outputs, **more, index=_joined(batches, "index"), output_dict=True)
         total = functools.reduce(torch.add, terms.values())
-        with self._backward():
+        with self._backward_pass():
             (total if self.scaler is None else self.scaler.scale(total)).backward()
         return terms
 
-    def _backward(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward pass. With gradient checkpointing, this pass repeats the forward pass."""
+    def _backward_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward pass. If it repeats the forward pass, it does not update BatchNorm's statistics."""
         return frozen_batchnorm_statistics(self.model) if self._is_checkpointed else contextlib.nullcontext()
 
     def _cached_features(self, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -158,7 +157,7 @@ class TrainStep:
                 names = [name for name in gradients if outputs[name].requires_grad and (is_last or name not in SCALARS)]
                 parts = [gradients[name] if name in SCALARS else gradients[name][rows] for name in names]
                 parts = [part.to(outputs[name].dtype) for name, part in zip(names, parts, strict=True)]
-                with self._backward():
+                with self._backward_pass():
                     torch.autograd.backward([outputs[name] for name in names], parts)
             first = rows.stop
         return terms, inputs
