@@ -281,8 +281,7 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
     logging.root.filter(record)
     for handler in logging.root.handlers:
         if handler not in keep and isinstance(handler, logging.FileHandler):
-            with contextlib.suppress(OSError):  # a failed start removes the run folder
-                handler.handle(record)
+            handler.handle(record)
 
 
 def program(config: TrainingConfig) -> None:

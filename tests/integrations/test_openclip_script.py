@@ -1,6 +1,7 @@
 """After ``register()``, OpenCLIP creates this package's losses, and rejects losses that its loop does not support."""
 
 import argparse
+import logging
 import math
 import re
 import sys
@@ -158,7 +159,9 @@ def test_the_recipe_of_the_guide_trains_our_loss(tmp_path, monkeypatch):
     recipe = re.search(r"as `train_clip.py`:\n\n```python\n(.*?)```", guide, flags=re.DOTALL)[1]
     argv = ["train_clip.py", "--model", "demo-vit", "--loss", "amorlip", "--fit-every", "1", *data, *run]
     monkeypatch.setattr(sys, "argv", argv)
+    root_handlers = list(logging.root.handlers)
     exec(recipe, {})
+    logging.root.handlers[:] = root_handlers  # OpenCLIP's script leaves its log file there
     assert isinstance(built[0], GlobalContrastiveLoss)
     assert (built[0].calls, built[0].epoch) == (4, 1)
     assert built[0].normalizer.fit_every == 1

@@ -207,7 +207,7 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(shards, tmp_path, monk
 def test_a_start_on_a_full_disk_reports_the_disk(shards, tmp_path, monkeypatch):
     """The log file is closed, because no line could be written, and the run folder is removed."""
     monkeypatch.setattr(os, "fsync", disk_is_full)
-    monkeypatch.setattr(logging.FileHandler, "flush", disk_is_full)
+    monkeypatch.setattr(logging.FileHandler, "_open", lambda handler: open("/dev/full", "a"))  # noqa: SIM115
     with pytest.raises(UsageError, match=r"cannot write to the run folder .*No space left"):
         run(small_command(shards, tmp_path, "new", "openclip"))
     assert not (tmp_path / "new").exists()

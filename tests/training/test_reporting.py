@@ -84,12 +84,14 @@ def test_json_has_no_nan() -> None:
 def log_to_a_full_disk(argv: list[str]) -> None:
     with run_folder.opened(RunFolderConfig(Path(argv[0]), "run")):
         (handler,) = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
-        handler.stream = open("/dev/full", "w")  # noqa: SIM115
-        logging.warning("one")
-        logging.warning("two")
+        for message in ("one", "two", "three"):
+            handler.stream = open("/dev/full", "w")  # noqa: SIM115
+            logging.warning(message)
+            shutil.rmtree(argv[0], ignore_errors=True)
+        logging.warning("four")
 
 
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
-    program = Program([str(tmp_path)], 1, tmp_path / "output", target=log_to_a_full_disk)
+    program = Program([str(tmp_path / "logs")], 1, tmp_path / "output", target=log_to_a_full_disk)
     assert program.wait() == [0]
     assert program.text().count("the log file cannot be written") == 1 and "Traceback" not in program.text()

@@ -51,8 +51,9 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
         writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
         if writes_log:
             folder.mkdir(parents=True, exist_ok=True)
+            others = list(logging.root.handlers)
             compat.setup_logging(str(folder / config.log_file), level)
-            for handler in logging.root.handlers:
+            for handler in [handler for handler in logging.root.handlers if handler not in others]:
                 handler.handleError = functools.partial(_write_failed, handler)  # type: ignore[method-assign]
         else:
             compat.setup_logging(None, logging.WARNING)
@@ -69,12 +70,21 @@ def _write_failed(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Print once that the log file cannot be written, instead of a traceback for each line."""
     if isinstance(sys.exc_info()[1], OSError):
         _warn_log_unwritable()
-        if isinstance(handler, logging.FileHandler) and handler.stream is not None:
-            with suppress(OSError):  # closing writes the text again, and fails
-                handler.stream.close()
-            handler.stream = None
+        if isinstance(handler, logging.FileHandler):
+            _reopen(handler)
     else:
         traceback.print_exc()
+
+
+def _reopen(handler: logging.FileHandler) -> None:
+    """Discard the text that could not be written, and open the file for the next line."""
+    if handler.stream:
+        with suppress(OSError):  # closing writes the text again, and fails
+            handler.stream.close()
+    try:
+        handler.stream = open(handler.baseFilename, "a")  # noqa: SIM115
+    except OSError:  # the folder was removed
+        handler.stream = open(os.devnull, "a")  # noqa: SIM115
 
 
 @contextmanager
