@@ -5,6 +5,7 @@ if a problem would stop the run. If the shards have no manifest, the program wri
 """
 
 import argparse
+import math
 import os
 import shutil
 import tempfile
@@ -189,9 +190,11 @@ class Doctor:
             free = shutil.disk_usage(place).free
         if self.plan is None or self.samples is None:
             return
-        kept = 1 if saving.delete_previous or not saving.every_epochs else -(-length.epochs // saving.every_epochs)
-        # A new checkpoint is written before an old one is deleted. best.pt is smaller than a checkpoint.
-        count = kept + 1 + saving.most_recent + (saving.best_metric is not None)
+        earlier = math.ceil(length.epochs / saving.every_epochs) - 1 if saving.every_epochs else 0
+        # When the last epoch is saved, there are still a checkpoint in mid-epoch, which SIGTERM saves, and two of
+        # --save-most-recent: the old one and the new one. best.pt is smaller than a checkpoint.
+        count = (min(1, earlier) if saving.delete_previous else earlier) + 2
+        count += 2 * saving.most_recent + (saving.best_metric is not None)
         parameter_bytes = _PARAMETER_BYTES if self.config.model.lora.rank is None else _ADAPTED_PARAMETER_BYTES
         parameter_bytes += 4 if self.config.step.model_ema_decay is not None else 0
         size = parameter_bytes * self.plan.parameters + self.plan.of_sample * self.samples

@@ -105,7 +105,9 @@ def test_samples_that_the_manifest_excludes_are_not_counted_or_read(shards, tmp_
     [
         ("", 4),
         ("--save-frequency 2", 3),
-        ("--save-frequency 0 --save-most-recent", 3),
+        ("--save-frequency 0 --save-most-recent", 4),
+        ("--delete-previous-checkpoint", 3),
+        ("--delete-previous-checkpoint --save-most-recent", 5),
         ("--keep-best clip_val_loss", 5),
     ],
 )
