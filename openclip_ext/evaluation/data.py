@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from openclip_ext.data.shards import tar
+from openclip_ext.data.sources.source import reason_of
 from openclip_ext.evaluation.tasks import Task
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
@@ -219,7 +220,7 @@ def read_batch(
             image.load()
             image = image.convert("RGB") if spec.convert_first else image
         except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
-            batch.skipped[stored.key] = f"{stored}: the image does not decode ({error})"
+            batch.skipped[stored.key] = f"{stored}: the image does not decode: {reason_of(error)}"
             continue
         batch.keys.append(stored.key)
         batch.captions.append(fields.pop("captions", []))

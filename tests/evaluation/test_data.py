@@ -144,7 +144,7 @@ def test_an_image_that_does_not_decode_is_skipped_and_named(folder, evaluate):
     spoil(folder / "test" / "1.tar", {3}, image=b"no image")
     result = evaluate("cifar10")
     assert (result.samples, result.found, len(result.skipped)) == (23, 24, 1)
-    assert "1.tar: s0000010: the image does not decode" in str(result.skipped[0])
+    assert "1.tar: s0000010: the image does not decode: the format is unknown" in str(result.skipped[0])
 
 
 def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, evaluate):

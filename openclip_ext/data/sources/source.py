@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from openclip_ext.cli.messages import for_people
@@ -144,7 +144,14 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
-        raise BadSampleError(f"the image does not decode: {type(error).__name__}: {error}") from error
+        raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Describe an exception of Pillow's decoders."""
+    if isinstance(error, UnidentifiedImageError):
+        return "the format is unknown"  # Pillow's text has only the address of a buffer
+    return f"{type(error).__name__}: {error}"
 
 
 def _to_8_bits(values: np.ndarray) -> np.ndarray:
