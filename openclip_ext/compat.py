@@ -206,9 +206,11 @@ def changed_preprocessing(model: Any) -> dict[str, Any]:
 
     from open_clip.transform import PreprocessCfg
 
-    own, default = model.visual.preprocess_cfg, asdict(PreprocessCfg())
-    names = ("mean", "std", "interpolation", "resize_mode")
-    return {f"image_{name}": own[name] for name in names if own[name] not in (default[name], list(default[name]))}
+    default = asdict(PreprocessCfg())
+    own = {name: model.visual.preprocess_cfg[name] for name in ("mean", "std", "interpolation", "resize_mode")}
+    # Flags of the command line are lists, too.
+    own |= {name: list(own[name]) for name in ("mean", "std")}
+    return {f"image_{name}": value for name, value in own.items() if value not in (default[name], list(default[name]))}
 
 
 def converts_to_rgb(step: Any) -> bool:

@@ -99,6 +99,8 @@ def _refuse_other_flags(own: Mapping[str, Any]) -> None:
 
 
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
+    # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
+    config = replace(config, flags={**config.flags, **compat.changed_preprocessing(built.model)})
     trainer = build_trainer(config, built, folder, start)
     has_steps_left = trainer.position.epoch < config.length.epochs
     try:

@@ -12,6 +12,7 @@ import torch
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.models import load_model
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import MODEL_CONFIG, build_model
 from tests.distributed.pool import two_ranks
@@ -80,6 +81,18 @@ def model_folder(path: Path, vision: dict) -> str:
     state["logit_scale"].fill_(math.log(100))
     torch.save(state, path / "open_clip_pytorch_model.bin")
     return name
+
+
+def test_evaluations_use_the_preprocessing_of_a_pretrained_tag(shards, tmp_path, monkeypatch):
+    add_model_configs()
+    file = tmp_path / "tag.pt"
+    torch.save(open_clip.create_model("demo-vit").state_dict(), file)
+    tag = {"file": str(file), "mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear"}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "demo-vit", {"tag": tag})
+    assert run([*command(shards, tmp_path, "run", "openclip", *of_model("demo-vit")), "--pretrained", "tag"]) == 0
+    found = load_model("demo-vit", tmp_path / "run" / "checkpoints" / "epoch_1.pt").config["options"]
+    values = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "image_interpolation": "bilinear"}
+    assert {name: value for name, value in found.items() if name.startswith("image_")} == values
 
 
 def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
