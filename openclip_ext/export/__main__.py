@@ -93,7 +93,7 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
     if any(value.shape != model.state_dict()[name].shape for name, value in plain.state_dict().items()):
         raise UsageError(
             f"--force-image-size {settings.force_image_size}: stock OpenCLIP cannot load a timm tower with another image "
-            "size from a folder. Load the model with the code that the run logged"
+            "size from a folder. Load the model with the code that the run printed"
         )
 
 
