@@ -204,14 +204,16 @@ def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -
 
 
 def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
-    lora, reference = config.model.lora, source.reference
+    lora, reference, optimizer = config.model.lora, source.reference, config.optimizer
+    # A checkpoint stores the optimizer's state by position, and these patterns determine the order of the parameters.
+    excluded = [f"--wd-exclude {glob}" for glob in sorted(optimizer.decay_excluded)]
     return RunIdentity(
         model=config.model.name,
         loss=config.loss.name,
         num_samples=source.num_samples,
         global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
         seed=config.loading.seed,
-        optimizer=" ".join([full_name(config.optimizer), *config.optimizer.kwargs]),
+        optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
         data=source.index_digest,
         lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=run_folder.settings(config.stored_flags, config.loss.options)

@@ -26,6 +26,7 @@ from openclip_ext.training.optimizer import (
 from openclip_ext.training.step import StepSettings, TrainStep
 from openclip_ext.training.validation import is_best
 from tests.training.runs import (
+    EXIT_AFTER_SIGTERM,
     SMALL_MODEL,
     assert_same_run,
     differences,
@@ -266,6 +267,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(shards, tmp_path):
     best = str(tmp_path / "whole" / "checkpoints" / "best.pt")
     with pytest.raises(UsageError, match=r"best.pt contains only the model.*--pretrained"):
         run([*small_command(shards, tmp_path, "other", "neuclip", *rates), "--resume", best])
+
+
+def test_other_parameters_without_weight_decay_are_refused(shards, tmp_path):
+    """Each group has as many parameters, but in another order, so Adam would use the moments of other parameters."""
+    argv = small_command(shards, tmp_path, "run", "openclip", "--resume", "latest", "--wd-exclude")
+    assert run([*argv, "*.mlp.c_fc.weight"], stop_after=3) == EXIT_AFTER_SIGTERM
+    with pytest.raises(
+        UsageError, match=r"a different run \(optimizer: .*c_fc.weight, run adamw --wd-exclude \*.mlp.c_proj"
+    ):
+        run([*argv, "*.mlp.c_proj.weight"])
 
 
 def test_two_ranks_resume_and_stock_openclip_loads_the_average(shards, tmp_path):
