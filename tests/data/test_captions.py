@@ -165,3 +165,12 @@ def test_what_is_no_caption_is_a_bad_sample():
         with pytest.raises(BadSampleError, match="or a list of texts"):
             decoded(wrong)
     assert decoded('{"captions": "\\ud83d\\ude00 grüße"}'.encode()) == "😀 grüße"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_caption():
+    assert decoded('\ufeff{"captions": "a"}'.encode()) == "a"
+    keys = SampleKeys("jpg", "txt")
+    sample = {"jpg": image_bytes(0), "txt": "\ufeffa".encode()}
+    assert keys.decode(RawSample(0, sample), decode_image)[1] == "a"
+    with pytest.raises(BadSampleError, match="the text is empty"):
+        keys.decode(RawSample(0, sample | {"txt": "\ufeff".encode()}), decode_image)

@@ -53,7 +53,7 @@ def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
         BadSampleError: There is no caption that is not blank, or the field does not decode.
     """
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # without the byte order mark of some editors on Windows
         entry = text if key.entry is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadSampleError(f"the {what} ({key.field}) does not decode: {error}") from error
