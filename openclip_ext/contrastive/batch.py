@@ -249,6 +249,8 @@ class BatchAtTemperature:
 def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     """Return the samples of all processes (if ``gather``) or of this process, in the loss's dtype. Mask invalid samples."""
     world_size = distributed.world_size() if gather else 1
+    if world_size > 1 and not batch.learning:  # a call in training mode has already checked the sizes
+        distributed.check_equal_sizes(batch.image)
     features = torch.stack([batch.image.detach(), batch.text.detach()])
     index, labels, valid = batch.index, batch.labels, batch.finite
     local_size = features.shape[1]

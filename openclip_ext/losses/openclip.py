@@ -76,6 +76,8 @@ class OpenClipLoss(ContrastiveLoss):
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         distributed.check_world_size(self.clip.world_size)
+        if not batch.learning:
+            distributed.check_equal_sizes(batch.image)
         features = {"image_features": batch.image, "text_features": batch.text, "logit_scale": batch.logit_scale}
         self._chance = math.log(len(batch.image) * self.clip.world_size)
         if self.needs_positives or HARD_NEGATIVES in outputs:
@@ -172,6 +174,8 @@ class SiglipLoss(ContrastiveLoss):
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         distributed.check_world_size(self.siglip.world_size)
+        if not batch.learning:
+            distributed.check_equal_sizes(batch.image)
         self._last = batch.detached()
         return self.siglip(batch.image, batch.text, batch.logit_scale, outputs["logit_bias"], output_dict=True)
 

@@ -160,9 +160,9 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
     assert two_processes(name)[1]["nonfinite"] == [(2, [steps[2].index[5]])]
 
 
-def _uneven(name: str) -> str:
+def _uneven(name: str, training: bool) -> str:
     """Call a loss with 4 samples on rank 0 and 3 on rank 1, as in a last batch without drop_last; return the error."""
-    loss = _case(name).create()
+    loss = _case(name).create().train(training)
     features = torch.nn.functional.normalize(torch.randn(4 - dist.get_rank(), 8), dim=1)
     try:
         loss(features, features, torch.tensor(10.0), index=torch.arange(len(features)))
@@ -171,9 +171,10 @@ def _uneven(name: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "queueclip"])
-def test_batches_of_different_sizes_are_an_error_on_all_ranks(name: str) -> None:
-    for message in two_ranks().run(_uneven, name):
+def test_batches_of_different_sizes_are_an_error_on_all_ranks(name: str, training: bool) -> None:
+    for message in two_ranks().run(_uneven, name, training):
         assert message.startswith("batch sizes of the ranks: expected equal sizes, found 4, 3.")
 
 
