@@ -160,6 +160,22 @@ def test_each_process_reports_its_own_samples(name: str) -> None:
     assert two_processes(name)[1]["nonfinite"] == [(2, [steps[2].index[5]])]
 
 
+def _temperatures() -> torch.Tensor:
+    """Train per-sample temperatures for a step; return the difference of this rank's temperatures from the table."""
+    loss, (step,) = CASES["fastclip-v2"].create().double(), make_steps(1)
+    part = _own_part(step, dist.get_rank())
+    run_step(loss, part)
+    index = torch.tensor(part.index)
+    found = loss.anchor_temperatures(part.images, part.texts, torch.tensor(part.logit_scale), index)
+    size = len(index)
+    stored = loss.temperature.table.read(torch.tensor(step.index), slice(0, 2))
+    return found - stored[:, dist.get_rank() * size :][:, :size]
+
+
+def test_each_process_gets_the_temperatures_of_its_samples() -> None:
+    assert all((difference == 0).all() for difference in two_ranks().run(_temperatures))
+
+
 def _uneven(name: str, training: bool) -> str:
     """Call a loss with 4 samples on rank 0 and 3 on rank 1, as in a last batch without drop_last; return the error."""
     loss = _case(name).create().train(training)
