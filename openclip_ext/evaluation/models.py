@@ -174,8 +174,11 @@ def _run_parameters(source: str | None) -> dict[str, str]:
 
 def options_of_run(source: str | None) -> dict[str, Any]:
     """Return the `MODEL_OPTIONS` of the run that wrote a checkpoint."""
-    found = {}
-    for option, text in _run_parameters(source).items():
+    parameters = _run_parameters(source)
+    # A run of OpenCLIP's script does not store the preprocessing of its pretrained tag.
+    tag = open_clip.get_pretrained_cfg(parameters.get("model", ""), parameters.get("pretrained", ""))
+    found = {f"image_{name}": tag[name] for name in ("mean", "std", "interpolation", "resize_mode") if name in tag}
+    for option, text in parameters.items():
         if option in MODEL_OPTIONS and text not in ("None", "False"):
             try:
                 value = ast.literal_eval(text)

@@ -133,9 +133,11 @@ def run_folder(tmp_path, caplog) -> Path:
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
         ({"force_context_length": 9}, {}, {"force_context_length": 9}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
+        ({"pretrained": "tag", "image_mean": None}, {}, {"image_mean": (0.5, 0.5, 0.5)}),
     ],
 )
-def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog):
+def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog, monkeypatch):
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, TINY_MODEL, {"tag": {"mean": (0.5, 0.5, 0.5)}})
     lines = {"model": TINY_MODEL, **parameters}
     (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
     loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
