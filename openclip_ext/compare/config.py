@@ -30,9 +30,9 @@ _USED_FLAGS = """
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
     lock_image lock_image_unlocked_groups lock_image_freeze_bn_stats lock_text lock_text_unlocked_layers
     lock_text_freeze_layer_norm grad_checkpointing dataset_type csv_separator csv_img_key csv_caption_key
-    image_key caption_key manifest reference max_bad_fraction caption_aware_flip batch_size accum_freq workers epochs opt lr wd
-    beta1 beta2 eps momentum lookahead_steps lr_scheduler lr_min warmup epochs_cooldown lr_cooldown_power lr_cooldown_end
-    grad_clip_norm max_skipped_steps device
+    image_key caption_key manifest reference max_bad_fraction max_image_pixels caption_aware_flip
+    batch_size accum_freq workers epochs opt lr wd beta1 beta2 eps momentum lookahead_steps
+    lr_scheduler lr_min warmup epochs_cooldown lr_cooldown_power lr_cooldown_end grad_clip_norm max_skipped_steps device
 """
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.source import BadDataError
-from tests.data.loading import assert_equal, build, indices
-from tests.data.shards import sample_members, sample_starts, undecodable, write_shards, write_tar
+from openclip_ext.data.sources.spec import DataSpec
+from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
+from tests.data.shards import image_bytes, sample_members, sample_starts, undecodable, write_shards, write_tar
 
 BAD = {
     3: sample_members(3, ["jpg", "json"]),
@@ -48,6 +51,34 @@ def test_bad_samples_are_passed_over_counted_and_remembered(data: str, workers: 
     caplog.clear()
     assert sorted(indices(list(loader.iterate(3)))) == sorted(set(range(60)) - set(BAD))
     assert loader.bad.counts() == (4, 0) and not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["shards", "csv", "validation"])
+def test_the_limit_of_pixels_replaces_pillows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The images have 576 to 672 pixels. Pillow rejects images of more than twice its limit."""
+    data = write_shards(tmp_path, [8])[0]
+    if kind == "csv":
+        for index in range(8):
+            (tmp_path / f"{index}.jpg").write_bytes(image_bytes(index))
+        rows = [f"{tmp_path}/{index}.jpg\tsample {index}" for index in range(8)]
+        (tmp_path / "rows.csv").write_text("\n".join(["filepath\ttitle", *rows]))
+        data = str(tmp_path / "rows.csv")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 250)
+
+    def numbers(limit: int | None) -> list[int]:
+        if kind == "validation":
+            spec = DataSpec(data, max_image_pixels=limit)
+            batches = build_eval_loader(spec, preprocess=preprocess, tokenizer=tokenize, batch_size=4)
+        else:
+            batches = build(data, max_image_pixels=limit, max_bad_fraction=0.5).iterate(0)
+        return sorted(int(text[0]) for batch in batches for text in batch["text"])
+
+    with pytest.raises(BadDataError, match="DecompressionBombError"):
+        numbers(None)
+    assert numbers(600) == [0, 1, 5, 6]
+    assert numbers(672) == [*range(8)]
+    with pytest.raises(BadDataError, match="x 24 pixels, more than --max-image-pixels 500"):
+        numbers(500)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

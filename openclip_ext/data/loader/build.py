@@ -108,7 +108,8 @@ def build_eval_loader(
     if spec.resolved_type == "webdataset":
         urls = expand_shards(spec.source or "")
         spec.storage.reach(urls)
-        samples = ShardStreams(urls, SampleKeys(spec.image_key, spec.caption_key), spec.storage)
+        keys = SampleKeys(spec.image_key, spec.caption_key)
+        samples = ShardStreams(urls, keys, spec.storage, spec.max_image_pixels)
         _refuse_without_fields(samples, spec)
     else:
         samples = build_source(spec, preprocess)
@@ -140,6 +141,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         source = ShardSource(
             manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage, spec.hard_negative_key
         )
+    source.max_pixels = spec.max_image_pixels
     if spec.reference is not None:
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source

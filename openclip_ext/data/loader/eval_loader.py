@@ -24,6 +24,7 @@ from openclip_ext.data.sources.source import (
     SampleKeys,
     Source,
     decode_image,
+    limited,
 )
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
@@ -35,10 +36,11 @@ class ShardStreams:
     urls: list[str]
     keys: SampleKeys
     storage: Storage = DEFAULT_STORAGE
+    max_pixels: int | None = None  # as in Source
 
     def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
         """Return the image and the caption, like :meth:`Source.decode`."""
-        return self.keys.decode(raw, decoder)
+        return self.keys.decode(raw, limited(decoder, self.max_pixels))
 
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:

@@ -15,7 +15,7 @@ from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.remote import ReplacedError, in_background, persist
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source
+from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source, limited
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 # Number of remote shards that a reader opens in advance. The shard that it reads now is also in use.
@@ -97,7 +97,7 @@ class ShardSource(Source):
         return _ShardReader(self)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        return self.keys.decode(raw, decoder, draw)
+        return self.keys.decode(raw, limited(decoder, self.max_pixels), draw)
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
         return self.keys.hard_negative(raw, draw)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
+from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
 from openclip_ext.data.storage import open_local
 
 
@@ -78,7 +78,7 @@ class CsvSource(Source):
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
             with open_local(path) as file:
-                return decoder(file), caption
+                return limited(decoder, self.max_pixels)(file), caption
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 

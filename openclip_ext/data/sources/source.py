@@ -1,9 +1,11 @@
 """Sources: data sets whose samples are read by index, kept undecoded in a shuffle buffer, and then decoded."""
 
+import contextlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -69,12 +71,14 @@ class Source(ABC):
         several_captions: Whether a sample may have several captions.
         has_hard_negatives: Whether each sample has captions that do not fit its image, see :meth:`hard_negative`.
         reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
+        max_pixels: Samples whose image has more pixels are bad. None means Pillow's limit.
     """
 
     sequential = False
     several_captions = False
     has_hard_negatives = False
     reference: EmbeddingStore | None = None
+    max_pixels: int | None = None
 
     def __init__(self, num_samples: int, digest: str) -> None:
         self.num_samples = self.num_kept = num_samples
@@ -145,6 +149,23 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
+
+
+def limited(decoder: ImageDecoder, max_pixels: int | None) -> ImageDecoder:
+    """Return a decoder that raises BadSampleError for images of more than ``max_pixels``. None means Pillow's limit."""
+    return decoder if max_pixels is None else partial(_decode_limited, decoder, max_pixels)
+
+
+def _decode_limited(decoder: ImageDecoder, max_pixels: int, data: bytes | BinaryIO) -> DecodedImage:
+    Image.MAX_IMAGE_PIXELS = None  # ``max_pixels`` may be more than Pillow's limit
+    file = io.BytesIO(data) if isinstance(data, bytes) else data
+    width = height = 0
+    with contextlib.suppress(Exception):  # the decoder reports why the file cannot be opened
+        width, height = Image.open(file).size
+    if width * height > max_pixels:
+        raise BadSampleError(f"the image has {width} x {height} pixels, more than --max-image-pixels {max_pixels}")
+    file.seek(0)
+    return decoder(data)
 
 
 def reason_of(error: Exception) -> str:

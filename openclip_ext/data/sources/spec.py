@@ -49,6 +49,9 @@ class DataSpec:
     max_bad_fraction: float = flag(
         0.05, "stop when more than this fraction of the data set is unusable", minimum=0.0, maximum=1.0
     )
+    max_image_pixels: int | None = flag(
+        None, "a sample is bad if its image has more pixels (default: Pillow's limit, 178,956,970)", minimum=1
+    )
     remote_patience: float = flag(
         300.0, "seconds for which an unreadable shard is retried before its samples count as bad", minimum=0.0
     )
