@@ -7,6 +7,7 @@ process.
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -145,6 +146,10 @@ def shutdown() -> None:
     """Destroy the process group, if there is one."""
     _control_group_of.cache_clear()
     if is_initialized():
+        if torch.__version__ < "2.8":
+            # This torch waits for gloo's threads without releasing the GIL. A thread that still needs the GIL, to free the
+            # tensors of the last collective, would wait forever.
+            time.sleep(0.1)
         dist.destroy_process_group()
 
 
