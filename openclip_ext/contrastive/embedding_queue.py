@@ -70,4 +70,4 @@ def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
     """Return the positions ``(B,)`` of the samples: first the valid samples, then the masked samples, each in order."""
-    return torch.argsort(batch.ignored.view(torch.uint8), stable=True)
+    return torch.argsort(batch.ignored.to(torch.uint8), stable=True)
