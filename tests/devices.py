@@ -9,6 +9,9 @@ import torch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 _ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# With torch 2.6, FSDP2 needs a GPU.
+CAN_SHARD = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
+needs_sharding = pytest.mark.skipif(not CAN_SHARD, reason=f"torch {torch.__version__} shards parameters only on a GPU")
 on_each_device = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=_ON_A_GPU)], ids=str)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import open_clip
+import PIL
 import pytest
 import torch
 import webdataset
@@ -28,6 +29,7 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "timm with erasing": {"use_timm": True, "re_prob": 0.9},
 }
 RAMP = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+IS_OLD_PILLOW = int(PIL.__version__.split(".")[0]) < 11
 MODES = {"RGB": "JPEG", "L": "JPEG", "CMYK": "JPEG", "P": "PNG", "RGBA": "PNG"}
 
 
@@ -88,6 +90,8 @@ def test_gray_images_keep_the_bits_that_they_use(bits: int, image_format: str):
     if image_format == "TIFF":  # also as 32-bit integers, and as floats up to 255 or up to 1
         images += [Image.fromarray(ramp.astype(np.int32)), Image.fromarray(expected.astype(np.float32))]
         images += [Image.fromarray((expected / np.float32(255)).astype(np.float32))]
+    if image_format == "PPM" and IS_OLD_PILLOW:
+        pytest.skip("Pillow 10 cannot write 16-bit PPM files")
     for image in images:
         decoded = np.asarray(decode_image(encoded(image, image_format)))
         assert decoded.shape == (64, 64, 3)
@@ -124,6 +128,8 @@ def damaged(content: bytes, generator: np.random.Generator) -> bytes:
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
 def test_both_backends_find_the_same_damage(options: dict[str, Any]):
+    if options and IS_OLD_PILLOW:
+        pytest.skip("Pillow 10 and torchvision have versions of libjpeg that repair damage differently")
     generator = np.random.default_rng(0)
     content = encoded(picture(1, 64, 48), "JPEG", **options)
     bad = 0

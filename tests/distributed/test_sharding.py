@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training import parallel
+from tests.devices import needs_sharding
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
 from tests.training.runs import (
@@ -31,6 +32,8 @@ from tests.training.runs import (
     small_command,
     stock_model,
 )
+
+pytestmark = needs_sharding
 
 STEPS = 3
 REPLICATED, SHARDED = "replicated", "sharded"
