@@ -165,8 +165,12 @@ def _weight_names(path: Path) -> set[str]:
 
 def _run_parameters(source: str | None) -> dict[str, str]:
     """Return the content of OpenCLIP's ``params.txt`` in a checkpoint's run folder; empty if there is no such file."""
-    path = Path(source or "").parent.parent / "params.txt"
-    if not path.is_file():
+    if source is None or not Path(source).is_file():  # a pretrained tag has no run, also in a run folder
+        return {}
+    # A checkpoint may be a link to a run's file, and the folder checkpoints/ of a run may be a link to another disk.
+    files = [path.parent.parent / "params.txt" for path in (Path(source).absolute(), Path(source).resolve())]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
         return {}
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}

@@ -15,7 +15,7 @@ from torch import nn
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation import models
-from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.models import load_model, options_of_run
 from openclip_ext.losses.heads import HEADS_KEY
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
@@ -146,6 +146,26 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
     size = expected.get("force_image_size", 32)
     assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
     assert loaded.tokenizer(["a"]).shape == (1, expected.get("force_context_length", 24))
+
+
+@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
+def test_a_checkpoint_has_the_options_of_its_run_and_a_tag_has_none(folder, run_folder, tmp_path, monkeypatch):
+    (run_folder / "params.txt").write_text(f"model: {TINY_MODEL}\nforce_quick_gelu: True\n")
+    monkeypatch.chdir(tmp_path / folder)
+    checkpoint = next(Path().rglob("epoch_1.pt"))
+    link = tmp_path / "link.pt"
+    link.symlink_to(checkpoint.absolute())
+    for path in (checkpoint, link):
+        assert load_model(TINY_MODEL, path).config["options"] == {"force_quick_gelu": True}
+    assert options_of_run("tag") == {}
+
+
+def test_a_checkpoint_in_a_linked_folder_has_the_options_of_its_run(run_folder, tmp_path):
+    (run_folder / "params.txt").write_text(f"model: {TINY_MODEL}\nforce_quick_gelu: True\n")
+    (run_folder / "checkpoints").rename(tmp_path / "disk")
+    (run_folder / "checkpoints").symlink_to(tmp_path / "disk")
+    loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt")
+    assert loaded.config["options"] == {"force_quick_gelu": True}
 
 
 def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp_path):
