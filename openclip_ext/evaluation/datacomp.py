@@ -153,7 +153,7 @@ def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 def default_output_dir(loaded: LoadedModel) -> Path:
     """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, and ``datacomp/MODEL-TAG`` for a pretrained tag."""
-    checkpoint = Path(loaded.checkpoint)
+    checkpoint = Path(loaded.checkpoint).absolute()
     if not checkpoint.is_file():
         return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent

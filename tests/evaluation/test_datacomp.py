@@ -7,6 +7,8 @@ import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -294,3 +296,13 @@ def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_pat
     for line in read_results(all_tasks[0] / RESULTS_FILE):
         if line["key"] in found:
             assert found[line["key"]] == pytest.approx(line["metrics"], abs=1e-6), line["key"]
+
+
+def test_results_are_stored_in_the_run_also_from_within_its_folder_of_checkpoints(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    monkeypatch.chdir(checkpoint.parent)
+    for path in (checkpoint, Path("epoch_1.pt")):
+        loaded: Any = SimpleNamespace(name="ViT-B-32", checkpoint=str(path))
+        assert datacomp.default_output_dir(loaded) == tmp_path / "run" / "datacomp" / "epoch_1"
