@@ -170,7 +170,7 @@ class Comparison:
             lr=training.optimizer.lr * factor,
             seed=planner.SEEDS[0],
             family=loss,
-            setting={"loss": loss, "options": options},
+            setting={"loss": loss, "options": options, **space.source(loss)},
         )
 
     def _write_plan(self, plan: Plan) -> None:

@@ -3,11 +3,14 @@
 A comparison tries the same number of candidates for each loss, in the order of :func:`candidates`.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import REFERENCE_OPTIONS
+from openclip_ext.training.checkpoint.format import checksum
 
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")
@@ -90,6 +93,14 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
     if not found:
         raise ValueError(f"--losses: {loss} cannot be trained with these options: {refusals[0]}")
     return found, refusals
+
+
+def source(loss: str) -> dict[str, str]:
+    """Return a digest of the file of a user's own loss, because its runs must not be reused after a change; else empty."""
+    if ":" not in loss:
+        return {}
+    file = sys.modules[loss.partition(":")[0]].__file__
+    return {} if file is None else {"source": checksum(Path(file))}
 
 
 def own_scheme(loss: str) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import statistics
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,6 +452,15 @@ def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
     for content in (b"a", b"a", b"b"):
         weights.write_bytes(content)
         found.append(comparison.digest_of_flags(*parse(arguments(data, "--pretrained", str(weights)))))
+    assert found[0] == found[1] != found[2]
+
+
+def test_runs_of_a_users_own_loss_in_a_changed_file_are_not_reused(compared, tmp_path, monkeypatch):
+    file, found = tmp_path / "own.py", []
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(__file__=str(file)))
+    for content in ("a", "a", "b"):
+        file.write_text(content)
+        found.append(compared._make_run("own:METHOD", {}, 1.0, {"epochs": 1}).id)
     assert found[0] == found[1] != found[2]
 
 
