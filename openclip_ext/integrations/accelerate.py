@@ -22,7 +22,8 @@ def prepare(
         loss: Loss from ``openclip_ext.create_loss``.
 
     Raises:
-        ValueError: The loss does not support this loop, which accumulates gradients or repeats samples at the end of an epoch.
+        ValueError: The loss does not support this loop, which accumulates gradients or repeats samples at the end of an epoch,
+            or the processes may have different numbers of batches.
 
     Example:
         >>> model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)
@@ -39,6 +40,10 @@ def prepare(
     model_loss = ModelLoss(loss, model)
     drops_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
     repeats = accelerator.num_processes > 1 and not drops_last
+    if repeats and not accelerator.even_batches:  # a process with one more batch would wait for the others
+        raise ValueError(
+            "even_batches=False needs equally many batches in all processes: set drop_last=True in the DataLoader"
+        )
     model_loss.check_loop(accelerator.gradient_accumulation_steps, repeats)
     model_loss.separate_rate(optimizer)
     accelerator.register_for_checkpointing(model_loss)

@@ -65,11 +65,15 @@ def test_accumulation_is_refused():
         prepared(gradient_accumulation_steps=2)
 
 
-def test_repeated_samples_are_refused():
-    accelerator = SimpleNamespace(num_processes=2, gradient_accumulation_steps=1)
+@pytest.mark.parametrize(
+    ("even", "loss", "message"),
+    [(True, stateful_loss, "repeats earlier samples"), (False, lambda: create_loss("openclip"), "even_batches=False")],
+)
+def test_loaders_with_repeated_samples_or_unequal_numbers_of_batches_are_refused(even, loss, message):
+    accelerator = SimpleNamespace(num_processes=2, gradient_accumulation_steps=1, even_batches=even)
     model = tiny_model()
-    with pytest.raises(ValueError, match="drop_last=True"):
-        prepare(accelerator, model, torch.optim.AdamW(model.parameters()), DataLoader(pairs(), BATCH), stateful_loss())
+    with pytest.raises(ValueError, match=f"{message}.*drop_last=True"):
+        prepare(accelerator, model, torch.optim.AdamW(model.parameters()), DataLoader(pairs(), BATCH), loss())
 
 
 def test_the_sigmoid_loss_starts_with_its_bias_and_trains_it():
