@@ -209,7 +209,7 @@ def find(
                 "duplicates": (same_image & same_caption, torch.minimum(of_images, of_captions)),
                 "duplicate-images": (same_image, of_images),
                 "duplicate-captions": (same_caption, of_captions),
-                "false-negatives": (crossed >= (own - _ROUNDING).clamp(min=floor), crossed),
+                "false-negatives": (crossed >= own.clamp(min=floor) - _ROUNDING, crossed),
             }
             columns = columns.to(device)
             for name, (hit, value) in hits.items():
