@@ -61,7 +61,10 @@ class SlurmPool(TaskPool):
     def _start(self, name: str, task: Task) -> None:
         progress = self._progress(name)
         progress.unlink(missing_ok=True)
-        self._running[name] = self._executor.submit(_work, task, progress)
+        try:
+            self._running[name] = self._executor.submit(_work, task, progress)
+        except RuntimeError as error:  # such as an unknown partition
+            raise UsageError(f"--executor slurm: sbatch rejected a job: {str(error).strip()}") from error
 
     def _progress(self, name: str) -> Path:
         return self._folder / f"{name}.json"

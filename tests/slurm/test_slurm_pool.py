@@ -110,3 +110,13 @@ def test_without_slurm_the_pool_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="srun"):
         SlurmPool(1, tmp_path, "")
+
+
+def test_a_job_that_sbatch_rejects_is_a_mistake_of_the_user(tmp_path, monkeypatch):
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'invalid partition specified: nope' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    pool = SlurmPool(1, tmp_path / "jobs", "partition=nope")
+    with pytest.raises(UsageError, match=r"rejected a job: .*invalid partition specified: nope"):
+        pool.run([Task("works", tmp_path / "mark")])
