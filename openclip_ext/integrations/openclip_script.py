@@ -47,11 +47,14 @@ def _extended_parse_args(original: Callable) -> Callable:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         try:
             import_losses(argv)
+            known = compat.openclip_parser(Parser)
+            # This raises an error if an option of an own loss has the name of one of OpenCLIP's flags.
+            add_loss_flags(known.add_argument_group())
             add_loss_flags(parser.add_argument_group("losses of openclip_ext"))
             if any(argument in ("-h", "--help") for argument in argv):
                 parser.print_help()
             ours, rest = parser.parse_known_args(argv)
-            flags.refuse_shortened(rest, compat.openclip_parser(Parser).flags)
+            flags.refuse_shortened(rest, known.flags)
             args = original(rest)
             args.loss, args.loss_options = ours.loss, take_loss_options(vars(ours))
             flags.reconcile_siglip(args)

@@ -167,7 +167,11 @@ def add_flag(group: argparse._ActionsContainer, option: Option, default: Any, **
         settings = {"type": _parser_of(option), "metavar": metavar}
     if option.is_list:
         settings["nargs"] = "*"
-    group.add_argument(option.flag, **{"default": default, "help": text.replace("%", "%%"), **settings, **more})
+    try:
+        group.add_argument(option.flag, **{"default": default, "help": text.replace("%", "%%"), **settings, **more})
+    except argparse.ArgumentError as error:
+        # Only the options of a loss outside of this package can have a name that is taken.
+        raise UsageError(f"an option of your loss has the name of another flag, {option.flag}: rename it") from error
 
 
 def _parser_of(option: Option) -> Callable[[str], Any]:

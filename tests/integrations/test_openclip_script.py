@@ -16,8 +16,10 @@ from open_clip_train import main as script
 from open_clip_train import params, train
 
 import openclip_ext
+from openclip_ext.cli.options import Option
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.losses import registry
+from openclip_ext.losses.options import OPTIONS
 from openclip_ext.model_configs import add_model_configs
 
 
@@ -140,6 +142,13 @@ def test_the_stock_parser_refuses(argv, message, capsys):
         parse(*argv)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_option_of_an_own_loss_does_not_take_a_flag_of_openclip(monkeypatch, capsys):
+    monkeypatch.setitem(OPTIONS, "lr", Option("lr", float, 0.1, "an option of an own loss"))
+    with pytest.raises(SystemExit):
+        parse("--lr", "1e-3")
+    assert "an option of your loss has the name of another flag, --lr" in capsys.readouterr().err
 
 
 def test_options_of_the_models_temperature_are_said_to_have_no_effect(caplog):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from openclip_ext import training
-from openclip_ext.losses.options import SUMMARIES
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import Option
+from openclip_ext.losses.options import OPTIONS, SUMMARIES
 from openclip_ext.training.flags import parse
 from tests.training.commands import config_of
 
@@ -31,6 +33,14 @@ def test_our_flags_are_not_abbreviated():
     """OpenCLIP's parser accepts abbreviations, so it would read --loss as --loss-dist-impl."""
     assert config_of("--loss", "neuclip").flags["loss_dist_impl"] is None
     assert config_of("--batch-s", "8").loading.batch_size == 8  # OpenCLIP's own flags may be abbreviated
+
+
+@pytest.mark.parametrize("name", ["lr", "image_backend"])
+def test_options_of_an_own_loss_need_names_that_are_free(name, monkeypatch):
+    monkeypatch.setitem(OPTIONS, name, Option(name, float, 0.1, "an option of an own loss"))
+    message = f"an option of your loss has the name of another flag, --{name.replace('_', '-')}: rename it"
+    with pytest.raises(UsageError, match=message):
+        config_of("--loss", "openclip")
 
 
 def test_explicit_flags_win_over_the_recipe():
