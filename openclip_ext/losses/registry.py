@@ -8,7 +8,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -76,9 +76,11 @@ def _discover_methods() -> Iterator[Method]:
         yield from (*contents.get("METHODS", ()), *([contents["METHOD"]] if "METHOD" in contents else []))
 
 
-def _parts(kind: type[Part], name: str | None = None) -> list[Part]:
-    """Return all normalizers or all temperature schemes (``kind``), or only those with the given name."""
-    parts = itertools.chain(_SHARED_PARTS, *(method.parts for method in METHODS.values()))
+def _parts(
+    kind: type[Part], name: str | None = None, own: Iterable[NormalizerPart | TemperaturePart] = ()
+) -> list[Part]:
+    """Return all normalizers or all temperature schemes (``kind``), or only those with the given name; ``own`` parts first."""
+    parts = itertools.chain(own, _SHARED_PARTS, *(method.parts for method in METHODS.values()))
     return [part for part in parts if isinstance(part, kind) and name in (None, part.name)]
 
 
@@ -323,7 +325,7 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
     objective, normalizer, scheme = _compatible_parts(method, title, *names.values())
     of_normalizer = method.normalizer_defaults if has_own_normalizer else {}
     of_scheme = method.temperature_defaults if has_own_scheme else {}
-    return _Composition(
+    composition = _Composition(
         title,
         WholeLoss(
             GlobalContrastiveLoss,
@@ -336,6 +338,10 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         training_defaults=method.training_defaults if has_own_normalizer else {},
         long_run_defaults=scheme.long_run_defaults | of_scheme,
     )
+    unused = ", ".join(sorted({**of_normalizer, **of_scheme}.keys() - composition.defaults()))
+    if unused and title == method.name:
+        raise ValueError(f"the METHOD of the loss {title!r} has a default for {unused}, which the loss does not use")
+    return composition
 
 
 def _compatible_parts(
@@ -343,14 +349,15 @@ def _compatible_parts(
 ) -> tuple[type[Objective], NormalizerPart, TemperaturePart]:
     """Return the parts with these names that the method's objective allows; raise OptionError if there are no such parts."""
     reason = None
-    for normalizer_part in _parts(NormalizerPart, normalizer):
+    for normalizer_part in _parts(NormalizerPart, normalizer, method.parts):
         objective = method.objective or normalizer_part.objective
-        for temperature_part in _parts(TemperaturePart, temperature_scheme):
+        for temperature_part in _parts(TemperaturePart, temperature_scheme, method.parts):
             reason = incompatibility(objective, normalizer_part.build, temperature_part.build)
             if reason is None:
                 return objective, normalizer_part, temperature_part
     others = [other.name for other in METHODS.values() if other.whole is None and other.objective is None]
     option = "normalizer" if normalizer != method.normalizer else "temperature_scheme"
+    reason = reason or f"found no normalizer {normalizer!r} with a temperature scheme {temperature_scheme!r}"
     raise OptionError(option, f"{title}: {reason}. Losses that take these parts: {', '.join(others)}")
 
 
@@ -377,7 +384,8 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
             unused[0],
             f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes {takes}",
         )
-    values = defaults | {option: OPTIONS[option].check(value) for option, value in options.items()}
+    # The defaults of an own METHOD may be wrong, too.
+    values = {option: OPTIONS[option].check(value) for option, value in (defaults | options).items()}
     if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):
         raise OptionError("rho_switch", "rho_switch=: no effect without rho_end=, the value of rho after the switch")
     lowest = values.get("temperature_min", 0.0)

@@ -14,9 +14,11 @@ import torch
 import openclip_ext
 from openclip_ext.cli.options import Option, OptionError
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.normalizer import MinibatchNormalizer
+from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses import registry
-from openclip_ext.losses.method import Method
+from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.registry import check_options, create_loss, list_losses, options_used_by, register_method
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
@@ -230,6 +232,38 @@ def test_registered_names_must_be_free(own_method: Method) -> None:
         register_method(replace(own_method, name="neuclip"))
     with pytest.raises(ValueError, match="option 'rho' of the loss 'own' already exists"):
         register_method(replace(own_method, options=(Option("rho", int, 1, "x"),)))
+
+
+def test_an_own_part_is_used_even_if_the_package_has_a_part_of_this_name(own_method: Method) -> None:
+    class Own(MinibatchNormalizer):
+        pass
+
+    class Constant(ConstantTemperature):
+        pass
+
+    parts = (
+        NormalizerPart("moving-average", Own, objective=FastCLIPObjective),
+        TemperaturePart("constant", Constant, {"temperature": 0.2}),
+    )
+    register_method(replace(own_method, normalizer="moving-average", parts=parts))
+    loss = create_loss("own")
+    assert isinstance(loss.normalizer, Own) and isinstance(loss.temperature, Constant)
+    assert not isinstance(create_loss("fastclip", num_samples=SAMPLES).normalizer, Own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer_defaults": {"gama": 0.5}}, "the METHOD of the loss 'own' has a default for gama, which"),
+        ({"temperature_defaults": {"rho": 5.0}}, "default for rho, which the loss does not use"),
+        ({"temperature_defaults": {"temperature": -1.0}}, "temperature=-1.0: expected a number > 0"),
+        ({"normalizer": "nothing"}, "found no normalizer 'nothing' with a temperature scheme 'constant'"),
+    ],
+)
+def test_wrong_declarations_of_a_method_are_rejected(own_method: Method, changes: dict[str, Any], message: str) -> None:
+    register_method(replace(own_method, **changes))
+    with pytest.raises(ValueError, match=message):
+        create_loss("own")
 
 
 def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
