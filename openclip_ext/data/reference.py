@@ -43,7 +43,7 @@ class EmbeddingStore:
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike, num_samples: int | None = None, data: str | None = None, **keys: str
+        cls, folder: str | os.PathLike[str], num_samples: int | None = None, data: str | None = None, **keys: str
     ) -> "EmbeddingStore":
         """Memory-map the files of a folder that ``openclip-ext embed`` wrote.
 

@@ -161,7 +161,9 @@ def stub() -> str:
 
 def _annotation(option: Option) -> str:
     choices = ", ".join(f'"{choice}"' for choice in option.choices or ())
-    return (f"Literal[{choices}]" if choices else option.type.__name__) + (" | None" if option.nullable else "")
+    kind = f"Literal[{choices}]" if choices else option.type.__name__
+    kind += " | str" if option.name in PARTS else ""  # a part of an own METHOD has another name
+    return kind + (" | None" if option.nullable else "")
 
 
 def main() -> None:

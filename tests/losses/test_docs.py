@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.losses.registry import list_losses
 from tests.losses.option_tables import ELSEWHERE, PAGES, STUB, losses_on, stub, updated
 
@@ -19,6 +19,11 @@ def test_tables_of_options_are_up_to_date(page: Path) -> None:
 
 def test_the_type_stub_is_up_to_date() -> None:
     assert STUB.read_text(encoding="utf-8") == stub(), "run: python -m tests.losses.option_tables"
+
+
+def test_the_type_stub_accepts_the_parts_of_an_own_method() -> None:
+    for part in PARTS:
+        assert re.search(rf"    {part}: Literal\[.*\] \| str \| None = ", STUB.read_text(encoding="utf-8"))
 
 
 def test_every_loss_has_its_options_on_one_page() -> None:

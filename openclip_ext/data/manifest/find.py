@@ -17,7 +17,7 @@ _MAX_LINES = 20
 
 def find_or_create_manifest(
     train_data: str | Sequence[str],
-    manifest: str | os.PathLike | None = None,
+    manifest: str | os.PathLike[str] | None = None,
     image_key: str = DEFAULT_IMAGE_KEY,
     caption_key: str = DEFAULT_CAPTION_KEY,
     storage: Storage = DEFAULT_STORAGE,

@@ -164,7 +164,7 @@ class Manifest:
         changed.left_out = left_out
         return changed
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the manifest as JSON, atomically; raise OSError if the folder is not writable."""
         path = Path(path).absolute()
         folder, entries = str(path.parent), []
@@ -188,7 +188,7 @@ class Manifest:
         write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "Manifest":
+    def load(cls, path: str | os.PathLike[str]) -> "Manifest":
         """Read a manifest; raise ManifestError if the file is corrupt, is not a manifest, or has another version."""
         path = Path(path).absolute()
         folder = str(path.parent)

@@ -22,7 +22,7 @@ UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
 _wanted: np.ndarray  # ascending uids to keep, up to a billion; set once in each worker process
 
 
-def read_uids(path: str | os.PathLike) -> np.ndarray:
+def read_uids(path: str | os.PathLike[str]) -> np.ndarray:
     """Return the ascending uids ``(k,)`` of a file; raise ValueError if the file has another format or is empty."""
     values = np.load(path, allow_pickle=False)
     if values.dtype.names is None and values.ndim == 2 and values.shape[1] == 2 and values.dtype == np.uint64:
