@@ -29,6 +29,8 @@ from openclip_ext.losses.openclip import OpenClipLoss
 
 DEFAULT_ANCHORS = 10_000
 _CHUNK = 1024
+# Accepted difference from unit norm. Rounding to half precision causes a smaller difference.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -165,17 +167,18 @@ def measure(
         seed: Seed for sampling anchors.
 
     Raises:
-        ValueError: The loss has no normalizers, embeddings are not finite, or there are fewer samples than in a batch.
+        ValueError: The loss has no normalizers, embeddings are not finite or not of unit norm, or there are fewer samples
+            than in a batch.
     """
     refuse_without_normalizers(loss)
     image, text = _pairs(image, text)
     if batch_size < 2 or batch_size > len(image):
         raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
-    broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
-    if broken:
-        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: use an earlier checkpoint")
+    _check_embeddings(image, text)
     index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
     scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"logit_scale={scale.item():g}: expected 1/temperature. Pass model.logit_scale.exp()")
     total = min(anchors, len(image))
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
     exact_of = partial(
@@ -204,6 +207,19 @@ def measure(
         batch_size=batch_size,
         temperature=all_tau.median().item(),
     )
+
+
+def _check_embeddings(image: Tensor, text: Tensor) -> None:
+    """Raise ValueError if an embedding is not finite or not of unit norm."""
+    broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
+    if broken:
+        raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: use an earlier checkpoint")
+    lengths = torch.cat([torch.linalg.vector_norm(side, dim=1).double() for side in (image, text)])
+    if (lengths - 1).abs().max() > _TOLERANCE:
+        raise ValueError(
+            f"image and text: expected rows of unit norm, found norms from {lengths.min():.4g} to {lengths.max():.4g}. Pass "
+            "torch.nn.functional.normalize(features, dim=-1)"
+        )
 
 
 def refuse_without_normalizers(loss: ContrastiveLoss) -> None:

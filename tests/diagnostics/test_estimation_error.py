@@ -105,10 +105,13 @@ def test_wrong_input_is_named():
     for name, given, batch_size, message in (
         ("openclip", (images, texts), SAMPLES + 1, "expected from 2 to the number of samples, 23"),
         ("openclip", (images * torch.nan, texts), 8, "23 of 46 embeddings are not finite"),
+        ("openclip", (images, texts * 3), 8, "expected rows of unit norm, found norms from 1 to 3"),
         ("siglip", (images, texts), 8, "has no log-normalizers of images against texts"),
     ):
         with pytest.raises(ValueError, match=message):
             measure(create_loss(name), *given, 10.0, batch_size=batch_size)
+    with pytest.raises(ValueError, match="logit_scale=-1: expected 1/temperature"):
+        measure(create_loss("openclip"), images, texts, -1.0, batch_size=8)
     for name in ("sogclr", "openclip"):
         masked = create_loss(name, num_samples=SAMPLES, equal_captions="mask")
         with pytest.raises(ValueError, match="equal_captions=mask or positive is not supported"):
