@@ -43,7 +43,7 @@ esac
 
 def use(clone, extras="plot", **environment):
     command = ["bash", str(clone / "scripts" / "use.sh"), extras]
-    settings = {**os.environ, "PYTHON": str(clone / "python-stub"), **environment}
+    settings = {**os.environ, "PYTHON": str(clone / "python-stub"), "UNLOCKED": "", "EXTRAS": "", **environment}
     return subprocess.run(command, env=settings, cwd="/", capture_output=True, text=True)
 
 
