@@ -200,17 +200,24 @@ def hub_weights(name: str, cache_dir: str | None) -> str | None:
     return None
 
 
+# Names in OpenCLIP's preprocessing configurations. The names of its flags and arguments start with ``image_``.
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
+
+
 def changed_preprocessing(model: Any) -> dict[str, Any]:
     """Return the model's non-default preprocessing settings, as arguments of ``create_model_and_transforms``."""
     from dataclasses import asdict
 
     from open_clip.transform import PreprocessCfg
 
-    default = asdict(PreprocessCfg())
-    own = {name: model.visual.preprocess_cfg[name] for name in ("mean", "std", "interpolation", "resize_mode")}
-    # Flags of the command line are lists, too.
-    own |= {name: list(own[name]) for name in ("mean", "std")}
-    return {f"image_{name}": value for name, value in own.items() if value not in (default[name], list(default[name]))}
+    def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+        # Some configurations have tuples, others lists.
+        return {
+            f"image_{name}": list(config[name]) if name in ("mean", "std") else config[name] for name in PREPROCESSING
+        }
+
+    default = settings(asdict(PreprocessCfg()))
+    return {name: value for name, value in settings(model.visual.preprocess_cfg).items() if value != default[name]}
 
 
 def converts_to_rgb(step: Any) -> bool:

@@ -70,4 +70,5 @@ def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
 
 def _valid_first(batch: GatheredBatch) -> Tensor:
     """Return the positions ``(B,)`` of the samples: first the valid samples, then the masked samples, each in order."""
+    # A view of the booleans as integers would save a kernel, but inductor of torch 2.6 cannot compile it.
     return torch.argsort(batch.ignored.to(torch.uint8), stable=True)

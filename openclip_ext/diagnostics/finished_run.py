@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 from torch import nn
 
@@ -190,11 +189,8 @@ def open_model(
 ) -> tuple[ModelConfig, Any, Callable, Callable]:
     """Return a run's model configuration, model (with a checkpoint's weights), evaluation transform and tokenizer."""
     add_model_configs()
-    settings = model_config(flags)
-    # Keep a pretrained tag, because it also sets the normalization of images. Remove a pretrained file: it may no longer
-    # exist, and only sets weights that the checkpoint overwrites.
-    is_tag = bool(settings.pretrained) and bool(open_clip.get_pretrained_cfg(settings.name, settings.pretrained))
-    settings = replace(settings, pretrained=settings.pretrained if is_tag else None, pretrained_image=False)
+    # The checkpoint has the weights. The flags of the run folder have the preprocessing of a pretrained tag.
+    settings = replace(model_config(flags), pretrained=None, pretrained_image=False)
     with command_line.without_warnings():
         model, _, preprocess = settings.create(device)
         tokenizer = settings.tokenizer()

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
@@ -25,7 +25,7 @@ from openclip_ext.model_configs import add_model_configs
 # Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
 MODEL_OPTIONS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length",
-    "image_mean", "image_std", "image_interpolation", "image_resize_mode",
+    *(f"image_{name}" for name in compat.PREPROCESSING),
 )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def options_of_run(source: str | None) -> dict[str, Any]:
     parameters = _run_parameters(source)
     # A run of OpenCLIP's script does not store the preprocessing of its pretrained tag.
     tag = open_clip.get_pretrained_cfg(parameters.get("model", ""), parameters.get("pretrained", ""))
-    found = {f"image_{name}": tag[name] for name in ("mean", "std", "interpolation", "resize_mode") if name in tag}
+    found = {f"image_{name}": tag[name] for name in compat.PREPROCESSING if name in tag}
     for option, text in parameters.items():
         if option in MODEL_OPTIONS and text not in ("None", "False"):
             try:

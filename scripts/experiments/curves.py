@@ -39,7 +39,8 @@ def charts(rows: Iterable[Mapping[str, Any]]) -> list[Chart]:
 
 def _errors(run: Mapping[str, Any]) -> list[float]:
     """Return the errors of the loss's own estimator, or of the mini-batch if the loss has no other estimator."""
-    return [error["estimator"] or error["minibatch"] for error in run["estimation_errors"]]
+    errors = run["estimation_errors"]
+    return [error["minibatch"] if error["estimator"] is None else error["estimator"] for error in errors]
 
 
 def _curve(name: str, color: int, seen: Sequence[int], values: Sequence[Sequence[float]]) -> Curve:
@@ -50,6 +51,7 @@ def _curve(name: str, color: int, seen: Sequence[int], values: Sequence[Sequence
 
 
 def draw(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draw the two charts side by side, as a PNG file."""
     figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
     for axes, chart in zip(figure.subplots(1, 2), charts(rows), strict=True):
         draw_curves(axes, chart)

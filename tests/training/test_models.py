@@ -12,6 +12,7 @@ import torch
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import MODEL_CONFIG, build_model
@@ -93,6 +94,8 @@ def test_evaluations_use_the_preprocessing_of_a_pretrained_tag(shards, tmp_path,
     found = load_model("demo-vit", tmp_path / "run" / "checkpoints" / "epoch_1.pt").config["options"]
     values = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "image_interpolation": "bilinear"}
     assert {name: value for name, value in found.items() if name.startswith("image_")} == values
+    file.unlink()  # the tools for finished runs need only the checkpoint
+    assert list(load_run(tmp_path / "run").model.visual.preprocess_cfg["mean"]) == [0.0] * 3
 
 
 def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
