@@ -2,12 +2,13 @@
 
 import logging
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from openclip_ext.cli import messages
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_atomically, write_text
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,17 @@ def test_files_have_the_mode_that_the_umask_says(umask: int, tmp_path: Path):
     with pytest.raises(ZeroDivisionError):
         write_atomically(tmp_path / "a", lambda file: 1 / 0)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"content"
+
+
+def test_an_output_that_does_not_fit_is_named_and_changes_no_file(tmp_path: Path):
+    write_text(tmp_path / "a", "before")
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, most))  # like a full disk: the buffer's write fails, also in close()
+    try:
+        with pytest.raises(OSError, match=f"'{tmp_path / 'a'}'"):
+            write_text(tmp_path / "a", "after the limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "before"
+    with pytest.raises(OSError, match="'/dev/full'"):  # a device: written, not replaced
+        write_text(Path("/dev/full"), "a")

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from openclip_ext.cli.messages import say, until_pipe_breaks
+from openclip_ext.cli.messages import check_encoding, say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a program. On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130."""
     try:
         with until_pipe_breaks():
+            check_encoding(sys.argv[1:])
             main(sys.argv[1:])
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)

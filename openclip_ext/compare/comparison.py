@@ -31,7 +31,7 @@ from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.statistics import group_numbers, half_width
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_atomically
+from openclip_ext.files.writing import held, write_text
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.checkpoint.format import checksum
 from openclip_ext.training.config import TrainingConfig
@@ -176,7 +176,7 @@ class Comparison:
     def _write_plan(self, plan: Plan) -> None:
         self.plan = plan
         text = json_lines.dumps(asdict(plan), indent=2) + "\n"
-        write_atomically(self.config.folder / "plan.json", lambda file: file.write(text.encode()))
+        write_text(self.config.folder / "plan.json", text)
 
     def _plan_tuning(self) -> None:
         """Plan the first stage, assuming that all losses cost as much as the baseline.
@@ -285,7 +285,7 @@ class Comparison:
         content = json_lines.dumps(asdict(found), indent=2) + "\n"
         texts = {"report.json": content, "report.md": report.markdown(found), "report.html": report.page(found)}
         for name, text in texts.items():
-            (self.config.folder / name).write_text(text, encoding="utf-8")
+            write_text(self.config.folder / name, text)
         print(found.text_of_judgement)
         print(found.sentence)
         print(f"report: {self.config.folder / 'report.html'}, report.md, report.json")

@@ -27,7 +27,7 @@ from openclip_ext.data.sources.source import BadDataError, BadSampleError, Image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.evaluation.text import find_causal_tower, shrink
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 
 # Maximum length of a stored image's shorter side, in units of the model's input side. With 2, crops lose no visible detail.
 _LARGEST = 2
@@ -140,7 +140,7 @@ def write_cache(
     table = {"captions": captions, "shapes": shapes, "classes": labels, "indices": indices}
     table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
     table["digest"] = config_digest([content.hexdigest(), captions, labels])
-    write_atomically(folder / _TABLE, lambda file: file.write(json.dumps(table).encode()))
+    write_text(folder / _TABLE, json.dumps(table))
     return Cache(folder)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.compare.process_pool import Judge, ProcessPool, Task, TaskPool, outcome
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 
 _POLL_SECONDS = 1.0
 # Time between two calls of squeue. More frequent calls would overload SLURM's controller.
@@ -117,7 +117,7 @@ def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
         samples, result = (samples, message) if is_result else (samples + message, result)
         if is_result or time.monotonic() - written > _PROGRESS_SECONDS:
             written = time.monotonic()
-            write_atomically(progress, lambda file: file.write(json.dumps([samples, result]).encode()))
+            write_text(progress, json.dumps([samples, result]))
 
     return outcome(task, device, seen)
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.training_log import TrainingLog, metric_names, read_log, training_charts
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_atomically
 from openclip_ext.pages.charts import Chart, draw_curves
 
 _METRICS = 2  # maximum number of validation metrics to draw
@@ -33,7 +33,8 @@ def draw(charts: Sequence[Chart], output: Path) -> None:
         axes.set_visible(False)
     panels[0].legend(frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
+    picture = output.suffix.removeprefix(".") or "png"
+    write_atomically(output, lambda file: figure.savefig(file, format=picture, dpi=130))
 
 
 def _order_of_metrics(name: str) -> int:

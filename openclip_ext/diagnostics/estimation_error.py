@@ -24,7 +24,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.openclip import OpenClipLoss
 
 DEFAULT_ANCHORS = 10_000
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> None:
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
         results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
     if args.json:
-        args.json.write_text(json_lines.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
+        write_text(args.json, json_lines.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
     if args.plot:
         plot(results, args.plot)
         print(args.plot)

@@ -23,7 +23,7 @@ from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.embeddings import TABLES, Embeddings, embed, tables
 from openclip_ext.evaluation.run_folder import read_config
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint.finding import scan
@@ -165,7 +165,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     about_file.unlink(missing_ok=True)
     embeddings = embed(run.model, progress, run.precision, run.device, run.source.num_samples, folder)
     about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
-    write_atomically(about_file, lambda file: file.write(json.dumps(about).encode()))
+    write_text(about_file, json.dumps(about))
     return embeddings
 
 

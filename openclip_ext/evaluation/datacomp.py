@@ -25,7 +25,7 @@ from openclip_ext.evaluation.results import ResultFile, has_other_data, run_iden
 from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
-from openclip_ext.files.writing import output_path, write_atomically
+from openclip_ext.files.writing import output_path, write_text
 
 SUMMARY_FILE = "eval_summary.json"
 logger = logging.getLogger("eval.datacomp")
@@ -106,7 +106,7 @@ def evaluate(args: argparse.Namespace) -> int:
         problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
         summarized = summary([line for line in lines if line["key"] not in changed], problems | failed, missing)
         content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
-        write_atomically(results.path.with_name(SUMMARY_FILE), lambda stream: stream.write(content.encode()))
+        write_text(results.path.with_name(SUMMARY_FILE), content)
         say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")
     return 1 if failed or (args.tasks and missing) else 0
 

@@ -21,7 +21,7 @@ from openclip_ext.cli.messages import say
 from openclip_ext.evaluation import data
 from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
 from openclip_ext.evaluation.tasks import Task, select_tasks
-from openclip_ext.files.writing import output_path, write_atomically
+from openclip_ext.files.writing import output_path, write_text
 
 CHECKSUMS_FILE = "checksums.json"
 # Subfolder for a set's CSV table and zip. It is deleted after the conversion.
@@ -86,7 +86,7 @@ def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
         if path.is_file() and path.name != CHECKSUMS_FILE
     }
     content = json.dumps({"repository": wanted["repo_id"], "files": records}, indent=1) + "\n"
-    write_atomically(folder / CHECKSUMS_FILE, lambda stream: stream.write(content.encode()))
+    write_text(folder / CHECKSUMS_FILE, content)
 
 
 def _record(path: Path) -> dict[str, Any]:

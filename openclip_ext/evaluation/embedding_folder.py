@@ -19,7 +19,7 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS, EmbeddingStore
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_atomically
+from openclip_ext.files.writing import held, write_text
 
 BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
 # Keys of `about` on which the embeddings depend, in the order of the checks. The weights' path is excluded: it may change.
@@ -84,7 +84,7 @@ class EmbeddingFolder:
     def finish(self, bad: int) -> None:
         """Write ``embeddings.json`` and remove the progress files; only rank 0 calls it."""
         content = json.dumps(self.about | {"unreadable": bad}, indent=2) + "\n"
-        write_atomically(self.path / ABOUT, lambda file: file.write(content.encode()))
+        write_text(self.path / ABOUT, content)
         self._remove_progress()
 
     def _begin(self, stack: contextlib.ExitStack) -> list[Done] | None:
@@ -114,7 +114,7 @@ class EmbeddingFolder:
                 f"--output {self.path}: {samples:,} samples of width {width} need {-(-missing // 2**20):,} MiB, but only "
                 f"{free // 2**20:,} MiB are free. Give a folder on a larger disk"
             )
-        write_atomically(self.path / BEGUN, lambda file: file.write(json.dumps(self.about).encode()))
+        write_text(self.path / BEGUN, json.dumps(self.about))
         done = [Done(**line) for path in self._progress() for line in json_lines.read(path)]
         for path in files:
             if not done:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat
+from openclip_ext.files.writing import naming
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def tables(folder: Path | None, rows: int, width: int) -> tuple[Tensor, ...]:
         path = folder / name
         path.touch()
         if hasattr(os, "posix_fallocate"):  # not on macOS. Without it, a full disk would later be a bus error
-            with path.open("r+b") as file:
+            with naming(path), path.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 

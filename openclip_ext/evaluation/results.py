@@ -16,7 +16,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_atomically
+from openclip_ext.files.writing import held, write_text
 
 if TYPE_CHECKING:  # at run time, these modules would import OpenCLIP and scikit-learn, which takes seconds
     from openclip_ext.evaluation.classification import TaskResult
@@ -106,7 +106,7 @@ class ResultFile:
             yield lines
             # `json_lines` writes valid JSON, which cannot contain NaN.
             content = "".join(json_lines.dumps(line) + "\n" for line in lines.values())
-            write_atomically(self.path, lambda stream: stream.write(content.encode()))
+            write_text(self.path, content)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.model_configs import add_model_configs
 
 MAX_CANDIDATES = 1000
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> None:
     if args.json:
         content = {"model": args.model, "checkpoint": args.checkpoint, **columns}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json_lines.dumps(content, indent=1))
+        write_text(args.json, json_lines.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

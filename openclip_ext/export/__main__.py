@@ -22,7 +22,7 @@ from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.checkpoint.restoring import load_model
@@ -76,7 +76,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
     results = evaluations(run, loaded, weights_digest(model))
     card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
-    (output / "README.md").write_text(card, encoding="utf-8")
+    write_text(output / "README.md", card)
     # The weights are written last, so that nothing can load a folder whose other files are incomplete.
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(weights, output / HF_SAFE_WEIGHTS_NAME)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.files.writing import write_text
 
 # Maximum accepted difference between the unit embeddings of the two implementations.
 TOLERANCE = 1e-5
@@ -66,9 +67,9 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
     files = {"preprocessor_config.json": processor, "vocab.json": vocabulary[0]}
     files["tokenizer_config.json"] = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokenizer.context_length}
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / name, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
     merges = ["#version: 0.2", *vocabulary[1], ""]
-    (folder / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
+    write_text(folder / "merges.txt", "\n".join(merges))
     clip.save_pretrained(folder)  # last, because from_pretrained would accept incomplete merges
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 
 
 def dumps(content: Any, **options: Any) -> str:
@@ -50,4 +50,4 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
             kept.append(line + "\n")
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")
-    write_atomically(path, lambda file: file.write("".join(kept).encode()))
+    write_text(path, "".join(kept))

@@ -10,22 +10,44 @@ from pathlib import Path
 from typing import IO, Any
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add ``path`` to an OSError without a file name, because the error of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write or replace a file. ``write`` fills a hidden ``.partial`` file, which is flushed to disk and then renamed.
 
     Raises:
-        OSError: The folder is not writable, or the disk is full. An existing file then stays unchanged.
+        OSError: The folder is not writable, or the disk is full. The error names the file. An existing file stays unchanged.
     """
+    if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, must not be replaced
+        with naming(path), open(path, "wb") as file:
+            write(file)
+        return
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with open(unfinished, "xb") as file:  # tempfile is not used, because its files ignore the umask
-        try:
+    opened = open(unfinished, "xb")  # noqa: SIM115  tempfile is not used, because its files ignore the umask
+    try:
+        with naming(path), opened as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a UTF-8 text file with :func:`write_atomically`."""
+    content = text.encode(errors="backslashreplace")  # a file name may not be UTF-8
+    write_atomically(path, lambda file: file.write(content))
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")

@@ -11,6 +11,7 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import check_encoding
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
@@ -33,9 +34,7 @@ def parse(argv: list[str]) -> TrainingConfig:
         argv = argv[1:]
     if parsing.print_help(argv):
         raise SystemExit(0)
-    for word in argv:
-        if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
-            raise UsageError(f"{found!r} is not UTF-8, which logs and checkpoints need: rename the file or folder")
+    check_encoding(argv)
     try:
         flags, loss = _parse(argv)
         for part in itertools.chain(*FLAG_GROUPS.values()):

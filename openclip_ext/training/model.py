@@ -24,7 +24,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.data.reference import EmbeddingStore
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import read_heads
 from openclip_ext.losses.options import OPTIONS, PARTS
@@ -53,7 +53,7 @@ def write_model_config(config: ModelConfig, folder: Path) -> None:
         content |= compat.SIGLIP_START
     (folder / MODEL_CONFIG).mkdir(exist_ok=True)
     text = json.dumps(content, indent=4) + "\n"
-    write_atomically(folder / MODEL_CONFIG / f"{config.file_name}.json", lambda file: file.write(text.encode()))
+    write_text(folder / MODEL_CONFIG / f"{config.file_name}.json", text)
 
 
 def loading_line(config: ModelConfig, model: Any, folder: Path, checkpoint: Path) -> str:

@@ -49,6 +49,7 @@ def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path,
         ("memory://nothing/*.tar", r"no file matches 'memory://nothing/\*.tar'"),
         ("https://x.org/*.tar", "a web server does not list its files: name them with braces"),
         ([*shards, str(data / "again.tar")], r"again.tar is given twice \(also as .*00000.tar\)"),
+        (os.fsdecode(b"b\xff/0.tar"), "udcff/0.tar' is not UTF-8.*: rename"),
     ):
         with pytest.raises(ValueError, match=message):
             expand_shards(wrong)

@@ -23,7 +23,7 @@ from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shardlist import expand_shards, shard_name
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 
 FORMAT, VERSION = "openclip_ext.manifest", 1
 _SHOWN = 5
@@ -185,7 +185,7 @@ class Manifest:
             "shards": entries,
         }
         content["checksum"] = _checksum(content)
-        write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Manifest":

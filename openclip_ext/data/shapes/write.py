@@ -16,7 +16,7 @@ from tqdm import tqdm
 from openclip_ext.data.processes import available_cores
 from openclip_ext.data.shapes.render import render
 from openclip_ext.data.shapes.scene import generator_of, sample_caption, sample_scene
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_atomically, write_text
 
 # Increase this number when a code change affects the images or captions.
 GENERATOR_VERSION = 1
@@ -132,4 +132,4 @@ def _write_shard(config: ShapesConfig, shard: tuple[Path, range]) -> int:
 
 
 def _write_json(path: Path, content: object) -> None:
-    write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
+    write_text(path, json.dumps(content, indent=1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
-from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.cli.messages import check_encoding, for_people, without_secrets
 from openclip_ext.data.storage import is_local, list_remote, local_path
 
 _GLOB = re.compile(r"[*?\[]")
@@ -50,8 +50,9 @@ def _expand(component: str) -> list[str]:
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:
-    """Return the shards of all components in one list; also raise ValueError if a shard occurs twice."""
+    """Return the shards of all components in one list; also raise ValueError if one occurs twice or is not UTF-8."""
     urls = [url for component in expand_components(shards) for url in component]
+    check_encoding(urls)
     seen: dict[object, str] = {}
     for url in urls:
         identity = _identity(url)

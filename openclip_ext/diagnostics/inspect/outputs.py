@@ -1,6 +1,7 @@
 """Write findings as a self-contained HTML page, JSON and CSV."""
 
 import csv
+import io
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from openclip_ext.data.shards.shardlist import shard_name
 from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
 from openclip_ext.files import json_lines
+from openclip_ext.files.writing import write_text
 from openclip_ext.pages.rendering import render_page, thumbnail
 
 _THUMBNAIL = 112  # pixels
@@ -66,19 +68,20 @@ def write_json(path: Path, inspection: Inspection) -> None:
         "categories": categories,
         "listed": {index: astuple(sample)[1:] for index, sample in inspection.samples.items()},
     }
-    path.write_text(json_lines.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json_lines.dumps(content, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: Path, inspection: Inspection) -> None:
     """Write a CSV file with one line for each sample or pair."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        columns = [field.name for field in fields(Sample)]
-        writer.writerow(["category", "value", *columns, *(f"other_{column}" for column in columns)])
-        for name, found in inspection.found.items():
-            for *members, value in found.entries():
-                texts = [text for index in members for text in astuple(inspection.samples[index])]
-                writer.writerow([name, f"{value:.6g}", *(f"'{text}" if _is_formula(text) else text for text in texts)])
+    content = io.StringIO(newline="")
+    writer = csv.writer(content)
+    columns = [field.name for field in fields(Sample)]
+    writer.writerow(["category", "value", *columns, *(f"other_{column}" for column in columns)])
+    for name, found in inspection.found.items():
+        for *members, value in found.entries():
+            texts = [text for index in members for text in astuple(inspection.samples[index])]
+            writer.writerow([name, f"{value:.6g}", *(f"'{text}" if _is_formula(text) else text for text in texts)])
+    write_text(path, content.getvalue())
 
 
 def _is_formula(text: Any) -> bool:  # a spreadsheet program would execute a formula
@@ -109,4 +112,4 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
     ]
     title = f"Data of {inspection.about['run']}"
     page = render_page("inspect.html", title, about=inspection.about, categories=categories, thumbnails=thumbnails)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)

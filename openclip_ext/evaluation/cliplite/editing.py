@@ -22,7 +22,7 @@ from openclip_ext.evaluation.cliplite.image_files import encode_files, list_imag
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.data import Samples, read_lines
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.pages.rendering import markdown_table, render_page, thumbnail
 
 # Pairs for the paper's concept, gender. The paper gives the first two pairs and the first template as examples.
@@ -194,9 +194,9 @@ def main(argv: list[str]) -> None:
     text = markdown_table(alignment_rows(table))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     page = render_page("nearest.html", "Nearest images", queries=nearest, picture=_thumbnail)
-    (args.output_dir / "nearest.html").write_text(page, encoding="utf-8")
-    (args.output_dir / "editing.json").write_text(json_lines.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (args.output_dir / "editing.md").write_text(text + "\n", encoding="utf-8")
+    write_text(args.output_dir / "nearest.html", page)
+    write_text(args.output_dir / "editing.json", json_lines.dumps(report, indent=2) + "\n")
+    write_text(args.output_dir / "editing.md", text + "\n")
     np.save(args.output_dir / "subspace.npy", basis.numpy())
     shares = ", ".join(f"{share:.1%}" for share in explained.tolist())
     say(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")

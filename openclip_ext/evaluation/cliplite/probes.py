@@ -34,7 +34,7 @@ from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.imagenet import ClassFolders
 from openclip_ext.evaluation.models import ImageTextModel
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 
 SVM_COSTS = (0.01, 0.1, 1.0, 10.0)
 LOGISTIC_COSTS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -230,7 +230,7 @@ def main(argv: list[str]) -> None:
     text = json_lines.dumps(report, indent=2)
     print(text)
     if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+        write_text(args.output, text + "\n")
 
 
 if __name__ == "__main__":

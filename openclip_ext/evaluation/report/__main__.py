@@ -9,7 +9,7 @@ from openclip_ext.evaluation.report.page import build_page
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.report.tables import build_rows, comma_separated, markdown
 from openclip_ext.evaluation.report.training import training_tables
-from openclip_ext.files.writing import output_path
+from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.pages.rendering import markdown_table
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         files["report.csv"] = comma_separated(evaluated)
     files["report.md"] = "\n".join(tables)
     for name, content in files.items():
-        (args.output / name).write_text(content, encoding="utf-8")
+        write_text(args.output / name, content)
     if evaluated:
         tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
     say("\n".join(tables))

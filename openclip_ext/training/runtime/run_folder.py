@@ -20,7 +20,7 @@ import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import write_atomically
+from openclip_ext.files.writing import write_text
 from openclip_ext.training.config import RunFolderConfig
 
 # Flags that only determine how a run is started and logged, so they may change on resume.
@@ -172,8 +172,8 @@ def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_optio
         "world_size": distributed.world_size(),
     }
     content = json_lines.dumps(config, indent=2) + "\n"
-    write_atomically(folder / "config.json", lambda file: file.write(content.encode()))
-    write_atomically(folder / "params.txt", lambda file: file.write(parameters.encode()))
+    write_text(folder / "config.json", content)
+    write_text(folder / "params.txt", parameters)
 
 
 def versions() -> dict[str, str]:
