@@ -1,5 +1,6 @@
 """The training loader with its other sources: remote and compressed shards, CSV files and synthetic data."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -138,3 +139,7 @@ def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     (tmp_path / "wide.csv").write_text("filepath,title\n0.jpg,a dog, asleep\n1.jpg,a cat\n")
     with pytest.raises(ValueError, match=r"first row has more fields than the header \['filepath', 'title'\]: quote"):
         build(str(tmp_path / "wide.csv"), csv_separator=",")
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(b"filepath\ttitle\n0.jpg\ta\n")[:-9])
+    for path in (str(tmp_path / "cut.csv.gz"), write_shards(tmp_path, [4])[0]):
+        with pytest.raises(ValueError, match=r"\.(gz|tar) is not UTF-8 text or not CSV \("):
+            build(path, dataset_type="csv")

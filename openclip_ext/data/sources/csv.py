@@ -39,7 +39,7 @@ class CsvSource(Source):
         # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
         try:
             table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
-        except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        except (ValueError, EOFError) as error:  # EOFError: an incomplete .csv.gz
             raise ValueError(
                 f"{path} is not UTF-8 text or not CSV ({error}): check its encoding, quotes and --csv-separator"
             ) from error
