@@ -58,6 +58,7 @@ MISTAKES = [
     ("--resume latest", "--resume latest needs a run folder: remove --logs none"),
     ("--resume s3://b/epoch_1.pt", "s3://b/epoch_1.pt is a URL"),
     ("--resume no/epoch_1.pt", "no/epoch_1.pt does not exist"),
+    ("--resume .", "checkpoint . is a folder: expected a file, such as"),
     ("--name=", "--name=: the value is empty"),
     ("--logs=~/runs", "~/runs: the shell did not replace ~. Write $HOME/runs"),
     ("--report-to tensorbord", "--report-to tensorbord: expected one or more of wandb, tensorboard, all"),
