@@ -1,6 +1,7 @@
 """The program ``openclip-ext`` runs the package's modules like ``python -m``."""
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -106,6 +107,22 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
     module = python("-m", "openclip_ext.data.manifest", str(tmp_path / "none.tar"))
     assert failed.returncode == module.returncode != 0
     assert failed.stderr == module.stderr and "none.tar" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plot", "run", "--output", os.fsdecode(b"\xff")], "udcff' is not UTF-8.*: rename"),
+        (["plan", "--samples=9", "--loss="], "--loss=: the value is empty: remove the flag, or set the shell's"),
+        (["plan", "--samples=inf"], "--samples: inf: expected a positive whole number"),
+        (["plan", "--samples=ten"], "--samples: ten: expected a positive whole number"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_status_2(argv, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2 and re.search(said, capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from openclip_ext.cli.messages import check_encoding, say, until_pipe_breaks
+from openclip_ext.cli.messages import check_words, say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a program. On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130."""
     try:
         with until_pipe_breaks():
-            check_encoding(sys.argv[1:])
+            check_words(sys.argv[1:])
             main(sys.argv[1:])
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
@@ -46,10 +46,11 @@ def device(name: str) -> str:
 
 def count(text: str) -> int:
     """Parse a positive whole number, such as 1000 or 1e9."""
-    value = float(text)
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
-    return int(value)
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if value >= 1 and value.is_integer():
+            return int(value)
+    raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
 
 
 @contextlib.contextmanager

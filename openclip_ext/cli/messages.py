@@ -1,6 +1,7 @@
 """Mask secrets in messages and stored settings, and escape control characters in messages."""
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -44,6 +45,16 @@ def check_encoding(words: Sequence[str]) -> None:
     for word in words:
         if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
             raise UsageError(f"{found!r} is not UTF-8, which all output files need: rename the file or folder")
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Raise UsageError for a word of a command line that is not UTF-8, or that has an empty value."""
+    check_encoding(argv)
+    for before, word in itertools.pairwise(["", *argv]):
+        if not word or re.fullmatch("--[a-z0-9-]+=", word):
+            raise UsageError(
+                f"{word or before}: the value is empty: remove the flag, or set the shell's variable in it"
+            )
 
 
 def without_secrets(value: Any) -> Any:

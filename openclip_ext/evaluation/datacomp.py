@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import check_words, say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
+        check_words(sys.argv[1:] if argv is None else argv)
         with process_group():
             return evaluate(args)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import check_encoding
+from openclip_ext.cli.messages import check_words
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> TrainingConfig:
         argv = argv[1:]
     if parsing.print_help(argv):
         raise SystemExit(0)
-    check_encoding(argv)
+    check_words(argv)
     try:
         flags, loss = _parse(argv)
         for part in itertools.chain(*FLAG_GROUPS.values()):

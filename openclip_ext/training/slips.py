@@ -1,6 +1,5 @@
 """Reject typing mistakes and flags of related programs before argparse, whose messages would not contain a fix."""
 
-import itertools
 import re
 from collections.abc import Collection, Sequence
 
@@ -46,9 +45,9 @@ def refuse_slips(argv: Sequence[str], known: Collection[str]) -> None:
     """Raise ValueError for the first word with a typing mistake. ``known`` contains all flags of the program."""
     if argv[:1] == ["help"]:
         raise ValueError("help: --help lists the flags")
-    for before, word in itertools.pairwise(["", *argv]):
+    for word in argv:
         if problem := _slip(word, known):
-            raise ValueError(f"{word or before}: {problem}")
+            raise ValueError(f"{word}: {problem}")
 
 
 def _slip(word: str, known: Collection[str]) -> str | None:
@@ -58,9 +57,7 @@ def _slip(word: str, known: Collection[str]) -> str | None:
         return "this word has typographic quotes: type ' or \""
     if word in ("-help", "-?"):
         return "--help lists the flags"
-    flag, equals, value = word.partition("=")
-    if not word or (flag in known and equals and not value):
-        return "the value is empty: remove the flag, or set the shell's variable in it"
+    flag = word.partition("=")[0]
     if not word.startswith("--") or flag in known:
         return None
     plain = flag[2:].replace("_", "-").lower()

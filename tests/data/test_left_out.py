@@ -102,11 +102,12 @@ def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.Cap
     assert "3 samples are trained on" in capsys.readouterr().out
     np.save(tmp_path / "others.npy", np.array([(1, 1)], dtype="u8,u8"))
     np.save(tmp_path / "numbers.npy", np.arange(3))
-    for name, message in (
-        ("others", "no sample's uid is in the list"),
-        ("numbers", "expected DataComp's list"),
+    for uid_list, message in (
+        (str(tmp_path / "others.npy"), "no sample's uid is in the list"),
+        (str(tmp_path / "numbers.npy"), "expected DataComp's list"),
+        ("", "--uids: the value is empty"),
     ):
-        assert main([*argv, str(tmp_path / f"{name}.npy")]) == 1
+        assert main([*argv, uid_list]) == 1
         assert message in capsys.readouterr().err
     manifest = Manifest.scan(str(tmp_path / "{00000..00001}.tar"))
     (tmp_path / "00001.tar").unlink()

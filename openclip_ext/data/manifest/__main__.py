@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import check_words, say
 from openclip_ext.data.manifest.find import cache_folder, candidates
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.data.manifest.uids import keep_listed, read_uids
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = _parse_arguments(argv)
     try:
+        check_words(sys.argv[1:] if argv is None else argv)
         sizes = checked_dict(json.loads(Path(args.sizes).read_bytes()), args.sizes, int) if args.sizes else None
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_next_to(urls, args.image_key, args.caption_key)
