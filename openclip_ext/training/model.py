@@ -95,6 +95,10 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
             raise
         name, reason = config.name, one_line(error) or "the file is empty or truncated"
         raise UsageError(f"--pretrained {config.pretrained} is not a checkpoint of --model {name}: {reason}") from error
+    if 0 in getattr(model.visual, "grid_size", ()):
+        raise UsageError(
+            f"--force-image-size: the images are smaller than a patch of {config.name}. Give a larger size"
+        )
     groups, layers = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
     if config.lock_image:
         flag = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"

@@ -134,6 +134,7 @@ def test_a_captioners_tower_is_locked(configs, tower):
     [
         ("--model demo-vit --lock-image --lock-image-unlocked-groups 100", "100 leaves nothing of the image tower locked"),
         ("--model demo-vit --lock-text --lock-text-freeze-layer-norm --lock-text-unlocked-layers 100", "text tower locked"),
+        ("--model demo-vit --force-image-size 3", "--force-image-size: the images are smaller than a patch of demo-vit"),
         ("--model FOLDER --force-patch-dropout 0.5", "--force-patch-dropout: .* has no patches"),
         ("--model FOLDER --lock-image --lock-image-unlocked-groups 100", "--lock-image-unlocked-groups 100"),
     ],
