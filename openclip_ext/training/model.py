@@ -197,7 +197,24 @@ def build_loss(
     if reference is not None and has_reference:
         options["reference_dim"] = reference.width
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
+    _check_head(config.name, loss.model_head())
     return loss.to(device)
+
+
+def _check_head(loss: str, head: nn.Module | None) -> None:
+    """Raise UsageError if checkpoints cannot store or load the head of a user's own loss."""
+    if head is None:
+        return
+    name = type(head).__name__
+    missing = [attribute for attribute in ("kind", "config", "evaluated") if not hasattr(head, attribute)]
+    if missing:
+        raise UsageError(
+            f"--loss {loss}: {name}, the class of model_head(), has no attribute {', '.join(missing)}. Add it"
+        )
+    if registry.find_method(loss).head is not type(head):
+        raise UsageError(
+            f"--loss {loss}: expected {name}, the class of model_head(), as head= of the METHOD. Add head={name}"
+        )
 
 
 def initialize(

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import open_clip
@@ -12,10 +14,14 @@ import torch
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.evaluation.models import load_model
+from openclip_ext.losses import registry
+from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.model import MODEL_CONFIG, build_model
+from openclip_ext.training.config import LossConfig
+from openclip_ext.training.model import MODEL_CONFIG, build_loss, build_model
 from tests.distributed.pool import two_ranks
 from tests.training.commands import config_of
 from tests.training.runs import command, evaluation, losses_of, metrics_of, run
@@ -194,3 +200,46 @@ def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, ca
     started = [sys.executable, "-c", "\n".join(program)]
     result = subprocess.run(started, capture_output=True, text=True, cwd=Path.home())
     assert result.returncode == 0, result.stderr
+
+
+class _Head(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.config = {}
+
+
+class _LossWithHead(ContrastiveLoss):
+    """A loss with parameters. ``make_head`` creates the result of ``model_head()``."""
+
+    make_head = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.make_head() or torch.nn.Linear(2, 2)
+
+    def model_head(self) -> torch.nn.Module | None:
+        return self.layer if isinstance(self.layer, _Head) else None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "declared", "message"),
+    [
+        ({}, True, "_Head, the class of model_head(), has no attribute kind, evaluated. Add it"),
+        (
+            {"kind": "own", "evaluated": False},
+            False,
+            "expected _Head, the class of model_head(), as head= of the METHOD",
+        ),
+        ({"kind": "own", "evaluated": False}, True, None),
+    ],
+)
+def test_heads_that_checkpoints_cannot_store_are_refused(attributes, declared, message, monkeypatch):
+    """Without this check, the first save would fail, or no command could load the run's checkpoints."""
+    for name, value in attributes.items():
+        monkeypatch.setattr(_Head, name, value, raising=False)
+    monkeypatch.setattr(_LossWithHead, "make_head", _Head)
+    method = Method("own", whole=WholeLoss(_LossWithHead), head=_Head if declared else None)
+    monkeypatch.setitem(registry.METHODS, "own", method)
+    expected = nullcontext() if message is None else pytest.raises(UsageError, match=re.escape(message))
+    with expected:
+        build_loss(LossConfig("own"), "demo-vit", open_clip.create_model("demo-vit"), 8, torch.device("cpu"))
