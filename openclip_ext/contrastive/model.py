@@ -1,6 +1,7 @@
 """Prepare a model for a loss: the model's temperature, frozen parameters, and batch normalization."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,19 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
 
     Raises:
         ValueError: The loss trains a bias, but the model has no bias.
+
+    Warns:
+        UserWarning: The loss has trainable parameters that no optimizer updates.
     """
+    head = loss.model_head()
+    in_optimizer = set() if head is None else {*head.parameters()}
+    untrained = [name for name, value in loss.named_parameters() if value.requires_grad and value not in in_optimizer]
+    if untrained:
+        warnings.warn(
+            f"{type(loss).__name__}: no optimizer updates {', '.join(untrained)}. Return their module in model_head(), or set "
+            "requires_grad=False",
+            stacklevel=2,
+        )
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
     if loss.initial_logit_bias is not None:

@@ -15,6 +15,7 @@ import torch
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.evaluation.models import load_model
 from openclip_ext.losses import registry
@@ -243,3 +244,16 @@ def test_heads_that_checkpoints_cannot_store_are_refused(attributes, declared, m
     expected = nullcontext() if message is None else pytest.raises(UsageError, match=re.escape(message))
     with expected:
         build_loss(LossConfig("own"), "demo-vit", open_clip.create_model("demo-vit"), 8, torch.device("cpu"))
+
+
+def test_parameters_of_a_loss_that_nothing_trains_are_named(recwarn):
+    model = open_clip.create_model("demo-vit")
+    loss = _LossWithHead()
+    with pytest.warns(UserWarning, match="_LossWithHead: no optimizer updates layer.weight, layer.bias"):
+        prepare_for(loss, model, set_logit_scale=True)
+    recwarn.clear()
+    prepare_for(loss.requires_grad_(False), model, set_logit_scale=True)
+    for name in registry.list_losses():
+        if name != "siglip":  # this model has no bias
+            prepare_for(registry.create_loss(name, embed_dim=64, num_samples=8), model, set_logit_scale=True)
+    assert not recwarn.list
