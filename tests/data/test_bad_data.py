@@ -114,6 +114,14 @@ def test_other_layouts_go_on_without_the_bad_samples_that_were_passed(data: str)
     assert len(set(found)) == len(found) >= 56 - 6 and set(found).isdisjoint(BAD)
 
 
+def test_ranks_that_are_not_connected_repeat_no_sample(data: str):
+    """Each rank knows only its own bad samples. If it distributed the remaining samples again, two ranks could use one."""
+    for epoch in range(8):
+        ranks = [build_tolerant(data, workers=2, world_size=2, rank=rank, batch_size=3) for rank in range(2)]
+        found = [index for loader in ranks for index in indices(list(loader.iterate(epoch)))]
+        assert len(set(found)) == len(found) >= 36 and set(found).isdisjoint(BAD)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int):
     write_shards(tmp_path, [20, 20], {number: undecodable(number) for number in range(0, 40, 8)})

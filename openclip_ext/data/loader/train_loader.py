@@ -204,7 +204,8 @@ class TrainLoader:
 
         If the state's last layout is the current layout, the same batches follow. Otherwise the remaining samples are
         distributed by the current layout. A worker may have too few usable samples for its last batch. The remaining samples
-        of all ranks are then distributed again among the workers, as long as they fill a step.
+        of all ranks are then distributed again among the workers, as long as they fill a step. Ranks that torch.distributed
+        does not connect (``config.world_size``) end their epoch instead, and may have different numbers of batches.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -236,7 +237,9 @@ class TrainLoader:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
             yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
-            if position.done in (0, order.batches):
+            # Ranks that are not connected do not know the bad samples of the others, so samples would be repeated.
+            knows_all_ranks = self._is_shared or self._layout.world_size == 1
+            if position.done in (0, order.batches) or not knows_all_ranks:
                 break
             # Distribute the remaining samples of all ranks again.
             position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
