@@ -112,6 +112,9 @@ class TrainLoader:
         _check_arguments(source, config, self._layout, max_bad_fraction)
         # Whether each rank of the layout is a process of this run.
         self._is_shared = self._layout.world_size == distributed.world_size() > 1
+        # If not, this rank does not know the bad samples of the others. An order without its own bad samples would repeat
+        # samples of other ranks.
+        self._knows_all_ranks = self._is_shared or self._layout.world_size == 1
         self.bad = BadSamples(source, max_bad_fraction, self._layout.epoch_samples)
         self._requests = BatchRequests()
         max_bad = int(max_bad_fraction * self._layout.epoch_samples)
@@ -205,7 +208,8 @@ class TrainLoader:
         If the state's last layout is the current layout, the same batches follow. Otherwise the remaining samples are
         distributed by the current layout. A worker may have too few usable samples for its last batch. The remaining samples
         of all ranks are then distributed again among the workers, as long as they fill a step. Ranks that torch.distributed
-        does not connect (``config.world_size``) end their epoch instead, and may have different numbers of batches.
+        does not connect (``config.world_size``) end their epoch instead, and may have different numbers of batches. Their
+        later epochs do not exclude bad samples, but skip them again.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -233,13 +237,13 @@ class TrainLoader:
         passed = list(current.bad[self.rank * workers :][:workers]) or [0] * workers
         self._position = position = _Position(epoch, seen, current.batches, passed)
         left_out = self.bad.begin(epoch, is_fresh=not progress)
+        if not self._knows_all_ranks:
+            left_out = left_out[:0]
         while True:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
             yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
-            # Ranks that are not connected do not know the bad samples of the others, so samples would be repeated.
-            knows_all_ranks = self._is_shared or self._layout.world_size == 1
-            if position.done in (0, order.batches) or not knows_all_ranks:
+            if position.done in (0, order.batches) or not self._knows_all_ranks:
                 break
             # Distribute the remaining samples of all ranks again.
             position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
