@@ -23,7 +23,7 @@ from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import output_path, write_text
-from openclip_ext.losses.heads import read_heads
+from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
@@ -48,10 +48,10 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
     config = read_config(run)
-    heads: Any = read_heads(checkpoint)
-    if heads is not None and heads.evaluated:
+    heads = stored_heads(checkpoint)
+    if heads is not None and heads["evaluated"]:
         raise UsageError(
-            f"{checkpoint} has heads of the kind {heads.kind!r}, which neither OpenCLIP nor transformers supports: use "
+            f"{checkpoint} has heads of the kind {heads['kind']!r}, which neither OpenCLIP nor transformers supports: use "
             "another checkpoint"
         )
     loaded = read(checkpoint)

@@ -55,16 +55,17 @@ class ProjectedModel(nn.Module):
 
 def heads_entry(heads: nn.Module) -> dict[str, Any]:
     """Return the checkpoint entry for the heads."""
-    return {"kind": heads.kind, "config": heads.config, "state_dict": heads.state_dict()}
+    state = heads.state_dict()
+    return {"kind": heads.kind, "config": heads.config, "evaluated": heads.evaluated, "state_dict": state}
 
 
-def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
-    """Build the heads from a checkpoint entry. Raise UsageError with ``source`` in the message if their kind is unknown."""
+def _build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     # Only registered classes are accepted, because a file must not decide which code is imported.
     known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
     kind = entry.get("kind")
     if kind not in known:
-        raise UsageError(f"{source} needs heads of the kind {kind!r}: expected one of {', '.join(known)}")
+        fix = "If they are of your own loss, import it in Python with registry.find_method, and evaluate there"
+        raise UsageError(f"{source} needs heads of the kind {kind!r}: expected one of {', '.join(known)}. {fix}")
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()
@@ -72,8 +73,8 @@ def build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     return heads
 
 
-def read_heads(path: str | Path) -> nn.Module | None:
-    """Return the heads in a checkpoint file; None if the file has no heads or is not a checkpoint."""
+def stored_heads(path: str | Path) -> dict[str, Any] | None:
+    """Return the :func:`heads_entry` in a checkpoint file; None if the file has no heads or is not a checkpoint."""
     path = Path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
         return None
@@ -82,8 +83,16 @@ def read_heads(path: str | Path) -> nn.Module | None:
     except Exception:
         # The file may have an old format or contain a scripted model. Such files have no heads, and OpenCLIP may load them.
         return None
-    entry = content.get(HEADS_KEY) if isinstance(content, dict) else None
-    return None if entry is None else build_heads(entry, path)
+    return content.get(HEADS_KEY) if isinstance(content, dict) else None
+
+
+def read_heads(path: str | Path) -> nn.Module | None:
+    """Return the heads of a checkpoint file if evaluations use them, otherwise None.
+
+    Raise UsageError if neither the package nor a registered method has heads of this kind.
+    """
+    entry = stored_heads(path)
+    return _build_heads(entry, path) if entry is not None and entry["evaluated"] else None
 
 
 def with_heads(model: nn.Module, heads: nn.Module | None) -> nn.Module:

@@ -26,7 +26,7 @@ from openclip_ext.data.images import ImagePipeline, image_pipeline
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
-from openclip_ext.losses.heads import read_heads
+from openclip_ext.losses.heads import stored_heads
 from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
@@ -234,19 +234,20 @@ def initialize(
 
 
 def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
-    heads: Any = read_heads(pretrained)
+    heads = stored_heads(pretrained)
     own: Any = loss.model_head()
     if heads is None:
         return
+    kind, config = heads["kind"], heads["config"]
     if own is None:
-        logging.warning(f"{pretrained} has projection heads {heads.kind!r}, which this loss does not use.")
-    elif (own.kind, own.config) != (heads.kind, heads.config):
+        logging.warning(f"{pretrained} has projection heads {kind!r}, which this loss does not use.")
+    elif (own.kind, own.config) != (kind, config):
         raise UsageError(
-            f"{pretrained} has projection heads {heads.kind} {heads.config}, this run has {own.kind} {own.config}: give the "
+            f"{pretrained} has projection heads {kind} {config}, this run has {own.kind} {own.config}: give the "
             "same options of the loss, or another --pretrained"
         )
     else:
-        own.load_state_dict(heads.state_dict())
+        own.load_state_dict(heads["state_dict"])
 
 
 def _seed(seed: int) -> None:

@@ -1,5 +1,6 @@
 """Evaluations load every model that OpenCLIP loads. Other input is rejected with a one-sentence error."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -85,11 +86,18 @@ def test_a_checkpoint_that_training_replaces_during_the_read_is_refused(tiny_fol
         load_model(TINY_MODEL, checkpoint)
 
 
-def test_heads_of_an_unknown_kind_are_refused(tiny, tmp_path):
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_heads_of_an_unknown_kind_are_refused_if_evaluations_need_them(tiny, tmp_path, evaluated):
     """Known kinds of projection heads are tested in tests/training/test_cliplite.py."""
-    entry = {"kind": "test", "config": {}, "state_dict": {}}
+    entry = {"kind": "test", "config": {}, "evaluated": evaluated, "state_dict": {}}
     torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
-    with pytest.raises(UsageError, match="needs heads of the kind 'test': expected one of cliplite, projector"):
+    with (
+        contextlib.nullcontext()
+        if not evaluated
+        else pytest.raises(
+            UsageError, match=r"needs heads of the kind 'test': expected one of cliplite, projector.*find_method"
+        )
+    ):
         load_model(TINY_MODEL, tmp_path / "heads.pt")
 
 
