@@ -47,7 +47,10 @@ class SlurmPool(TaskPool):
         try:
             self._executor = SlurmExecutor(self._folder)
             given = _parsed(parameters)
-            self._executor.update_parameters(**{"job_name": "openclip-ext", "time": _MINUTES_PER_DAY, **given})
+            # By default, submitit lets SLURM send SIGUSR2 90 seconds before the time limit. This signal kills tasks, which
+            # have no checkpoints, and with a limit of one or two minutes it kills them at their start.
+            own = {"job_name": "openclip-ext", "time": _MINUTES_PER_DAY, "signal_delay_s": 0}
+            self._executor.update_parameters(**own | given)
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"--executor slurm: {error}") from error
         self._queue_time = 0.0

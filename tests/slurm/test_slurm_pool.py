@@ -120,3 +120,5 @@ def test_a_job_that_sbatch_rejects_is_a_mistake_of_the_user(tmp_path, monkeypatc
     pool = SlurmPool(1, tmp_path / "jobs", "partition=nope")
     with pytest.raises(UsageError, match=r"rejected a job: .*invalid partition specified: nope"):
         pool.run([Task("works", tmp_path / "mark")])
+    (script,) = (tmp_path / "jobs").glob("*.sh")
+    assert "#SBATCH --signal=USR2@0\n" in script.read_text()  # a signal before the time limit would kill the task
