@@ -186,8 +186,12 @@ class Doctor:
         if not self.config.folder.resume_latest and run_folder.has_begun(folder):
             yield ERROR, f"folder: {folder} contains a run: continue it with --resume latest, or use another --name"
         place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-        with tempfile.TemporaryFile(dir=place):
-            free = shutil.disk_usage(place).free
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            yield ERROR, f"folder: cannot write to {place} ({error.strerror}): give another --logs"
+            return
+        free = shutil.disk_usage(place).free
         if self.plan is None or self.samples is None:
             return
         earlier = math.ceil(length.epochs / saving.every_epochs) - 1 if saving.every_epochs else 0

@@ -59,6 +59,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         ("--batch-size 100", "ERROR    too few samples: the epoch has 84"),
         ("--gpu-memory 0.01", "warning  memory: 1 rank: a GPU needs"),
         ("--epochs 100000000", "ERROR    folder: "),
+        ("--logs /proc", "ERROR    folder: cannot write to /proc (No such file or directory): give another --logs"),
         ("", "warning  folder: checkpoints are saved only at the end of an epoch"),
         ("--loss fastclip --dataset-resampled", "ERROR    --dataset-resampled: --loss fastclip needs each"),
         ("--hard-negative-key txt", "warning  memory: the estimate ignores hard negatives"),
