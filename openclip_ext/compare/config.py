@@ -26,7 +26,7 @@ from openclip_ext.training.parser import add_flag, add_loss_flags, import_losses
 
 # Python names of the training flags that compare accepts with the same meaning. It rejects other training flags.
 _USED_FLAGS = """
-    train_data model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
+    model pretrained pretrained_image precision force_quick_gelu force_custom_text force_patch_dropout
     force_image_size force_context_length image_mean image_std image_interpolation image_resize_mode aug_cfg cache_dir
     lock_image lock_image_unlocked_groups lock_image_freeze_bn_stats lock_text lock_text_unlocked_layers
     lock_text_freeze_layer_norm grad_checkpointing dataset_type csv_separator csv_img_key csv_caption_key

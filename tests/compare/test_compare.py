@@ -217,6 +217,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--batch-size", "1"], "--batch-size 1: expected at least 2"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
         (["--distill", "0.5"], "--distill: needs --reference FOLDER"),
+        (["--dataset-type", "csv", "--train-data", __file__], "--train-data has no effect on compare"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(data, more, message):
