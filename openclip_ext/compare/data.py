@@ -1,6 +1,7 @@
 """Decode, split and check the data of a comparison."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -77,10 +78,18 @@ def _decode(
             "the training samples increase the scores of all losses"
         )
         return whole.part(rest), whole.part(held)
+    val = replace(spec, source=config.val, manifest=None, num_samples=None)
+    own, others = (
+        {os.path.realpath(file) for file, *_ in _files(part)} for part in (val, replace(spec, manifest=None))
+    )
+    if own & others:
+        raise ValueError(
+            f"--val: {len(own & others)} of {len(own)} files are also training files: remove them from --val"
+        )
     train: Cache | DataSpec = spec
     with contextlib.suppress(DoesNotFit):
         train = decoded(spec, None)
-    held_out = decoded(replace(spec, source=config.val, manifest=None, num_samples=None), classes)
+    held_out = decoded(val, classes)
     held_out = held_out.part(divide(len(held_out), 1.0)[0])
     different = len(set(held_out.captions()))
     with_captions = "" if different == len(held_out) else f" with {different:,} different captions"

@@ -256,11 +256,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     [
         (["--val", "{val}", "--batch-size", "50"], "80 training samples are too few for batches of 50"),
         ([], "8 of 80 samples are too few for the scores"),
+        (["--val", "{train}::{val}"], "--val: 1 of 2 files are also training files: remove them from --val"),
         (["--val", "{bad}"], r"8 of the 80 samples .* allowed 5\.0% \(--max-bad-fraction\)"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(data, more, message):
-    places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar"}
+    places = {"val": data / "val" / "00000.tar", "bad": data / "bad.tar", "train": data / "val/../train/00000.tar"}
     write_tar(places["bad"], [member for member in members(80) if not member[0].endswith("7.txt")])
     with pytest.raises(ValueError, match=message):
         main(arguments(data, *(word.format(**places) for word in more)))
@@ -293,7 +294,9 @@ def test_a_run_that_diverged_is_scored(compared):
 
 def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
     table = str(write_csv(data, rows=60))
-    argv = [table, *arguments(data)[1:], "--val", table, "--dataset-type", "csv"]
+    (data / "others").mkdir()
+    others = str(write_csv(data / "others", rows=60))
+    argv = [table, *arguments(data)[1:], "--val", others, "--dataset-type", "csv"]
     before = prepared(argv).data.digest
     assert prepared(argv).data.digest == before
     (data / "7.jpg").write_bytes(image_bytes(8))
