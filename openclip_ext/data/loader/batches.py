@@ -132,10 +132,6 @@ class BatchDataset(Dataset):
     def _hash(self, purpose: Purpose, *words: int) -> int:
         return hash_int(purpose, self._config.seed, *words)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A stream has open files, which another process cannot use.
-        return self.__dict__ | {"_stream": iter(()), "_expected": None}
-
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
