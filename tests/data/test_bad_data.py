@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.source import BadDataError
@@ -135,6 +136,12 @@ def test_too_many_undecodable_samples_stop_the_run(tmp_path: Path, workers: int)
     with pytest.raises(BadDataError, match=message):
         list(build_tolerant(data, workers=workers).iterate(0))
     assert len(list(build_tolerant(data, workers=workers, max_bad_fraction=0.125).iterate(0))) >= 7
+    # A limit applies to all samples of an epoch, also to those that the ranks have shared.
+    bad = build_tolerant(data, workers=workers, num_samples=20, max_bad_fraction=0.125).bad
+    with pytest.raises(BadDataError, match="3 bad samples in this epoch of 20"):
+        for number in range(0, 24, 8):
+            bad.add(BadSample(number, "damaged", is_read=True))
+            bad.exchange()
 
 
 def test_an_epoch_without_a_step_is_an_error(tmp_path: Path):

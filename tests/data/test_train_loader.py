@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from openclip_ext.data.loader import batches as worker
 from openclip_ext.data.shards.shard_source import ShardSource
 from tests.data.loading import assert_equal, build, by_index, indices, progress_after, rest_of
 from tests.data.shards import write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
 N = sum(COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let readers compute the order of a few samples at a time, as in an epoch of more than 4,096 samples."""
+    monkeypatch.setattr(worker, "_READ_AHEAD", 8)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +156,7 @@ def test_wrong_options_are_refused(data: str):
         ({"num_samples": 0}, "train_num_samples=0: expected an integer >= 1"),
         ({"batch_size": 0}, "batch_size=0: expected an integer >= 1"),
         ({"rank": -1, "world_size": 2}, "rank=-1: expected an integer >= 0, below world_size=2"),
+        ({"rank": 2, "world_size": 2}, "rank=2: expected an integer >= 0, below world_size=2"),
     ):
         with pytest.raises(ValueError, match=message):
             build(data, **options)
