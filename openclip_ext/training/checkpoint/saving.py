@@ -60,8 +60,6 @@ def save(
     state_folder = folder / f"{name}.state" / f"step_{position.step}"
     temporary = state_folder.with_name(f"tmp_{state_folder.name}")
     write_state = functools.partial(_write_state, temporary, loss, asdict(position), asdict(identity), states)
-    if distributed.is_master():
-        shutil.rmtree(temporary, ignore_errors=True)
     _together(lambda: temporary.mkdir(parents=True, exist_ok=True))
     try:
         checksums = {name: value for part in _together(write_state) for name, value in part.items()}
