@@ -13,7 +13,7 @@ import pytest
 from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.__main__ import main
 from openclip_ext.data.manifest.find import find_or_create_manifest
-from openclip_ext.data.manifest.manifest import Manifest, ManifestError
+from openclip_ext.data.manifest.manifest import Manifest, ManifestError, _checksum
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.sources.keys import Key, parse_keys
 from openclip_ext.data.sources.source import BadDataError
@@ -261,12 +261,13 @@ def test_a_file_has_counts_and_indices(shards: list[str], tmp_path: Path):
 
 def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], tmp_path: Path):
     """Counts come from sizes.json, img2dataset's statistics or the argument ``sizes``. The shards are empty here."""
-    piped = [f"pipe:cat {shard}" for shard in shards]
+    piped, scanned = [f"pipe:cat {shard}" for shard in shards], Manifest.scan(shards)
     for shard in shards:
         os.truncate(shard, 0)
     write_sizes(tmp_path / "data", COUNTS)
     manifest = Manifest.scan(piped)
     assert [shard.first_index for shard in manifest.shards] == [0, 3, 8]
+    assert scanned.index_digest and Manifest([scanned.shards[0], *manifest.shards[1:]]).index_digest is None
     manifest.save(tmp_path / "m.json")
     assert Manifest.load(tmp_path / "m.json").shards == manifest.shards
     sizes = json.loads((tmp_path / "data" / "sizes.json").read_text())
@@ -342,7 +343,8 @@ def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: P
     intact = path.read_bytes()
     flipped = bytearray(intact)
     flipped[intact.index(str(os.path.getsize(shards[0])).encode())] ^= 1
-    other_version = intact.replace(b'"version": 1', b'"version": 9')
+    content = {key: value for key, value in json.loads(intact).items() if key != "checksum"} | {"version": 9}
+    other_version = json.dumps(content | {"checksum": _checksum(content)}).encode()
     for damaged in (flipped, other_version, intact[: len(intact) // 2], b"", b"[]"):
         path.write_bytes(damaged)
         caplog.clear()

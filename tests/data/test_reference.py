@@ -76,9 +76,10 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
         refused(write_store(tmp_path / key, shards, **{key: None}), "embeddings.json: missing or truncated")
     (broken := write_store(tmp_path / "broken", shards)).joinpath(ABOUT).write_text("[1]")
     refused(broken, "embeddings.json: missing or truncated")
-    wide = write_store(tmp_path / "wide", shards, width=WIDTH)
-    np.save(wide / IMAGES, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
-    refused(wide, r"images.npy: .*expected \(84, 5\) float16")
+    for name in (IMAGES, TEXTS):
+        wide = write_store(tmp_path / name, shards, width=WIDTH)
+        np.save(wide / name, np.zeros((NUM_SAMPLES, WIDTH + 1), np.float16))
+        refused(wide, rf"{name}: .*expected \(84, 5\) float16")
     drawn = TrainLoaderConfig(batch_size=8, draw_captions=True)
     with pytest.raises(ValueError, match="--draw-captions: expected no --reference"):
         build_train_loader(

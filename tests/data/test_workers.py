@@ -21,7 +21,7 @@ from tests.training.programs import is_alive
 
 @pytest.mark.parametrize("at", ["in an epoch", "between epochs"])
 def test_a_worker_that_was_killed_ends_the_run_with_the_reason(tmp_path: Path, at: str):
-    loader = build(write_shards(tmp_path, [100]), workers=2)
+    loader = build(write_shards(tmp_path, [100]), workers=2, patience=60)
     batches = loader.iterate(0)
     list(batches) if at == "between epochs" else next(batches)
     os.kill(loader._loader._iterator._workers[1].pid, signal.SIGKILL)

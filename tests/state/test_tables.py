@@ -94,6 +94,7 @@ def test_tables_of_other_losses_and_data_are_rejected(tmp_path):
         restore_table(ShardedTable(2, SAMPLES), [open_table(path)])
     with pytest.raises(UsageError, match="found 206 with 3"):
         restore_table(ShardedTable(3, SAMPLES), [open_table(path), open_table(path)])
+    assert ShardedTable(2, SAMPLES).load_state_dict({}, strict=False).missing_keys == ["shard"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

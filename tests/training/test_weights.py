@@ -63,6 +63,10 @@ def test_the_average_against_its_equation():
                 expected[name] = decay * expected[name] + (1 - decay) * value
     for name, value in ema.state_dict().items():
         torch.testing.assert_close(value, expected[name])
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    with ema.in_place():  # for an evaluation
+        assert differences(model.state_dict(), ema.state_dict()) == [] != differences(model.state_dict(), trained)
+    assert differences(model.state_dict(), trained) == []
 
 
 def test_16_bits_are_averaged_in_32():
@@ -156,11 +160,14 @@ def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
     stock = torch.optim.AdamW(model.parameters())
     model.logit_scale.sum().backward()
     stock.step()
-    step = TrainStep(model, loss, torch.optim.AdamW(model.parameters(), fused=True), StepSettings(CPU))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainStep(model, loss, optimizer, StepSettings(CPU), torch.amp.GradScaler("cpu"))
     content = {"epoch": 1, "name": "stock", "state_dict": model.state_dict(), "optimizer": stock.state_dict()}
+    content["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
     torch.save(content, tmp_path / "epoch_1.pt")
     identity = ckpt.RunIdentity("tiny", "openclip", "adamw", 40, 8, 0)
-    restoring.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, step, {})
+    position = restoring.restore(ckpt.read(tmp_path / "epoch_1.pt"), identity, 5, step, {})
+    assert (position, step.scaler.get_scale()) == (ckpt.Position(epoch=1, step=5, samples=40), 8.0)
     assert step.optimizer.param_groups[0]["fused"] is True
     before = model.logit_scale.detach().clone()
     step.optimizer.grad_scale, step.optimizer.found_inf = None, torch.ones(())
@@ -227,6 +234,8 @@ def test_further_arguments_reach_the_optimizer():
         config = OptimizerConfig(name=name, kwargs=tuple(words))
         (*_, group) = create_optimizer(model, config, None).param_groups
         assert {key: group[key] for key in expected} == expected
+    lookahead = create_optimizer(model, OptimizerConfig("timm/lookahead_sgd", lookahead_steps=3), None)
+    assert {group["lookahead_k"] for group in lookahead.param_groups} == {3}
 
 
 @pytest.mark.parametrize(
