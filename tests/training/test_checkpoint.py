@@ -221,7 +221,10 @@ def test_a_removal_killed_at_any_moment_is_finished_at_the_next_start(tmp_path, 
 def test_the_state_of_a_renamed_model_file_stays(tmp_path, caplog):
     path = save(tmp_path, Position(1, 10))
     path.rename(tmp_path / "mine.pt")
+    for killed in ("epoch_1.state/tmp_step_14", "epoch_2.state/tmp_step_20"):
+        (tmp_path / killed).mkdir(parents=True)
     saving.remove_leftovers(tmp_path)
+    assert not [*tmp_path.glob("*/tmp_*"), *tmp_path.glob("epoch_2*")]
     assert "epoch_1.state has no epoch_1.pt next to it: undo the renaming, or remove the folder" in caplog.text
     (tmp_path / "mine.pt").rename(path)
     assert finding.scan(tmp_path)[0] == path
