@@ -100,8 +100,10 @@ class SolvedTemperature(TemperatureScheme):
     def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
         similarities = batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)
         valid = batch.valid[:_ANCHORS].to(similarities.dtype)
-        divergence = partial(_mean_divergence, similarities, valid / (2 * valid.sum()).clamp(min=1))
-        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & batch.ok
+        number = valid.sum()
+        # Without a valid anchor, the divergence is NaN. This can happen although later samples of the batch are valid.
+        divergence = partial(_mean_divergence, similarities, valid / (2 * number))
+        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & (number > 0)
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 

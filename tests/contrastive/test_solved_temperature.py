@@ -29,11 +29,19 @@ def _steps(loss: Any, number: int, batch: int = 16) -> Tensor:
 def test_the_divergence_becomes_rho() -> None:
     loss = _loss()
     _steps(loss, 99)
+    bad = torch.full((16, WIDTH), torch.nan)
+    loss(bad, bad, torch.tensor(10.0))  # this call is not a step
+    _steps(loss, 1)
     assert loss.temperature.log_tau.exp().item() == pytest.approx(0.1)
     assert "divergence" not in loss.metrics()
     tau = _steps(loss, 500)
     assert loss.metrics()["divergence"] == pytest.approx(1.5, abs=0.1)
     assert tau.unique().numel() == 1
+    images = unit(torch.randn(48, WIDTH))
+    images[:32] = torch.nan  # all samples that are anchors
+    before = loss.temperature.log_tau.clone()
+    loss(images, unit(torch.randn(48, WIDTH)), torch.tensor(10.0))
+    assert loss.temperature.log_tau == before and not math.isnan(loss.metrics()["divergence"])
 
 
 def test_bounds_hold_and_a_rho_without_solution_warns() -> None:
@@ -44,7 +52,10 @@ def test_bounds_hold_and_a_rho_without_solution_warns() -> None:
 
 
 def test_the_models_parameter_follows() -> None:
+    loss = _loss(temperature=0.1)
+    assert loss.initial_logit_scale == pytest.approx(math.log(10)) and not loss.uses_logit_scale
     loss = _loss(temperature=None)
+    assert loss.initial_logit_scale is None and loss.uses_logit_scale
     parameter = nn.Parameter(torch.tensor(2.0))
     loss.finish_logit_scale_step(parameter)
     assert parameter.item() == 2.0
