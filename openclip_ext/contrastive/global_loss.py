@@ -45,8 +45,7 @@ class _WithGradients(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [
-            (upstream * gradient).to(dtype) if needed else None
-            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.types, ctx.needs_input_grad[2:], strict=False)
+            (upstream * gradient).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         ]
         return None, None, *gradients, *[None] * len(gradients)
 

@@ -63,7 +63,7 @@ class NonfiniteLog(nn.Module):
     def _store_recent(self) -> None:
         calls, self._recent = self._recent, []
         device = self.entries.device
-        logit_scale = torch.full((1,), _LOGIT_SCALE, dtype=torch.int64, device=device)
+        logit_scale = torch.full((1,), _LOGIT_SCALE, device=device)
         names = torch.cat([part for _, names, _, _ in calls for part in (names.to(device), logit_scale)])
         fine = torch.cat([part.to(device) for _, _, finite, ok in calls for part in (finite, ok[None])])
         numbers = torch.cat(
