@@ -15,6 +15,7 @@ def test_classes_that_never_occur_do_not_enter_the_means():
     logits = torch.from_numpy(generator.normal(size=(200, 12)) + 1.5 * np.eye(12)[labels])
     predictions, ranks = logits.argmax(dim=1).numpy(), target_ranks(logits, torch.from_numpy(labels)).numpy()
     assert classification_metrics(labels, predictions, ranks, 4)["acc5"] is None
+    assert classification_metrics(labels, predictions, ranks, 5)["acc5"] == (ranks < 5).mean()
     found = classification_metrics(labels, predictions, ranks, 12)["mean_per_class_recall"]
     assert found == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
     expected = f1_score(labels, predictions, average="macro", labels=np.unique(labels))

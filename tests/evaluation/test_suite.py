@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openclip_ext.evaluation.suite import build_suite
-from openclip_ext.evaluation.tasks import FLICKR, SUITES, TASKS
+from openclip_ext.evaluation.tasks import FLICKR, SUITES, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 
 
@@ -49,6 +49,11 @@ def test_a_failing_task_is_left_out_and_named(tiny, options, tmp_path, caplog):
     [evaluator] = build_suite("quick", tmp_path, any_size=True, **options)
     assert set(evaluator.run(tiny.model)) == {"datacomp/cifar10"}
     assert "Flickr failed and is excluded" in caplog.text
+    [strict] = build_suite("quick", tmp_path, **options)  # by default, 12 images of CIFAR-10 are an error
+    assert strict.run(tiny.model) == {}
+    datasets.make_task(tmp_path, WINOGAVIL, count=2)  # its main metric needs instances with 10 or 12 candidates
+    [evaluator] = build_suite("retrieval", tmp_path, any_size=True, **options)
+    assert evaluator.run(tiny.model) == {}
 
 
 def test_a_suite_without_data_is_refused_before_training(options, tmp_path):

@@ -22,6 +22,7 @@ def test_clip(features: dict[str, torch.Tensor]) -> None:
     assert terms.keys() == {"contrastive_loss"}
     assert torch.equal(terms["contrastive_loss"], ClipLoss()(**features))
     assert torch.equal(loss(**features), ClipLoss()(**features))
+    assert loss.metrics()["temperature_median"] == pytest.approx(1 / features["logit_scale"].item())
     bias = torch.tensor(-3.0)
     assert torch.equal(loss(**features, logit_bias=bias), ClipLoss()(**features, logit_bias=bias))
 
@@ -41,6 +42,7 @@ def test_siglip(features: dict[str, torch.Tensor]) -> None:
     terms = loss(**features, logit_bias=bias, index=torch.arange(6), output_dict=True)
     assert torch.equal(terms["contrastive_loss"], SigLipLoss()(**features, logit_bias=bias))
     assert loss.metrics()["infonce"] == pytest.approx(ClipLoss()(**features).item(), rel=1e-9)
+    assert loss.metrics()["temperature_median"] == pytest.approx(1 / features["logit_scale"].item())
     with pytest.raises(NotImplementedError, match="has no normalizers"):
         loss.log_normalizers(**features)
 
