@@ -84,7 +84,7 @@ def test_a_stage_is_followed_by_longer_runs_then_by_more_seeds():
     assert plan_next(whole, COSTS, 1e4, 2, 16, most_samples=10**6).samples > 640
 
 
-@pytest.mark.parametrize("losses", [2, 5])
+@pytest.mark.parametrize("losses", [2, 3, 5])
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize(("per_run", "most_samples"), [(0.0, 10**9), (30.0, 10**9), (30.0, 80)])
 def test_too_short_a_time_is_told_with_the_least(losses, processes, per_run, most_samples):
@@ -100,7 +100,9 @@ def test_too_short_a_time_is_told_with_the_least(losses, processes, per_run, mos
     ) as error:
         plan_minutes(3)
     least = int(re.search(r"at least --minutes (\d+)", str(error.value))[1])
-    assert plan_minutes(least)[1].samples >= min(most_samples, 20 * 16)
+    stage = plan_minutes(least)[1]
+    assert stage.samples >= min(most_samples, 20 * 16)
+    assert stage.seeds == (SEEDS if losses <= 3 else SEEDS[:1])  # up to three losses need no second stage
     with pytest.raises(ValueError, match=rf"Give at least --minutes {least}"):
         plan_minutes(least - 1)
 

@@ -61,6 +61,7 @@ def test_all_settings_run_the_first_seed_and_the_best_the_others():
     results |= finish(others)
     assert plan.pending(results) == []
     assert names(plan.best("a", results)) == [("a", 2, 0), ("a", 2, 1), ("a", 2, 2)]
+    assert [len(runs) for runs in plan.by_setting("a", results)] == [3, 1, 1]
 
 
 class Task:
