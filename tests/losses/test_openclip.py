@@ -35,6 +35,18 @@ def test_clip_log_normalizers_are_the_batchs(features: dict[str, torch.Tensor]) 
         assert torch.allclose(actual, expected, rtol=1e-12)
 
 
+def test_metrics_of_a_reference_model(features: dict[str, torch.Tensor]) -> None:
+    image, text = (torch.nn.functional.normalize(torch.randn(6, 3), dim=1) for _ in range(2))
+    loss = create_loss("neuclip", embed_dim=features["image_features"].shape[1], reference_dim=3, steer=True)
+    loss(**features, reference=(image, text))
+    found, theirs = loss.metrics(), image @ text.T
+    infonce = ClipLoss()(image, text, features["logit_scale"]).item()
+    assert found["reference_infonce"] == pytest.approx(infonce, rel=1e-5)
+    excess = features["image_features"] @ features["text_features"].T - theirs
+    ahead = [excess[i, j] > excess[k, k] for i in range(6) for j in range(6) if i != j for k in (i, j)]
+    assert found["reference_ahead"] == pytest.approx(sum(ahead).item() / 60)
+
+
 def test_siglip(features: dict[str, torch.Tensor]) -> None:
     loss = create_loss("siglip")
     bias = torch.tensor(loss.initial_logit_bias)
