@@ -151,6 +151,8 @@ def test_a_blank_caption_of_a_list_is_ignored_and_a_blank_field_is_bad_in_every_
     sample = {"jpg": image_bytes(0), "txt": b"one", "json": b'{"captions": ["", "two", " "]}'}
     drawn = {keys.decode(RawSample(0, sample), decode_image, draw)[1] for draw in range(1, 9)}
     assert drawn == {"one", "two"} and decoded(sample["json"]) == "two"
+    del sample["json"]
+    assert keys.decode(RawSample(0, sample), decode_image, 1)[1] == "one", "a sample may lack a field of captions"
     for draw in range(9):
         with pytest.raises(BadSampleError, match="no caption: the text is empty"):
             keys.decode(RawSample(0, sample | {"txt": b" "}), decode_image, draw)
@@ -164,7 +166,7 @@ def test_what_is_no_caption_is_a_bad_sample():
     for wrong in (b'{"captions": []}', b'{"captions": ["a", 1]}', b'{"captions": {"a": "b"}}', b'{"other": "a"}'):
         with pytest.raises(BadSampleError, match="or a list of texts"):
             decoded(wrong)
-    assert decoded('{"captions": "\\ud83d\\ude00 grüße"}'.encode()) == "😀 grüße"
+    assert decoded('{"captions": "\\ud83d\\ude00\\ngrüße"}'.encode()) == "😀\ngrüße"
 
 
 def test_a_byte_order_mark_is_no_part_of_a_caption():

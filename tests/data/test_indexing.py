@@ -28,6 +28,8 @@ def test_samples_of_map_style_sets_carry_their_position():
 def test_what_has_no_place_for_an_index_is_refused():
     for dataset, error, message in (
         (iter([1]), TypeError, "a list_iterator has no stable index"),
+        ({0: "a"}, TypeError, "a dict has no stable index"),
+        (webdataset.DataPipeline(), ValueError, "the shards of the pipeline are unknown"),
         (torch.arange(3), TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
         ([{"index": 7}], ValueError, "already have 'index'"),
     ):

@@ -1,6 +1,8 @@
 """A manifest with excluded samples: training uses exactly the other samples, and no index changes."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import DEFAULT_STORAGE
 from tests.data.loading import build, by_index, indices, preprocess, tokenize
-from tests.data.shards import sample_members, undecodable, write_shards
+from tests.data.shards import sample_members, sample_starts, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
 N = sum(COUNTS)
@@ -86,7 +88,7 @@ def test_other_readers_leave_them_out_too(data: str, fewer: str):
 
 def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.CaptureFixture):
     """The list has DataComp's format. Samples 3 and 4 have no readable uid, so they are excluded."""
-    uids = [f"{number:016x}{number * 7:016x}" for number in range(10)]
+    uids = [hashlib.md5(b"%d" % number).hexdigest() for number in range(10)]
     contents = {number: json.dumps({"uid": uid}).encode() for number, uid in enumerate(uids)} | {
         3: b"{}",
         4: b"no json",
@@ -110,6 +112,9 @@ def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.Cap
         assert main([*argv, uid_list]) == 1
         assert message in capsys.readouterr().err
     manifest = Manifest.scan(str(tmp_path / "{00000..00001}.tar"))
+    os.truncate(tmp_path / "00001.tar", sample_starts(str(tmp_path / "00001.tar"))[2])  # it ends before sample 8
+    left_out = keep_listed(manifest, read_uids(tmp_path / "subset.npy"), DEFAULT_STORAGE).left_out
+    assert left_out.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
     (tmp_path / "00001.tar").unlink()
     with pytest.raises(FileNotFoundError, match=r"00001\.tar"):  # samples of an unavailable shard are not excluded
         keep_listed(manifest, read_uids(tmp_path / "subset.npy"), DEFAULT_STORAGE)

@@ -134,7 +134,8 @@ def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], t
     empty = [str(write_tar(tmp_path / name, [])) for name in ("empty.tar", "empty too.tar")]
     with pytest.raises(ValueError, match="the data set is empty"):
         Manifest.scan(empty)
-    assert Manifest.scan([*shards, empty[0]]).num_samples == 10
+    with_empty = Manifest.scan([*shards, empty[0]])
+    assert (with_empty.num_samples, with_empty.num_lost) == (10, 0)
 
 
 def test_entries_that_captions_are_not_in(tmp_path: Path):
@@ -276,10 +277,12 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
         path = Path(shard.replace(".tar", "_stats.json"))
         path.write_text(json.dumps({"count": count + 3, "successes": count}))
     assert Manifest.scan(piped).num_samples == 10
-    path.unlink()
+    path.write_text('{"successes": -1}')
     for given in (None, {"00000.tar": 3, "00001.tar": 5}):
         with pytest.raises(ValueError, match=r"unknown for 1 of 3 shards.*00002.tar.*--sizes"):
             Manifest.scan(piped, sizes=given)
+    with pytest.raises(ManifestError, match="unknown for 1 of 1 shards"):  # a command without the name of a tar
+        Manifest.scan([f"pipe:cat {tmp_path / 'm.json'}"])
     assert Manifest.scan(piped, sizes=sizes).num_samples == 10
 
 

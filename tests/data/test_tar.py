@@ -12,6 +12,7 @@ import webdataset
 
 from openclip_ext.data.manifest.scan import scan_shard
 from openclip_ext.data.shards import tar
+from openclip_ext.data.sources.keys import ANY_FIELD
 from tests.data.shards import sample_members, set_field, write_tar
 
 ALL_FIELDS = frozenset({"jpg", "png", "txt", "json", "seg.png", "cls"})
@@ -84,7 +85,10 @@ def test_repeated_field_begins_a_new_sample(tmp_path: Path):
     path = write_tar(tmp_path / "0.tar", [("a.txt", b"1"), ("a.jpg", b"2"), ("a.txt", b"3"), ("b.txt", b"4")])
     expected = [{"txt": b"1", "jpg": b"2"}, {"txt": b"3"}, {"txt": b"4"}]
     assert samples_of(path) == streamed(path) == expected
-    assert scan_shard(str(path)).problems["duplicate_keys"] == 1
+    shard = scan_shard(str(path))
+    assert shard.problems["duplicate_keys"] == 1
+    # The digest must be the same in every version: otherwise earlier manifests would not match their data.
+    assert shard.digest == "801457b41ba517e201f4252425548640"
 
 
 @pytest.mark.parametrize("join", ["tar", "short end", "gzip", "three"])
@@ -103,6 +107,15 @@ def test_joined_archives_are_one(tmp_path: Path, join: str):
     assert samples_of(path) == streamed(path) == expected
     shard = scan_shard(str(path))
     assert (shard.num_samples, shard.problems) == (len(expected), {})
+
+
+def test_the_longest_padding_is_no_loss(tmp_path: Path):
+    """After 19 of a record's 20 blocks, the end mark needs one more record, which it fills with zeros."""
+    path = write_tar(tmp_path / "0.tar", [("a.jpg", bytes(18 * tar.BLOCK))], tar_format=tarfile.USTAR_FORMAT)
+    path.write_bytes(path.read_bytes() * 2)
+    assert path.stat().st_size == 80 * tar.BLOCK
+    shard = scan_shard(str(path), caption_key=ANY_FIELD)
+    assert (shard.num_samples, shard.problems) == (2, {"duplicate_keys": 1})
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -142,6 +155,16 @@ def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
     assert "no tar header at byte 0" in scan_shard(str(path)).problems["error"]
 
 
+def test_a_name_that_is_cut_off_is_not_used(tmp_path: Path):
+    """If the header with a long name is lost, the next header has only the first 100 bytes of the name."""
+    names = ["a.txt", f"{'x' * 120}.txt", "b.txt"]
+    path = write_tar(tmp_path / "0.tar", [(name, b"1") for name in names], tar_format=tarfile.GNU_FORMAT)
+    whole, starts = path.read_bytes(), [member.start for member in members_of(path)]
+    for lost, start in enumerate(starts):
+        path.write_bytes(whole[:start] + b"?" + whole[start + 1 :])
+        assert [member.name for member in members_of(path)] == names[:lost] + names[lost + 1 :]
+
+
 HOSTILE_SIZES = [
     b"-0000001000\0",
     b"+0000001000\0",
@@ -178,7 +201,11 @@ def test_compressed_tars_are_streams(tmp_path: Path, mode: str):
     assert (scan.num_samples, scan.problems) == (2, {})
     assert streamed(path) == streamed(write_tar(tmp_path / "0.tar", members))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "error" in scan_shard(str(path)).problems
+    cut = scan_shard(str(path))
+    assert "error" in cut.problems
+    # img2dataset's count is the only sign of how many samples are lost.
+    (tmp_path / "0_stats.json").write_text(f'{{"successes": {cut.num_samples + 1}}}')
+    assert scan_shard(str(path)).problems["lost"] == 1
 
 
 @pytest.mark.parametrize(

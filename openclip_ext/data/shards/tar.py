@@ -200,7 +200,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     """Split a member's name into the key of its sample and the field; None if WebDataset skips the member."""
     folder, slash, file = name.rpartition("/")
     base, dot, field = file.partition(".")
-    if not base or not dot or (name.startswith("__") and _METADATA.match(name)):
+    if not base or not dot or _METADATA.match(name):
         return None
     return folder + slash + base, field.lower()
 

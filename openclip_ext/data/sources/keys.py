@@ -64,7 +64,7 @@ def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:
         raise BadSampleError(
             f"no {what}: expected a text, or a list of texts, at {key.entry!r} in {key.field}, found {text[:80]}"
         )
-    if any(not caption.isprintable() and _LONE_SURROGATE.search(caption) for caption in captions):
+    if any(map(_LONE_SURROGATE.search, captions)):
         raise BadSampleError(f"the {what} ({key.field}) does not decode: it has a lone surrogate")
     captions = [caption for caption in captions if caption.strip()]
     if not captions:
