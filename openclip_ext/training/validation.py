@@ -110,7 +110,7 @@ class Validation:
             logits = output["logit_scale"].float() * image @ text.T
             losses += float(symmetric_cross_entropy(logits)) * size
             if "logits" in output and "labels" in output:  # CoCa's captions
-                caption_losses += float(F.cross_entropy(output["logits"].permute(0, 2, 1), output["labels"])) * size
+                caption_losses += float(F.cross_entropy(output["logits"].float().mT, output["labels"])) * size
             count += size
             # Features are stored on the host, because the device may lack memory for a large validation set.
             images.append(image.cpu())

@@ -38,14 +38,15 @@ def test_retrieval_metrics_equal_openclips():
 
 
 class ToyModel(nn.Module):
-    """A model that returns its inputs as features."""
+    """A captioner that returns its inputs as features. As under autocast, the logits of its one token have 16 bits."""
 
     def __init__(self):
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, image, text):
-        return {"image_features": image, "text_features": text, "logit_scale": self.logit_scale.exp()}
+        features = {"image_features": image, "text_features": text, "logit_scale": self.logit_scale.exp()}
+        return features | {"logits": image[:, None].bfloat16(), "labels": text.argmax(dim=1, keepdim=True)}
 
 
 def test_validation_averages_the_loss_over_samples_of_unequal_batches():
@@ -59,6 +60,8 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
         expected += float(F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2 * len(logits)
     assert metrics["clip_val_loss"] == pytest.approx(expected / 10, rel=1e-6)
     assert metrics["num_samples"] == 10
+    expected = float(F.cross_entropy(images.bfloat16().float(), texts.argmax(dim=1)))
+    assert metrics["val_generative_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 # --- ImageNet ---------------------------------------------------------------------------------------------------------
