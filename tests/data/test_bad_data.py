@@ -52,6 +52,10 @@ def test_bad_samples_are_passed_over_counted_and_remembered(data: str, workers: 
     caplog.clear()
     assert sorted(indices(list(loader.iterate(3)))) == sorted(set(range(60)) - set(BAD))
     assert loader.bad.counts() == (4, 0) and not caplog.records
+    strict = {"manifest": str(Path(data).with_name("manifest.json")), "max_bad_fraction": 0.0}
+    with pytest.raises(BadDataError, match="2 of 60 samples"):
+        build(data, **strict)
+    build(data, **strict, caption_key="json:caption")  # the manifest's counts are of other keys
 
 
 @pytest.mark.parametrize("kind", ["shards", "csv", "validation"])

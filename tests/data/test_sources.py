@@ -81,6 +81,10 @@ def test_csv_captions_are_text(tmp_path: Path):
     source = CsvSource(str(path), "filepath", "title")
     reader = source.reader()
     assert [source.decode(reader(row), decode_image)[1] for row in range(4)] == captions
+    # The digests must be the same in every version: otherwise runs of earlier versions could not resume.
+    path.write_text("filepath\ttitle\n0.jpg\ta\nb/1.jpg\tcat\n")
+    source = CsvSource(str(path), "filepath", "title")
+    assert (source.digest, source.index_digest) == ("8d93aa7a0af4cdf4", "3d42afcb11ee99cb")
 
 
 def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
