@@ -1,9 +1,11 @@
 """Bad samples are skipped and counted. Too many bad samples stop the run."""
 
+import errno
 import json
 import os
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from PIL import Image
 from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import assert_equal, build, indices, preprocess, tokenize
@@ -162,6 +165,20 @@ def test_a_shard_that_is_cut_off_while_it_is_read(tmp_path: Path):
     os.truncate(path, 100 * 512)
     with pytest.raises(BadDataError, match=r"41 bad samples in this epoch of 800.*cannot be read"):
         list(batches)
+
+
+def test_a_bad_disk_block_costs_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (path,) = write_shards(tmp_path, [20])
+    read, bad = tar._seek_and_read, sample_starts(path)[7] + tar.BLOCK
+
+    def from_disk(file: BinaryIO, offset: int, length: int) -> bytes:
+        if offset == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, offset, length)
+
+    monkeypatch.setattr(tar, "_seek_and_read", from_disk)
+    found = indices(list(build(path, batch_size=1, max_bad_fraction=0.5).iterate(0)))
+    assert sorted(found) == [*range(7), *range(8, 20)]
 
 
 def test_lost_samples_count_for_the_start(tmp_path: Path):

@@ -169,7 +169,7 @@ class _ShardReader(Reader):
         number = self._source.shard_number(index)
         try:
             if number != self._shard or index < self._next:
-                self._open(number)
+                self._open(number, index)
             sample = self._advance(index)
         except tar.STREAM_ERRORS as error:
             shard = self._source.manifest.shards[number]
@@ -199,7 +199,8 @@ class _ShardReader(Reader):
             if not self._source.manifest.shards[number].is_local
         }
 
-    def _open(self, number: int) -> None:
+    def _open(self, number: int, index: int) -> None:
+        """Open a shard to read from this index on. The content before it is not read, because it may be unreadable."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a command fails if its output is not read completely
                 self._file.close()
@@ -210,7 +211,7 @@ class _ShardReader(Reader):
         future = self._ahead.pop(number, None)
         self._file = self._source.open_shard(number) if future is None else future.result()
         self._open_ahead()
-        self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields)
+        self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields, skip=index - shard.first_index)
 
     def _advance(self, index: int) -> tar.TarSample:
         """Return a sample. If the shard is unreadable before this sample, raise one of STREAM_ERRORS."""

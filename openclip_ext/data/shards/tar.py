@@ -275,13 +275,17 @@ class TarArchive:
         if file_end - zeros > _MAX_PADDING:
             self.gaps.append(Gap(zeros, file_end))
 
-    def samples(self, wanted: frozenset[str] | None, members: Iterable[Member] | None = None) -> Iterator[TarSample]:
+    def samples(
+        self, wanted: frozenset[str] | None, members: Iterable[Member] | None = None, skip: int = 0
+    ) -> Iterator[TarSample]:
         """Yield the samples with the content of the wanted fields (None means all). A field above 256 MiB is not read.
 
         A repeated field starts a new sample, even if the key is equal. ``members`` replaces :meth:`members`, for example to
-        handle its errors. If the file ends within a field, raise TarError.
+        handle its errors. The content of the first ``skip`` samples is not read. If the file ends within a field, raise
+        TarError.
         """
         sample: TarSample | None = None
+        count = 0
         found: set[str] = set()  # the sample's fields; a set, because wrong names can give a sample a million fields
         for member in self.members() if members is None else members:
             parts = split_name(member.name) if member.is_file else None
@@ -292,10 +296,11 @@ class TarArchive:
                 if sample is not None:
                     yield sample
                 sample, found = TarSample(key, [], [], {}), set()
+                count += 1
             sample.members.append(member)
             sample.found.append(field)
             found.add(field)
-            if wanted is None or field in wanted:
+            if count > skip and (wanted is None or field in wanted):
                 if member.size > _MAX_FIELD:
                     sample.found[-1] = f"{field} of {member.size:,} bytes (at most {_MAX_FIELD:,})"
                     continue
