@@ -29,10 +29,10 @@ class TextEncoder(nn.Module):
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Encode tokens ``(B, context_length)`` int64 to embeddings ``(B, d)``."""
+        if self._tower is None:
+            return self(tokens)
         longest = int(self.lengths(tokens).max())
         length = min(-(-longest // _STEP) * _STEP, tokens.shape[1])
-        if length == tokens.shape[1] or self._tower is None:
-            return self(tokens)
         prefix, tower = self._tower
         replaced = {f"model.{prefix}{name}": value for name, value in _cut_positions(tower, length).items()}
         return functional_call(self, replaced, (tokens[:, :length],))

@@ -67,7 +67,7 @@ class GlobalContrastiveLoss(nn.Module):
         def embed(part: dict[str, Any]) -> Tensor:
             return self.model(part)["sentence_embedding"]
 
-        if self.micro_batch_size is None or not (self.model.training and torch.is_grad_enabled()):
+        if self.micro_batch_size is None:
             return embed(features)
         if "attention_mask" not in features:
             raise ValueError(

@@ -42,7 +42,7 @@ class LossCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # For a data set without a length, state.epoch is a fraction of max_steps. So epochs are counted here.
-        epoch = int(state.epoch or 0) if has_length(more["train_dataloader"]) else self._next_epoch
+        epoch = int(state.epoch) if has_length(more["train_dataloader"]) else self._next_epoch
         self.model_loss.loss.start_epoch(epoch)
         self._next_epoch = epoch + 1
 
