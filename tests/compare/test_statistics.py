@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from openclip_ext.evaluation.statistics import paired_difference, seeds_interval
+from openclip_ext.evaluation.statistics import half_width, paired_difference, seeds_interval
 
 
 @pytest.mark.parametrize("seeds", range(2, 13))
@@ -13,6 +13,11 @@ def test_the_seeds_interval_is_scipys(seeds):
     first, second = np.random.default_rng(0).random((2, seeds))
     expected = stats.ttest_rel(first, second).confidence_interval()
     assert seeds_interval(list(first - second)) == pytest.approx((expected.low, expected.high))
+    half = pytest.approx((expected.high - expected.low) / 2)
+    assert half_width(torch.tensor(first - second), range(seeds)) == half  # each value is a group
+    of_samples = (torch.tensor(of_seed)[:, None].expand(seeds, 4) for of_seed in (first, second))
+    found = paired_difference(*of_samples, range(4))  # samples do not differ
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
 
 @pytest.mark.parametrize(("captions", "of_seeds", "noise"), [(200, 0.02, 0.3), (4, 0.0, 0.1)])

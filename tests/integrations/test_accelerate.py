@@ -1,5 +1,6 @@
 """accelerate, and ``ModelLoss``: two processes train as one, and resuming is bitwise exact."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -136,9 +137,25 @@ def test_a_loss_goes_on_with_any_number_of_processes():
     assert one.loss.calls == 1
 
 
+def _with_own_average() -> tuple[float, float]:
+    """Return the averaged gradient of the temperature, and the temperature's parameter after a step beyond its bounds."""
+    loss = ModelLoss(create_loss("openclip"), tiny_model(), averages=False)
+    optimizer = torch.optim.SGD([loss.logit_scale], lr=1.0)
+    loss.check_loop(1, repeats=True)  # accepted, because the loss needs no index
+    loss.before_step(optimizer)  # without a gradient
+    loss.logit_scale.grad = torch.tensor(-10.0 * distributed.rank())
+    loss.step(optimizer)
+    return loss.logit_scale.grad.item(), loss.logit_scale.item()
+
+
+def test_the_temperature_is_averaged_over_the_processes_and_bounded():
+    assert two_ranks().run(_with_own_average) == [(-5.0, pytest.approx(math.log(100)))] * 2
+
+
 def test_validation_is_in_full_precision_inside_autocast():
     loss = ModelLoss(stateful_loss(), tiny_model())
-    features = dict(zip(("image_features", "text_features"), torch.randn(2, 8, WIDTH), strict=True))
-    expected = loss(features | {"logit_scale": torch.tensor(100.0)}, training=False)
+    features = dict(zip(("image_features", "text_features"), torch.randn(2, 8, WIDTH).bfloat16(), strict=True))
+    scale = {"logit_scale": torch.tensor(100.0)}
+    expected = loss({name: value.float() for name, value in features.items()} | scale, training=False)
     with torch.autocast("cpu", torch.bfloat16):
-        assert loss(features | {"logit_scale": torch.tensor(100.0)}, training=False) == expected
+        assert loss(features | scale, training=False) == expected

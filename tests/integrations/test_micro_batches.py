@@ -64,6 +64,7 @@ def test_a_copy_computes_with_its_own_weights():
     for mode in (True, False):
         assert twin.train(mode)(batch["image"], batch["text"])["image_features"].norm() > 0
     assert twin.train()(batch["image"], batch["text"])["logit_scale"] > 1
+    assert "text_features" in twin.eval()(batch["image"])  # in evaluation mode, the outputs are the model's
 
 
 def test_a_compiled_model_gives_the_same_gradients():

@@ -112,14 +112,18 @@ def test_micro_batches_give_the_value_and_gradient_of_the_whole_batch():
         {"input_ids": torch.randint(16, shape, generator=generator), "attention_mask": torch.ones(shape)}
         for _ in range(2)
     ]
+    longer = torch.arange(1.0, 11)[:, None]  # factors of the embeddings, which the loss must normalize
+    scaled = [column | {"attention_mask": longer * column["attention_mask"]} for column in columns]
     found = []
-    for size in (None, 4):
+    for size, for_validation in ((None, columns), (4, scaled)):
         torch.manual_seed(0)
         model = SentenceTransformer(modules=[Rows()], device="cpu").double().train()
         loss = GlobalContrastiveLoss(model, stateful_loss().double(), micro_batch_size=size)
         value = loss([dict(column) for column in columns], torch.arange(10))
         value.backward()
-        found.append((value.detach(), model[0].table.weight.grad, loss.logit_scale.grad))
+        gradients = model[0].table.weight.grad, loss.logit_scale.grad
+        model.eval()
+        found.append((value.detach(), *gradients, loss(for_validation, None).detach()))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     static = GlobalContrastiveLoss(encoder().train(), stateful_loss(), micro_batch_size=4)
