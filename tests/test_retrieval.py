@@ -5,6 +5,7 @@ import torch
 
 from openclip_ext.evaluation import ranks as retrieval
 from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.evaluation.retrieval import retrieval_metrics
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 2**24])
@@ -23,6 +24,8 @@ def test_a_collapsed_model_ranks_as_chance():
     same, labels = torch.ones(9, 4), torch.arange(9)
     assert ranks_of_best_match(same, same, labels, labels).tolist() == [4.0] * 9
     assert ranks_of_best_match(same, same, labels, labels, ties_by_index=True).tolist() == list(range(9))
+    found = retrieval_metrics(same, same, labels)
+    assert found["image_retrieval_recall@1"] == found["text_retrieval_recall@1"] == 1 / 9
 
 
 @pytest.mark.parametrize("ties_by_index", [True, False])

@@ -152,11 +152,16 @@ def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, evalua
         folder = datasets.make_task(tmp_path, key)
         spoil(folder / "test" / "0.tar", {0}, jpg=b"")
     assert evaluate(FLICKR).samples == 23
-    users = sum('"s0000000"' in line for line in (folder / "instances.jsonl").read_text().splitlines())
+    instances = folder / "instances.jsonl"
+    using = [line for line in instances.read_text().splitlines() if '"s0000000"' in line]
+    users = len(using)
     result = evaluate(WINOGAVIL)
     assert users > 0
     assert (result.found, result.samples) == (24, 24 - users)
     assert result.skipped[0].endswith(f"; {users} of 24 instances use it")
+    instances.write_text("\n".join(using))
+    with pytest.raises(DataError, match=f"has all its images; .*{users} of {users} instances use it"):
+        evaluate(WINOGAVIL)
 
 
 def test_many_undecodable_images_are_no_score(tmp_path, evaluate):

@@ -49,7 +49,8 @@ def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make
         (folder / "instances.jsonl").write_text(json.dumps(instance))
         encoder, seen = make_encoder(), []
         encoder.encode_images = lambda images, autocast, encoder=encoder, seen=seen: (
-            seen.append(encoder.model_input(images)) or torch.ones(1, 16)
+            seen.append((encoder.model_input(images), autocast)) or torch.ones(1, 16)
         )
         evaluate_task(TASKS[key], tmp_path, encoder, any_size=True)
-        assert torch.equal(seen[0][0], resized_first), key
+        ((images, autocast),) = seen
+        assert torch.equal(images[0], resized_first) and autocast, key
