@@ -1,6 +1,7 @@
 """``transformers.Trainer``: resuming is bitwise exact, and the loss receives the temperature and the index."""
 
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -77,11 +78,12 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("data", [pairs(), Stream()], ids=["with a length", "stream"])
 def test_the_loss_learns_the_epoch(tmp_path, data, monkeypatch):
-    run = trainer(tmp_path, data, max_steps=3 * STEPS)
-    announced = []
-    monkeypatch.setattr(run.model_loss.loss, "start_epoch", announced.append)
-    run.train()
-    assert announced == [0, 1, 2]
+    for resume, expected in ((None, [0, 1, 2]), (str(tmp_path / f"checkpoint-{STEPS + 1}"), [1, 2])):
+        run = trainer(tmp_path, data, max_steps=3 * STEPS, save_steps=STEPS + 1, ignore_data_skip=True)
+        start_epoch = Mock(wraps=run.model_loss.loss.start_epoch)
+        monkeypatch.setattr(run.model_loss.loss, "start_epoch", start_epoch)
+        run.train(resume_from_checkpoint=resume)
+        assert start_epoch.mock_calls == [call(epoch) for epoch in expected]
 
 
 def _on_this_rank(folder: Path) -> dict:
