@@ -31,6 +31,8 @@ OF_EACH_OBJECTIVE = ("fastclip", "fastclip-v0", "neuclip", "amorlip")
 @pytest.mark.parametrize("name", list_losses())
 def test_every_loss_works_with_its_defaults(name: str) -> None:
     loss = openclip_ext.create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES)
+    in_optimizer = {*loss.model_head().parameters()} if loss.model_head() else set()
+    assert {value for value in loss.parameters() if value.requires_grad} == in_optimizer
     step = make_steps(1)[0]
     bias = torch.tensor(-10.0, dtype=torch.float64) if loss.initial_logit_bias is not None else None
     scale = torch.tensor([step.logit_scale], requires_grad=True)
