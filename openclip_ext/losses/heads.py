@@ -75,13 +75,11 @@ def _build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
 
 def stored_heads(path: str | Path) -> dict[str, Any] | None:
     """Return the :func:`heads_entry` in a checkpoint file; None if the file has no heads or is not a checkpoint."""
-    path = Path(path)
-    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt") or not path.is_file():
-        return None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
-        # The file may have an old format or contain a scripted model. Such files have no heads, and OpenCLIP may load them.
+        # The path may be a pretrained tag or a folder. The file may have another format or contain a scripted model. OpenCLIP
+        # may load them, but they have no heads.
         return None
     return content.get(HEADS_KEY) if isinstance(content, dict) else None
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_that_training_replaces_during_the_read_is_refused(tiny_fol
 def test_heads_of_an_unknown_kind_are_refused_if_evaluations_need_them(tiny, tmp_path, evaluated):
     """Known kinds of projection heads are tested in tests/training/test_cliplite.py."""
     entry = {"kind": "test", "config": {}, "evaluated": evaluated, "state_dict": {}}
-    torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.pt")
+    torch.save({"state_dict": tiny.model.state_dict(), HEADS_KEY: entry}, tmp_path / "heads.backup")
     with (
         contextlib.nullcontext()
         if not evaluated
@@ -98,7 +98,7 @@ def test_heads_of_an_unknown_kind_are_refused_if_evaluations_need_them(tiny, tmp
             UsageError, match=r"needs heads of the kind 'test': expected one of cliplite, projector.*find_method"
         )
     ):
-        load_model(TINY_MODEL, tmp_path / "heads.pt")
+        load_model(TINY_MODEL, tmp_path / "heads.backup")
 
 
 def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
