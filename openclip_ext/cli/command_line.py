@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from openclip_ext.cli.messages import check_words, say, until_pipe_breaks
+from openclip_ext.cli.errors import check_words
+from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
 def run(main: Callable[[list[str]], None]) -> None:

@@ -1,6 +1,9 @@
-"""Errors that a user can fix."""
+"""Errors that a user can fix, and checks of the words of a command line."""
 
+import itertools
 import pickle
+import re
+from collections.abc import Sequence
 
 
 class UsageError(ValueError):
@@ -13,3 +16,20 @@ def one_line(error: Exception) -> str:
         return "expected only tensors and plain types, found other objects (the file may be corrupt)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]
+
+
+def check_encoding(words: Sequence[str]) -> None:
+    """Raise UsageError for an argument or path that is not UTF-8. Logs, checkpoints and reports could not contain it."""
+    for word in words:
+        if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
+            raise UsageError(f"{found!r} is not UTF-8, which all output files need: rename the file or folder")
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Raise UsageError for a word of a command line that is not UTF-8, or that has an empty value."""
+    check_encoding(argv)
+    for before, word in itertools.pairwise(["", *argv]):
+        if not word or re.fullmatch("--[a-z0-9-]+=", word):
+            raise UsageError(
+                f"{word or before}: the value is empty: remove the flag, or set the shell's variable in it"
+            )

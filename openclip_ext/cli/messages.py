@@ -1,17 +1,14 @@
 """Mask secrets in messages and stored settings, and escape control characters in messages."""
 
 import contextlib
-import itertools
 import logging
 import os
 import re
 import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
-
-from openclip_ext.cli.errors import UsageError
 
 MASK = "***"
 
@@ -38,23 +35,6 @@ _SECRETS = [
 # Control characters except tabs and line ends, marks that change the text direction, and bytes that are not UTF-8.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PACKAGE = str(Path(__file__).parents[1])
-
-
-def check_encoding(words: Sequence[str]) -> None:
-    """Raise UsageError for an argument or path that is not UTF-8. Logs, checkpoints and reports could not contain it."""
-    for word in words:
-        if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
-            raise UsageError(f"{found!r} is not UTF-8, which all output files need: rename the file or folder")
-
-
-def check_words(argv: Sequence[str]) -> None:
-    """Raise UsageError for a word of a command line that is not UTF-8, or that has an empty value."""
-    check_encoding(argv)
-    for before, word in itertools.pairwise(["", *argv]):
-        if not word or re.fullmatch("--[a-z0-9-]+=", word):
-            raise UsageError(
-                f"{word or before}: the value is empty: remove the flag, or set the shell's variable in it"
-            )
 
 
 def without_secrets(value: Any) -> Any:

@@ -61,17 +61,16 @@ def _decode(
     config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
 ) -> tuple[Cache | DataSpec, Cache]:
     """Return the training samples (or their files, if they do not fit into the cache) and the validation samples."""
-    spec = training.data
-    assert spec is not None, "the command line gives the shards"
-    image_size = _image_size(training)
+    assert training.data is not None, "the command line gives the shards"
+    spec = replace(training.data, reference=None)  # the decoded data do not depend on the reference model
+    image_size, files = _image_size(training), _files(spec)
 
-    def decoded(spec: DataSpec, classes: int | None) -> Cache:
-        spec = replace(spec, reference=None)  # the decoded data do not depend on the reference model
-        folder = config.folder / "cache" / config_digest([asdict(spec), _files(spec), image_size, classes])
+    def decoded(spec: DataSpec, files: list[Sequence[Any]], classes: int | None) -> Cache:
+        folder = config.folder / "cache" / config_digest([asdict(spec), files, image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
     if config.val is None:
-        whole = decoded(spec, classes)
+        whole = decoded(spec, files, classes)
         held, rest = divide(len(whole), _HELD_OUT)
         notes.append(
             f"{len(held):,} random samples of {without_secrets(config.shards)}, excluded from training; near-duplicates in "
@@ -79,17 +78,14 @@ def _decode(
         )
         return whole.part(rest), whole.part(held)
     val = replace(spec, source=config.val, manifest=None, num_samples=None)
-    own, others = (
-        {os.path.realpath(file) for file, *_ in _files(part)} for part in (val, replace(spec, manifest=None))
-    )
-    if own & others:
-        raise ValueError(
-            f"--val: {len(own & others)} of {len(own)} files are also training files: remove them from --val"
-        )
-    train: Cache | DataSpec = spec
+    val_files = _files(val)
+    own, others = ({os.path.realpath(name) for name, *_ in part} for part in (val_files, files))
+    if common := len(own & others):
+        raise ValueError(f"--val: {common} of {len(own)} files are also training files: remove them from --val")
+    train: Cache | DataSpec = training.data
     with contextlib.suppress(DoesNotFit):
-        train = decoded(spec, None)
-    held_out = decoded(val, classes)
+        train = decoded(spec, files, None)
+    held_out = decoded(val, val_files, classes)
     held_out = held_out.part(divide(len(held_out), 1.0)[0])
     different = len(set(held_out.captions()))
     with_captions = "" if different == len(held_out) else f" with {different:,} different captions"

@@ -128,7 +128,7 @@ def write_cache(
                 needed, allowed = (f"{value / 2**30:.2g}" for value in (size, limit))
                 raise DoesNotFit(
                     f"the decoded images of {spec.source} need {needed} GiB, --cache allows {allowed}: increase --cache, or "
-                    "give a smaller validation set with --val"
+                    "give a small validation set with --val"
                 )
     bad = expected - len(captions)
     if bad > spec.max_bad_fraction * expected:

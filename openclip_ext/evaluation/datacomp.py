@@ -16,7 +16,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.cli.messages import check_words, say
+from openclip_ext.cli.errors import check_words
+from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder

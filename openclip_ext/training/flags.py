@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext import compat
-from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import check_words
+from openclip_ext.cli.errors import UsageError, check_words
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from openclip_ext.cli import command_line
 from openclip_ext.compare.runs import read_results
+from openclip_ext.diagnostics.curves import draw
 from openclip_ext.files.writing import output_path
-from openclip_ext.pages.charts import Chart, Curve, draw_curves
+from openclip_ext.pages.charts import Chart, Curve
 
 
 def charts(rows: Iterable[Mapping[str, Any]]) -> list[Chart]:
@@ -50,22 +49,12 @@ def _curve(name: str, color: int, seen: Sequence[int], values: Sequence[Sequence
     return Curve(name, list(zip(seen, means, strict=True)), color, band)
 
 
-def draw(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the two charts side by side, as a PNG file."""
-    figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
-    for axes, chart in zip(figure.subplots(1, 2), charts(rows), strict=True):
-        draw_curves(axes, chart)
-    axes.legend(frameon=False)
-    # Without matplotlib's version in the metadata, equal rows give equal files.
-    figure.savefig(path, metadata={"Software": None})
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("rows", type=Path, help="JSON lines file of finished runs")
     parser.add_argument("--figure", type=output_path, required=True, help="PNG file for the figure")
     args = parser.parse_args(argv)
-    draw(read_results(args.rows).values(), args.figure)
+    draw(charts(read_results(args.rows).values()), args.figure)
 
 
 if __name__ == "__main__":

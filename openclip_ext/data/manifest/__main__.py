@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openclip_ext.cli.messages import check_words, say
+from openclip_ext.cli.errors import check_words
+from openclip_ext.cli.messages import say
 from openclip_ext.data.manifest.find import cache_folder, candidates
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.data.manifest.uids import keep_listed, read_uids

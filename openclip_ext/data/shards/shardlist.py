@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
-from openclip_ext.cli.messages import check_encoding, for_people, without_secrets
+from openclip_ext.cli.errors import check_encoding
+from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.data.storage import is_local, list_remote, local_path
 
 _GLOB = re.compile(r"[*?\[]")

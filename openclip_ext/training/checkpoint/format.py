@@ -119,13 +119,10 @@ def verify(path: Path) -> None:
 
 def load_model_file(path: Path, mmap: bool = False) -> dict[str, Any]:
     """Read a model file in OpenCLIP's format. Raise UsageError if it is missing, unreadable or not a training checkpoint."""
+    if path.is_dir():
+        raise UsageError(f"checkpoint {path} is a folder: expected a file, such as LOGS/NAME/checkpoints/epoch_1.pt")
     if not path.is_file():
-        problem = (
-            "is a folder: expected a file, such as LOGS/NAME/checkpoints/epoch_1.pt"
-            if path.is_dir()
-            else "does not exist"
-        )
-        raise UsageError(f"checkpoint {path} {problem}")
+        raise UsageError(f"checkpoint {path} does not exist")
     content = load(path, mmap)
     if not isinstance(content.get("state_dict"), dict) or not isinstance(content.get("epoch"), int):
         keys = ", ".join(str(key) for key in list(content)[:5])
