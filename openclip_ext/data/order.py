@@ -152,11 +152,14 @@ class Segment:
     Attributes:
         batches: Micro-batches per rank.
         bad: Number of bad samples that each worker skipped, rank by rank. Empty means none.
+        excluded: Bad samples that the rest of the epoch excludes, as ascending positions among the samples that this segment
+            and earlier segments have left.
     """
 
     layout: Layout
     batches: int
     bad: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
 
     def taken(self, rank: int, worker: int) -> int:
         """Return how many samples a worker has yielded or skipped."""
@@ -216,6 +219,11 @@ class EpochOrder:
         window = self._layout.shuffle_window
         return shuffled_positions(self.piece_length(rank, worker), window, self._seed, *words, start=start)
 
+    def positions(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Return the ascending positions of samples among all samples that the completed segments have left."""
+        left = self._sequence(self._slots[np.arange(self._num_slots)])
+        return tuple(np.flatnonzero(np.isin(left, indices)).tolist())
+
     def unread(self, rank: int, worker: int, start: int) -> "_Slots":
         """Return the positions that :meth:`shuffled` yields, in ascending order."""
         length, window = self.piece_length(rank, worker), self._layout.shuffle_window
@@ -270,7 +278,7 @@ class _Slots:
 
 
 def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment did not use. Each worker's shuffle has the seed (seed, words, rank, worker)."""
+    """Return the slots that a segment has left. Each worker's shuffle has the seed (seed, words, rank, worker)."""
     layout = segment.layout
     number = slots.number_below(layout.epoch_samples)
     if not 0 <= segment.batches <= layout.batches(number):
@@ -288,7 +296,9 @@ def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...])
             ends.append(begin + left[1])
     begins.append(np.array([end]))
     ends.append(slots.ends[-1:])
-    return slots.ranges(np.concatenate(begins), np.concatenate(ends))
+    remaining = slots.ranges(np.concatenate(begins), np.concatenate(ends))
+    excluded = np.array(segment.excluded, dtype=np.int64)
+    return remaining.ranges(np.append(0, excluded + 1), np.append(excluded, len(remaining)))
 
 
 def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:

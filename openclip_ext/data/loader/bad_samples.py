@@ -86,9 +86,13 @@ class BadSamples:
         """Return how many bad samples this epoch skips, as (samples that the ranks have shared, new samples of this rank)."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
+    def known(self) -> list[int]:
+        """Return the indices of the bad samples of this and earlier epochs."""
+        return [*{*self._found, *self._unread, *self._new}]
+
     def by_shard(self) -> Counter[str]:
         """Return the number of known bad samples per shard."""
-        return Counter(self._source.group_of(index)[0] for index in self._known())
+        return Counter(self._source.group_of(index)[0] for index in self.known())
 
     def log_epoch(self) -> None:
         """Log how many bad samples were found in the current epoch."""
@@ -99,9 +103,6 @@ class BadSamples:
                 f"could not be read, which the next epoch retries. The worst shards: {dict(self.by_shard().most_common(5))}"
             )
 
-    def _known(self) -> set[int]:
-        return {*self._found, *self._unread, *self._new}
-
     def _log(self, sample: BadSample) -> None:
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
@@ -111,7 +112,7 @@ class BadSamples:
     def _refuse_too_many(self) -> None:
         if self._has_refused:  # after the first error, the final save must not fail
             return
-        known = len(self._known())
+        known = len(self.known())
         met = known - sum(met < self._epoch for met in self._found.values())
         total = self._source.num_samples
         for bad, samples, place in ((met, self._epoch_samples, "this epoch"), (known, total, "the data set")):

@@ -3,8 +3,8 @@
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,13 +161,16 @@ class TrainLoader:
         """Return the progress in the epoch and the bad samples, in plain types. Collective: all ranks call it.
 
         ``progress`` is a list of ``loader.layout | {"batches": number on each rank, "bad": number of bad samples that each
-        worker has skipped, "epoch": number of the epoch}``, with an entry for each layout of the epoch.
+        worker has skipped, "excluded": see :class:`Segment`, "epoch": number of the epoch}``, with an entry for each layout of
+        the epoch.
         """
         progress, position = list(self._loaded), self._position
         if position is not None:
             common = self.layout | {"epoch": position.epoch}
             progress = [
-                common | asdict(segment.layout) | {"batches": segment.batches, "bad": list(segment.bad)}
+                common
+                | asdict(segment.layout)
+                | {"batches": segment.batches, "bad": list(segment.bad), "excluded": list(segment.excluded)}
                 for segment in (*position.seen, self._current_segment(position))
             ]
         has_begun = any(entry["batches"] for entry in progress)  # if not, a resume may use other data
@@ -197,7 +200,14 @@ class TrainLoader:
                         f"cannot resume mid-epoch: the checkpoint was made with {what} {entry[name]}, this run has "
                         f"{self.layout[name]}. Use the same {what}, or --resume an end-of-epoch checkpoint under a new --name"
                     )
-            segments.append(Segment(self._layout.replaced(entry), int(entry["batches"]), tuple(entry.get("bad", ()))))
+            segments.append(
+                Segment(
+                    self._layout.replaced(entry),
+                    int(entry["batches"]),
+                    tuple(entry.get("bad", ())),
+                    tuple(entry.get("excluded", ())),
+                )
+            )
         if segments and segments[-1].layout == self._layout:
             return tuple(segments[:-1]), segments[-1]
         return tuple(segments), Segment(self._layout, 0)
@@ -206,10 +216,10 @@ class TrainLoader:
         """Yield an epoch, or the rest of the epoch whose state :meth:`load_state_dict` has received.
 
         If the state's last layout is the current layout, the same batches follow. Otherwise the remaining samples are
-        distributed by the current layout. A worker may have too few usable samples for its last batch. The remaining samples
-        of all ranks are then distributed again among the workers, as long as they fill a step. Ranks that torch.distributed
-        does not connect (``config.world_size``) end their epoch instead, and may have different numbers of batches. Their
-        later epochs do not exclude bad samples, but skip them again.
+        distributed by the current layout. A worker may have too few usable samples for its last batch. Then the remaining
+        samples of all ranks, without those known to be bad, are distributed again among the workers, as long as they fill a
+        step. Ranks that torch.distributed does not connect (``config.world_size``) end their epoch instead, and may have
+        different numbers of batches. Their later epochs do not exclude bad samples, but skip them again.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -243,9 +253,12 @@ class TrainLoader:
             order = epoch_order(self.source, self.seed, epoch, position.seen, self._layout, left_out)
             yield from self._until_short(position, order.batches, left_out, interruptible)
             current = self._current_segment(position)
-            if position.done in (0, order.batches) or not self._knows_all_ranks:
+            if position.done == order.batches or not self._knows_all_ranks:
                 break
-            # Distribute the remaining samples of all ranks again.
+            # Distribute the remaining samples of all ranks again. The worker with too few samples has found a bad one among
+            # them, so each pass has fewer samples than the pass before.
+            left = epoch_order(self.source, self.seed, epoch, (*position.seen, current), self._layout, left_out)
+            current = replace(current, excluded=left.positions(self.bad.known()))
             position.seen, position.done, position.passed = (*position.seen, current), 0, [0] * workers
         if not any(segment.batches for segment in (*position.seen, current)):
             raise BadDataError(
@@ -260,17 +273,20 @@ class TrainLoader:
         """Yield the batches up to ``end``, or fewer if the workers of any rank have too few samples for a step."""
         numbers, workers = range(position.done, end), self._layout.workers
         seen, passed = position.seen, position.passed
-        self._requests.next_pass = (
+        self._requests.next_pass = requests = (
             BatchRequest(position.epoch, seen, number, passed[number % workers], left_out if place < workers else None)
             for place, number in enumerate(numbers)
         )
-        steps = self._steps(numbers, passed, interruptible)
+        batches = watched_batches(self._loader, self._patience)
+        steps = self._steps(batches, numbers, passed, interruptible)
         if self._is_shared:  # the ranks exchange the results of a step while the step before it runs, so no rank waits
             steps = _one_ahead(steps)
         exchange_every = max(1, len(numbers) // self._layout.accum_freq // 10)
         for number, step in enumerate(steps):
             found = step.worst()
             if found == _Found.TOO_FEW_SAMPLES:
+                requests.close()
+                self._learn_bad_samples(batches)
                 return
             if found == _Found.INTERRUPTED:
                 raise Interrupted
@@ -288,8 +304,16 @@ class TrainLoader:
                         "loader"
                     )
 
-    def _steps(self, numbers: range, passed: list[int], interruptible: Interruptible) -> Iterator[_Step]:
-        batches = watched_batches(self._loader, self._patience)
+    def _learn_bad_samples(self, batches: Iterator[dict[str, Any]]) -> None:
+        """Receive the batches that the workers have begun, to know their bad samples. The next pass would wait for them."""
+        with suppress(WorkerError):  # the next pass raises it on all ranks
+            for batch in batches:
+                for sample in batch.get("bad", ()):
+                    self.bad.add(sample)
+
+    def _steps(
+        self, batches: Iterator[dict[str, Any]], numbers: range, passed: list[int], interruptible: Interruptible
+    ) -> Iterator[_Step]:
         for first in numbers[:: self._layout.accum_freq]:
             received, failure, found = self._next_batches(batches, interruptible)
             passed = list(passed)
