@@ -339,7 +339,10 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         if one.normalizers is not None:
             batch = one.normalizers["batch"]
             median, low, high = _factor(batch)
-            pair = [f"{one.normalizers.get(name, batch)['mean']:.3f}" for name in ("own_batch", "own")]
+            of_batch = one.normalizers.get("own_batch", batch)
+            # The baseline's normalizers are the batch's. With a reference model, a loss's own are not measured.
+            own = one.normalizers.get("own", batch if one.loss == BASELINE else None)
+            pair = ["-" if error is None else f"{error['mean']:.3f}" for error in (of_batch, own)]
             temperature = f"{one.normalizers['temperature']:.3f}"
             errors.append([one.loss, temperature, f"{median} ({low} to {high})", *pair])
         gains += [[one.loss, f"{epochs:.1f}", _signed(gain), str(seeds)] for epochs, gain, seeds in one.gains]

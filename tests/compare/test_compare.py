@@ -19,13 +19,13 @@ from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
-from openclip_ext.compare.report import chance, conclude
+from openclip_ext.compare.report import About, chance, conclude, make_report, markdown, page, tables
 from openclip_ext.compare.runs import Contest, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.evaluation.ranks import ranks_of_best_match
-from openclip_ext.evaluation.statistics import Difference
+from openclip_ext.evaluation.statistics import Difference, paired_difference
 from openclip_ext.losses import registry
 from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training import flags
@@ -169,6 +169,99 @@ def test_the_sentence_names_what_to_take(found, to_best, words, recommended):
     sentence, taken = conclude(found, 64, to_best)
     assert taken == recommended and all(word in sentence for word in words), sentence
     assert conclude([], 64, {}, failed=3)[0].startswith("No result: 3 runs failed, for the reasons below.")
+
+
+def finished_contests() -> tuple[list[Contest], dict[str, dict[str, Any]]]:
+    """Return a stage of short runs of three losses, a stage of long runs of two of them with three seeds, and all rows."""
+    short = {
+        loss: [Run("", "", "", 10, 1, lr, 0, loss, {"loss": loss, "options": {}}, 50) for lr in (1e-3, 2e-3)]
+        for loss in ("openclip", "queueclip", "amorlip")
+    }
+    long = {loss: [replace(short[loss][0], epochs=2, epoch_samples=100)] for loss in ("openclip", "queueclip")}
+    contests = [Contest(short, (0,)), Contest(long, (0, 1, 2))]
+    tuned = {
+        run.id: {"val": {"mean": 0.3 - 100 * run.lr}}
+        for stage in (short, long)
+        for own in stage.values()
+        for run in own
+    }
+    results: dict[str, dict[str, Any]] = {}
+    for run in [run for contest in contests for run in contest.decided(tuned)]:
+        hits = {"openclip": 3, "queueclip": 4, "amorlip": 5}[run.family] + (run.epochs - 1) * (2 + run.seed)
+        hits += run.epochs - 1 if run.family == "queueclip" and run.seed else 0
+        counts = {RETRIEVAL[0]: hits - 2, RETRIEVAL[1]: hits, "zero_shot": hits - 1 - (run.family == "queueclip")}
+        results[run.id] = {
+            **asdict(run),
+            "val": {"mean": 0.3 - 100 * run.lr},
+            "hits": {name: pack((torch.arange(10) < count).double()) for name, count in counts.items()},
+            "temperature": 0.04 + 0.01 * run.seed**2,
+            "seconds": 3.0 + run.seed**2,
+            "steps": 20,
+            "memory_bytes": (5 + run.seed) * 2**20,
+            "state_bytes": 2**19,
+            "curve": [[50, 1.0 + run.seed, 0.1 * run.seed], [100, 2.0 + run.seed, 0.2]],
+        }
+        if run.seed == 1:
+            error = {"mean": 0.25, "factor": 1.234, "factor_low": 1.1, "factor_high": 12.34}
+            own = {"own": {"mean": 0.125}, "own_batch": {"mean": 0.5}} if run.family == "queueclip" else {}
+            results[run.id]["normalizers"] = {"batch": error, "samples": 90, "temperature": 0.07, **own}
+    results[short["amorlip"][1].id] = {"val": {"mean": -0.9}, "stopped": 20}
+    results[replace(long["openclip"][0], seed=2).id] = {"val": {"mean": -1.0}, "failed": " no memory"}
+    return contests, results
+
+
+def test_the_report_shows_the_numbers_of_its_runs():
+    contests, results = finished_contests()
+    judged = {"batch": {"factor": 1.5, "factor_low": 1.0, "factor_high": 1234.0}, "temperature": 0.07, "samples": 1000}
+    about = About("shards", "model", 10, 100, (), 1)
+    found = make_report(about, contests, results, judged, [*"abcdefghij"], lambda row: f"{row['family']} {row['seed']}")
+    assert (
+        "wrong by a factor of 1.5 (90 %: 1 to 1,200), compared with 1,000 training samples" in found.text_of_judgement
+    )
+    assert found.sentence.startswith(
+        "Nothing beats openclip with confidence at batch 10: queueclip is nearest, +15.0 (−49.7"
+    )
+    assert (found.stopped, found.unfinished, found.failures) == (1, 1, ("a run failed: no memory",))
+    assert found.left_behind == ("amorlip",) and found.recommended == "openclip" and "openclip 0" in markdown(found)
+    hits = [torch.tensor([[1.0] * n + [0.5] * 2 + [0.0] * (8 - n) for n in of_seeds]) for of_seeds in ((4, 6), (3, 4))]
+    assert found.results[0].difference == paired_difference(*hits, range(10))
+    shown = {title: [" | ".join(row) for row in rows[1:]] for title, rows in tables(found).items()}
+    assert shown == {
+        "Result": [
+            "queueclip | +15.0 (−49.7 to 79.7) | 66.7 | 2.0 | 56.7 | 76.7 | 56.7, +5.0 (−59.5 to 69.5) | τ solved | 0.001"
+            " | 50.0 70.0 80.0",
+            "openclip |  | 45.0 | 2.0 | 35.0 | 55.0 | 45.0 | τ learned | 0.001 | 40.0 50.0",
+            "amorlip | +20.0, one seed | 40.0 | 0.5 | 30.0 | 50.0 | 40.0 | τ learned | 0.001 | 40.0",
+        ],
+        "Gain by length": ["queueclip | 0.5 | +10.0 | 1", "queueclip | 2.0 | +15.0 | 2", "amorlip | 0.5 | +20.0 | 1"],
+        "Errors of the trained models' normalizers": [
+            "queueclip | 0.070 | 1.2 (1.1 to 12) | 0.500 | 0.125",
+            "openclip | 0.070 | 1.2 (1.1 to 12) | 0.250 | 0.250",  # openclip's normalizers are those of the batch
+        ],
+        "Cost": [
+            "queueclip | 200.0 | 7.0 | 0.5 | 0.057",
+            "openclip | 175.0 | 6.0 | 0.5 | 0.045",
+            "amorlip | 150.0 | 5.0 | 0.5 | 0.040",
+        ],
+        "All runs": [
+            "openclip | τ learned | 0.001 | 0.5 | 1 | 20.0 | 20.0",
+            "openclip | τ learned | 0.002 | 0.5 | 1 | 10.0 | 20.0",
+            "queueclip | τ solved | 0.001 | 0.5 | 1 | 20.0 | 30.0",
+            "queueclip | τ solved | 0.002 | 0.5 | 1 | 10.0 | 30.0",
+            "amorlip | τ learned | 0.001 | 0.5 | 1 | 20.0 | 40.0",
+            "openclip | τ learned | 0.001 | 2.0 | 2 | 20.0 | 45.0",
+            "queueclip | τ solved | 0.001 | 2.0 | 3 | 20.0 | 66.7",
+        ],
+    }
+    # The curves are means over the two seeds that both losses have. The shorter runs of amorlip have no curve.
+    drawn = page(found)
+    for hint in ("5 at 50 samples seen", "20 at 100 samples seen", "5 at 1.5 seconds of training"):
+        assert f"<title>queueclip: {hint}" in drawn
+    assert "<title>openclip: " in drawn and "<title>amorlip: " not in drawn
+    # The own normalizers of a loss with a reference model are not measured.
+    steered = replace(found.results[0], normalizers=found.results[1].normalizers)
+    errors = tables(replace(found, results=(steered,)))["Errors of the trained models' normalizers"]
+    assert errors[1][3:] == ["0.250", "-"]
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
