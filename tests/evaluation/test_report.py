@@ -47,7 +47,12 @@ def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[
         for step in range(10 * epochs):
             if step % 10 in (0, 5, 9):
                 record = {"step": step, "epoch": step // 10, "samples": 64 * (step + 1), "global_batch": 64}
-                record |= {"loss": 4.0 - step / 10, "infonce": 3.0 - step / 20, "temperature": float("nan")}
+                record |= {"loss": 4.0 - step / 10, "infonce": 3.0 - step / 20, "temperature": None}
+                record |= {
+                    "samples_per_second": 1.0 if step < 5 else 8.0,
+                    "skipped_steps": step,
+                    "bad_samples": 2 * step,
+                }
                 stream.write(json.dumps(record) + "\n")
             completed = (step + 1) // 10
             if step % 10 == 9 and evaluations and completed in evaluations:
@@ -93,8 +98,11 @@ def report(tmp_path: Path, *arguments: str) -> tuple[list[list[list[str]]], str]
 def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     first, second = all_scores(0.1), all_scores(0.15)
     second["cifar10"] = 0.05  # only this task gets worse
-    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")})  # DataComp's harness writes NaN
+    # DataComp's harness writes NaN, and no number of samples.
+    write_results(tmp_path / "first", {**first, "fairness/fairface": float("nan")}, found=None)
     write_results(tmp_path / "second", {**second, "fairness/fairface": None})
+    with open(tmp_path / "second" / "eval_results.jsonl", "a", encoding="utf-8") as stream:
+        stream.write('{"key": "own", "metrics": {"main_metric": 0.25}}\n')
     tables, text = report(tmp_path, f"A={tmp_path / 'first'}", f"B={tmp_path / 'second'}")
 
     averages, tasks = ({row[0]: row[1:] for row in table} for table in tables)
@@ -102,7 +110,13 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert averages[AVERAGE] == [f"{mean[0]:.2f}", f"{mean[1]:.2f}", f"+{mean[1] - mean[0]:.2f}"]
     assert len(averages) == 1 + len(GROUPS)
     assert tasks["CIFAR-10"] == ["acc1", "11.00", "5.00", "−6.00"]
-    assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 and "FairFace" not in tasks
+    assert tasks["Flickr"][0] == "mean_recall@1" and len(tasks) == 1 + 38 + 1 and "FairFace" not in tasks
+    assert tables[0][0] == ["group", "A", "B", "B − A"] and tasks["own"] == ["main metric", "-", "25.00", "-"]
+    for cells in (
+        'best">11.00</td><td class="">5.00</td><td class="down">−6.00<',
+        'best">33.21</td><td class="up">+4.71<',
+    ):
+        assert cells in text
 
     # The CSV file has one row per model. Its first columns are those of OpenCLIP's published results.
     a, b = csv_rows(tmp_path)
@@ -112,7 +126,9 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
     assert float(a["ImageNet 1k"]) == first["imagenet1k"] and float(b["CIFAR-10"]) == 0.05
     assert float(b["VTAB (13)"]) == pytest.approx(statistics.fmean(second[key] for key in GROUPS["VTAB (13)"]))
     lines = (tmp_path / "report" / "report.md").read_text(encoding="utf-8").splitlines()
-    assert "| CIFAR-10 | acc1 | 11.00 | 5.00 | −6.00 |" in lines
+    assert (
+        "| CIFAR-10 | acc1 | 11.00 | 5.00 | −6.00 |" in lines and "- A: first (ViT-B-32 datacomp datacomp-1)" in lines
+    )
 
     chart = charts_of(text)["B − A, percentage points: 38 bars"]
     assert len(hints_of(chart)) == 38 and hints_of(chart)[-1] == "CIFAR-10 (acc1): 11.00 → 5.00, standard error 0.38"
@@ -121,7 +137,8 @@ def test_two_runs_in_all_three_forms(tmp_path: Path) -> None:
 
 def write_run(folder: Path, loss: str, seed: int, recall: float, epochs: int = 2) -> str:
     """Write the run folder of a training run with a validation after each epoch; return its path."""
-    write_training(folder, epochs, {epoch: {"image_to_text_R@1": recall * epoch / 2} for epoch in (1, 2)})
+    evaluations = {1: {"image_to_text_R@1": recall / 2, "top1": recall}, 2: {"image_to_text_R@1": recall}}
+    write_training(folder, epochs, evaluations)
     flags = {"lr": 1e-3, "eps": 1e-8, "seed": seed, "name": folder.name, "batch_size": 64}
     config = {
         "flags": flags,
@@ -139,8 +156,9 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     tables, text = report(tmp_path, first, second)
     settings, course, validation = tables
     assert settings == [["settings that differ", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
-    assert ["samples seen", "1.28k", "1.28k"] in course
-    assert validation[1] == ["image_to_text_R@1", "0.3", "0.4, +0.1"]
+    # The first step took 64 s, and the other 19 steps 8 s each.
+    assert [row[1] for row in course[1:]] == ["1.28k", "3.6", "5.926", "2.050", "-", "19", "38"]
+    assert validation[1:] == [["image_to_text_R@1", "0.3", "0.4, +0.1"], ["top1", "0.3", "0.4, +0.1"]]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
     assert "| image_to_text_R@1 | 0.3 | 0.4, +0.1 |" in capsys.readouterr().out
     assert not (tmp_path / "report" / "report.csv").exists()
@@ -165,6 +183,9 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
             write_training(tmp_path / "B2", 1)
         tables, _ = report(tmp_path, *arguments)
         assert tables[-1][1] == ["image_to_text_R@1", *expected]
+        assert tables[-2][1] == ["samples seen", "1.28k", "1.067k"]
+    tables, _ = report(tmp_path, *reversed(arguments))
+    assert tables[-1][1] == ["image_to_text_R@1", "-", first]
 
 
 def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
@@ -197,6 +218,16 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     _, row = csv_rows(tmp_path)
     assert float(row["Average perf. on 38 datasets sd"]) == pytest.approx(deviation) and row["repeats"] == "3"
 
+    # Of several checkpoints, those are averaged that all repeats have.
+    for number, epochs in enumerate(((1, 2), (2, 3))):
+        for epoch in epochs:
+            write_results(
+                tmp_path / f"run{number}" / "datacomp" / f"epoch_{epoch}", all_scores(0.1 * number + 0.01 * epoch)
+            )
+    (run,) = read_runs([f"ours={tmp_path / 'run0'}", f"ours={tmp_path / 'run1'}"])
+    assert [one.label for one in run.checkpoints] == ["epoch_2"]
+    assert run.final.score("imagenet1k").mean == pytest.approx(all_scores(0.07)["imagenet1k"])
+
     # If one repeat has no result for a task, the task gets no number. The mean of the other repeats would be misleading.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])
@@ -224,6 +255,10 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     assert found.checkpoints[1].score(RETRIEVAL) == Value(0.3)
     assert found.checkpoints[1].score(AVERAGE) is None
     assert found.final.label == "epoch_10_step_105"
+    # A result file replaces results from training unless it has fewer tasks.
+    for scores, expected in (({FLICKR: 0.5}, 0.3), ({FLICKR: 0.5, MSCOCO: 0.7}, 0.6)):
+        write_results(run / "datacomp" / "epoch_4", scores)
+        assert read_runs([str(run)])[0].checkpoints[1].score(RETRIEVAL).mean == pytest.approx(expected)
     charts = charts_of(report(tmp_path, str(run))[1])
     scores = {"1.28k": 0.02, "6.4k": 0.1, "6.72k": 0.2}
     assert hints_of(charts[f"{AVERAGE} over samples seen"]) == [
