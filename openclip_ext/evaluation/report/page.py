@@ -26,11 +26,8 @@ def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Se
     trained, evaluated = [run for run in runs if run.logs], [run for run in runs if run.checkpoints]
     metrics = [name for name in validation_metrics(trained) if not name.endswith(("_rank", "R@5", "R@10", "top5"))]
     charts = training_charts({run.name: run.logs for run in trained}, metrics)
-    # Protocols are compared without their first word, which is the model's name.
-    protocols = {
-        frozenset(name if name.startswith("evaluation") else name.partition(" ")[2] for name in run.final.protocols)
-        for run in evaluated
-    }
+    # Protocols are compared without their first word: the model's name, or "evaluation" of "evaluation during training".
+    protocols = {frozenset(name.partition(" ")[2] for name in run.final.protocols) for run in evaluated}
     return render_page(
         "report.html",
         title,
