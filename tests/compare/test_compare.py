@@ -145,11 +145,16 @@ BASE = SimpleNamespace(loss=BASELINE, gain=0.0, difference=None)
     [
         (
             [result("queueclip", 0.041, 0.009), result("neuclip", 0.039, 0.009), BASE],
-            {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009)},
-            ["queueclip, +4.1 (3.2 to 5.0) R@1 over openclip", "no difference between queueclip and neuclip"],
+            {"neuclip": gap(0.002, 0.01), "openclip": gap(0.041, 0.009), "amorlip": gap(0.02, 0.01)},
+            ["queueclip, +4.1 (3.2 to 5.0) R@1 over openclip", "no difference between queueclip and neuclip."],
             "queueclip",
         ),
-        ([result("neuclip", 0.002, 0.007), BASE], {}, ["Nothing beats openclip", "neuclip is nearest"], "openclip"),
+        (
+            [result("neuclip", 0.002, 0.007), BASE, result("amorlip", -0.02, 0.01)],
+            {},
+            ["Nothing beats openclip", "neuclip is nearest", "; worse: amorlip."],
+            "openclip",
+        ),
         (  # a significant gain is preferred to a larger gain that is not significant
             [result("amorlip", 0.06, 0.08), result("neuclip", 0.04, 0.01), BASE],
             {"neuclip": gap(0, 0), "amorlip": gap(-0.02, 0.08)},

@@ -12,7 +12,7 @@ Source: CLIP-Lite, section 4.3, which follows VirTex (Desai and Johnson, 2021).
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +152,21 @@ def probe_voc07(train: Split, test: Split, costs: Sequence[float] = SVM_COSTS) -
     return {"map": float(np.mean(list(per_class.values()))), "per_class": per_class, "costs": chosen}
 
 
-def probe_top1(
-    train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COSTS, samples_per_class: int | None = None
-) -> dict[str, Any]:
-    """Train a multinomial logistic regression on standardized features of up to ``samples_per_class`` samples per class.
+def limit_samples(split: Split, most: int) -> Split:
+    """Return up to ``most`` random samples of each class."""
+    order = np.random.default_rng(0).permutation(len(split.labels))
+    kept = [order[split.labels[order] == label][:most] for label in np.unique(split.labels)]
+    rows = np.sort(np.concatenate(kept))
+    return replace(split, features=split.features[rows], labels=split.labels[rows])
+
+
+def probe_top1(train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COSTS) -> dict[str, Any]:
+    """Train a multinomial logistic regression on standardized features.
 
     Returns the accuracies on both splits, and the selected cost. ``costs`` are values of scikit-learn's ``C``, the inverse of
     the L2 penalty.
     """
     features, labels = train.features, train.labels
-    if samples_per_class is not None:
-        order = np.random.default_rng(0).permutation(len(labels))
-        kept = [order[labels[order] == label][:samples_per_class] for label in np.unique(labels)]
-        rows = np.sort(np.concatenate(kept))
-        features, labels = features[rows], labels[rows]
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
@@ -214,9 +215,9 @@ def main(argv: list[str]) -> None:
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
         raise ValueError(f"expected the same classes in training and test data, found differences: {different}")
-    result = (
-        probe_voc07(train, test, args.costs) if is_voc else probe_top1(train, test, args.costs, args.samples_per_class)
-    )
+    if not is_voc and args.samples_per_class is not None:
+        train = limit_samples(train, args.samples_per_class)
+    result = (probe_voc07 if is_voc else probe_top1)(train, test, args.costs)
     report = {
         "probe": args.probe,
         **result,

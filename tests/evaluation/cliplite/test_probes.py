@@ -163,3 +163,6 @@ def test_top1_command(tmp_path: Path, model_arguments: list[str]) -> None:
     report = json.loads(output.read_text())
     assert (report["train_images"], report["test_images"], report["costs"]) == (300, 60, {"all": 0.01})
     assert report["acc1"] > 0.3  # features of an untrained model are poor; chance is 0.1
+    main([*arguments, "--costs", "10", "--samples-per-class", "4", "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert report["train_images"] == 40 and report["train_acc1"] == 1.0 > report["acc1"]
