@@ -52,6 +52,12 @@ def test_backbone_features_are_those_in_front_of_the_projection(tmp_path: Path) 
     torch.testing.assert_close(features @ vit.visual.proj, vit.encode_image(small))
     torch.testing.assert_close(image_features(vit, small, "embedding"), vit.encode_image(small))
 
+    for pool in ("avg", "abs_attn"):  # OpenCLIP's attention pool receives maps, which the probe averages
+        vision = {"timm_model_name": "resnet10t", "timm_pool": pool, "timm_proj": "linear", "image_size": 64}
+        convnet = build(tmp_path, f"probe-timm-{pool}", **vision)
+        found, maps = image_features(convnet, images, "backbone"), convnet.visual.trunk.forward_features(images)
+        torch.testing.assert_close(found, maps.mean(dim=(2, 3)))
+
     vit.visual = torch.nn.Identity()
     with pytest.raises(UsageError, match="Use --features embedding"):
         image_features(vit, small, "backbone")
