@@ -73,19 +73,8 @@ class DataSpec:
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
         """Return the validation data that flags specify. For the training data, call ``from_flags(DataSpec, flags)``."""
-        return from_flags(
-            cls,
-            flags,
-            source=flags["val_data"],
-            num_samples=None,
-            manifest=None,
-            reference=None,
-            resampled=False,
-            upsampling_factors=None,
-            single_source=False,
-            hard_negative_key=None,
-            max_bad_fraction=cls.max_bad_fraction,
-        )
+        # A loader of validation data reads no other field that only describes training data.
+        return from_flags(cls, flags, source=flags["val_data"], reference=None)
 
     @property
     def storage(self) -> Storage:
