@@ -76,9 +76,7 @@ def _is_adaptable(layer: nn.Module, parent: Any) -> bool:
         return layer._qkv_same_embed_dim  # peft supports only a common projection of queries, keys and values
     # These parents read the layer's weight and never call the layer, so an adapter would have no effect.
     reads_weight = isinstance(parent, nn.MultiheadAttention) or (
-        layer is getattr(parent, "qkv", None)
-        and getattr(parent, "q_bias", None) is not None
-        and not getattr(parent, "qkv_bias_separate", False)
+        layer is getattr(parent, "qkv", None) and getattr(parent, "q_bias", None) is not None
     )
     return isinstance(layer, nn.Linear) and not reads_weight
 
