@@ -9,6 +9,7 @@ from openclip_ext import training
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import Option
 from openclip_ext.losses.options import OPTIONS, SUMMARIES
+from openclip_ext.training.config import for_processes
 from openclip_ext.training.flags import parse
 from tests.training.commands import config_of
 
@@ -120,5 +121,7 @@ def test_a_batch_is_shared_and_remote_copies_have_the_runs_name():
         *["--global-batch", "128", "--batch-size", "32", "--remote-sync", "s3://b/", "--name", "run"], world_size=2
     )
     assert (config.loading.batch_size, config.loading.accum_freq, config.folder.remote) == (32, 2, "s3://b/run")
+    of_node = for_processes(config_of("--log-local"), "today", rank=8, local_rank=0).folder
+    assert (of_node.log_file, of_node.log_local_rank) == ("out-8", 0)
     small = config_of("--global-batch", "48", "--batch-size", "32", world_size=4)
     assert (small.loading.batch_size, small.evaluation.batch_size) == (12, 32), "validation must not depend on the GPUs"

@@ -86,7 +86,12 @@ def test_only_the_tower_that_is_asked_for():
         model = build_model(config, torch.device("cpu"), 0).model
         trained = [name for name, value in model.named_parameters() if value.requires_grad and name != "logit_scale"]
         assert trained and all(name.startswith("visual.") == (tower == "image") for name in trained)
+        # The default of --lora-alpha is twice the rank.
+        assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "scaling")} == {2.0}
         assert model.visual.transformer.get_cast_dtype() == torch.float32 and model.visual.image_size
+    in_16_bits = config_of("--model", "demo-vit", "--lora-rank", "2", "--precision", "pure_bf16").model
+    model = build_model(in_16_bits, torch.device("cpu"), 0).model
+    assert {value.dtype for name, value in model.named_parameters() if ".lora_" in name} == {torch.float32}
     with pytest.raises(UsageError, match=r"the image tower has no attention or linear layers.*--lora-targets text"):
         build_model(config_of("--model", "demo-resnet", "--lora-rank", "2").model, torch.device("cpu"), 0)
 
@@ -100,6 +105,8 @@ def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_
         adapted = peft.PeftModel.from_pretrained(start, str(path.with_suffix(".lora"))).eval()
         torch.testing.assert_close(adapted(images, texts)[:2], expected, atol=1e-5, rtol=0)
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(before, expected, strict=True))
+    adapter = json.loads((path.with_suffix(".lora") / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(base[1])
     # The run's own evaluations used the adapters.
     measured = runs.evaluation(
         tmp_path, "measured", "--model", SMALL_MODEL, "--pretrained", str(path), "--val-data", shards

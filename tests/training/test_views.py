@@ -7,6 +7,7 @@ import open_clip
 import pytest
 import torch
 
+from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
@@ -83,3 +84,10 @@ def test_evaluation_leaves_the_projector_out(finished):
     with torch.no_grad():
         assert torch.equal(loaded.encode_image(images), stock.encode_image(images))
     assert with_heads(stock, read_heads(path)) is stock
+
+
+def test_a_locked_image_tower_stays_locked():
+    model = open_clip.create_model("demo-vit")
+    model.lock_image_tower()
+    prepare_for(create_loss("simclr", embed_dim=64), model, set_logit_scale=False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
