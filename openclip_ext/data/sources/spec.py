@@ -73,7 +73,8 @@ class DataSpec:
     @classmethod
     def of_validation(cls, flags: Mapping[str, Any]) -> "DataSpec":
         """Return the validation data that flags specify. For the training data, call ``from_flags(DataSpec, flags)``."""
-        # A loader of validation data reads no other field that only describes training data.
+        # Loaders of validation data read no other field for training data. The exception is the number of synthetic samples,
+        # which OpenCLIP also applies to both.
         return from_flags(cls, flags, source=flags["val_data"], reference=None)
 
     @property
