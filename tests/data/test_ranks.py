@@ -57,7 +57,7 @@ def ranks_draw_the_same_source(data: Path) -> None:
         found: list[list[int]] = [[], []]
         dist.all_gather_object(found, indices(list(loader.iterate(epoch))))
         assert [index >= 20 for index in found[0]] == [index >= 20 for index in found[1]]
-        assert len({*found[0], *found[1]}) == len(found[0]) + len(found[1]) >= 16
+        assert len({*found[0], *found[1]}) == len(found[0]) + len(found[1]) == 32
         assert loader.bad_counts() == (3, 0)
 
 
