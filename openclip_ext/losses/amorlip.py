@@ -155,11 +155,11 @@ class MlpNormalizer(Normalizer):
         fits, averages = step % self.fit_every == 0, step % self.target_every == 0
         # In a compiled graph, both conditions are tensors. The graph computes a fit in every step, but applies only a due fit.
         if not isinstance(fits, bool):
-            self._fit(batch_at_tau.of_all_processes(), batch.ok & fits)
+            self._fit(batch_at_tau.of_all_processes(), fits)
             self._average_target(batch.scale_ok & averages)
         else:
             if fits:
-                self._fit(batch_at_tau.of_all_processes(), batch.ok)
+                self._fit(batch_at_tau.of_all_processes())
             if averages:
                 self._average_target(batch.scale_ok)
         self._epoch_step.add(1)
@@ -172,8 +172,8 @@ class MlpNormalizer(Normalizer):
         """Return ``log Z`` of the mini-batch, ``(2, B)``."""
         return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
 
-    def _fit(self, batch_at_tau: BatchAtTemperature, ok: Tensor) -> None:
-        batch = batch_at_tau.batch
+    def _fit(self, batch_at_tau: BatchAtTemperature, due: Tensor | bool = True) -> None:
+        batch = batch_at_tau.batch  # of all processes, because one process's own batch may be unusable
         log_batch = self._log_batch_partition(batch_at_tau)
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
@@ -186,7 +186,7 @@ class MlpNormalizer(Normalizer):
         elements = 2 * _GRAPH_TENSORS * batch.features.shape[2]
         parts = [partial(objective, anchors) for anchors in anchor_chunks(slice(0, batch.size), elements)]
         for _ in range(self.updates):
-            self.adam.step(self.online, parts, self.lr, ok)
+            self.adam.step(self.online, parts, self.lr, batch.ok & due)
 
     def _average_target(self, ok: Tensor) -> None:
         share = torch.where(ok, 1 - self.ema_decay, 0).to(self.target.biases[0].dtype)

@@ -209,6 +209,21 @@ def test_amorlip_stays_in_its_process_by_default() -> None:
         assert logit_scale.item() == pytest.approx(expected.logit_scale, rel=1e-8)
 
 
+def _state_after_unusable_part(name: str, world_size: int = WORLD_SIZE) -> dict[str, Any]:
+    """Make a step with a single finite sample in the batch of rank 0; return the loss's state."""
+    loss, (step,) = _case(name).create().double(), make_steps(1)
+    step.images[1 : len(step.index) // WORLD_SIZE] = float("nan")
+    run_step(loss, step if world_size == 1 else _own_part(step, dist.get_rank()))
+    return loss.state_dict()
+
+
+def test_amorlip_fits_equal_networks_if_one_process_has_no_usable_batch() -> None:
+    expected = _state_after_unusable_part("amorlip", world_size=1)
+    for state in two_ranks().run(_state_after_unusable_part, LOCAL_AMORLIP):
+        for key, value in expected.items():
+            assert_close(state[key], value, 1e-9)
+
+
 def test_amorlip_distills_over_the_global_batch() -> None:
     names = (LOCAL_AMORLIP + DISTILLED, LOCAL_AMORLIP)
     ranks = [two_processes(name) for name in names]
