@@ -142,7 +142,7 @@ class GlobalTemperature(UnregularizedTemperature):
         super().__init__(**options)
         self.first_rho = rho
         self.rho_end = rho if rho_end is None else rho_end
-        self.switch_epoch = rho_switch * epochs
+        self.switch_epoch = round(rho_switch * epochs, 6)  # in floating point, 0.55 * 100 is above 55
         self.depends_on_epoch = self.rho_end != rho
         self.slow_when_small = slow_when_small
 

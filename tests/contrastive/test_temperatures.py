@@ -64,6 +64,8 @@ def test_rho_changes_for_the_last_part_of_the_run() -> None:
         terms.append(term.item())
         assert loss.metrics()["rho"] == (6.5 if epoch == 5 else -8.0)
     assert terms == pytest.approx([0.5 * 6.5 / 10, -0.5 * 8.0 / 10])
+    long = create_loss("amorlip", embed_dim=WIDTH, epochs=100, rho=6.5, rho_end=-8.0, rho_switch=0.55)
+    assert [long.temperature.rho(epoch) for epoch in (54, 55)] == [6.5, -8.0]
 
 
 def test_gamma_falls_over_half_of_the_run_by_default() -> None:
