@@ -20,9 +20,10 @@ _GROUP = 1 << 25
 class ModelEma:
     """The average of the weights. Each optimizer step replaces the average by ``d·average + (1−d)·weights``.
 
-    ``d = min(decay, 1 − (1+t)^(−2/3))``, where ``t`` counts optimizer steps from 0. ``d`` starts at 0 and grows, so the
-    initial weights do not enter the average. BatchNorm's statistics are also averaged. Averages have at least
-    float32 precision. All processes have equal replicas of the model, so their averages are equal without communication.
+    ``d = min(decay, 1 − (1+t)^(−2/3))``, where ``t`` counts optimizer steps from 0, including skipped steps. ``d`` starts at 0
+    and grows, so the initial weights enter the average only if step 0 is skipped, and then with a weight that falls fast.
+    BatchNorm's statistics are also averaged. Averages have at least float32 precision. All processes have equal
+    replicas of the model, so their averages are equal without communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
