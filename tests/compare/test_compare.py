@@ -494,6 +494,10 @@ def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(compare
     assert compared.stop("bad", stand("bad", good * 0.1, epoch_samples=320)) is None  # too early in the epoch to stop
     stopped = compared.stop("bad", stand("bad", good * 0.1))
     assert stopped is not None and stopped["stopped"] == 40 and stopped["val"]["mean"] < 0
+    assert compared.stop("late", stand("late", good * 0.1, epoch_samples=40)) is None  # no other run has this length
+    assert compared.stop("good", stand("good", good, epoch_samples=40)) is None
+    at_its_end = compared.stop("late", stand("late", good * 0.1, epoch_samples=40))
+    assert at_its_end is not None and "hits" not in at_its_end  # it does not enter the next stage
 
 
 def test_the_recommended_command_line_trains_that_configuration(compared):
