@@ -291,9 +291,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         reference: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the temperatures ``(2, B_local)`` of these samples' anchors. Collective: all ranks call it."""
-        batch = self._batch(image_features, text_features, logit_scale, index)
-        gathered = gather_batch(self._steered(batch, reference), gather=True)
-        return self.temperature.temperatures(gathered)[:, gathered.local]
+        with without_autocast(image_features):
+            batch = self._batch(image_features, text_features, logit_scale, index)
+            gathered = gather_batch(self._steered(batch, reference), gather=True)
+            return self.temperature.temperatures(gathered)[:, gathered.local]
 
     def _steered(self, batch: LocalBatch, reference: tuple[Tensor, Tensor] | None) -> LocalBatch:
         return with_reference(batch, reference, self.reference_dim) if self.steers else batch
