@@ -91,6 +91,7 @@ def _embed(args: argparse.Namespace) -> None:
                     spec, source, before + bad, f"the last one is in or before {source.group_of(unit.stop - 1)[0]}"
                 )
         bad = before + sum(distributed.all_gather_object(bad))
+        _refuse_bad(spec, source, bad, "in total over all processes")
         if is_master:
             folder.finish(bad)
             say(f"{source.num_samples:,} samples in {args.output}; {bad:,} are unreadable and have rows of zeros")

@@ -122,7 +122,14 @@ def test_killed_runs_continue_after_a_shard_to_the_same_bytes(workers, finished,
     assert "is finished already" in capsys.readouterr().out
 
 
+def refused(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"^6 of 25 samples .*more than the allowed 20.0%"):
+        embed.main(argv)
+
+
 def test_two_ranks_write_what_one_does(whole, command, tmp_path):
+    """The limit of bad samples applies to all ranks together: neither rank has more than five bad samples."""
+    two_ranks().run(refused, command(tmp_path, "--max-bad-fraction", "0.2"), group=False)
     for _ in range(2):  # in the second run, the folder is complete
         two_ranks().run(embed.main, command(tmp_path), group=False)
     assert written(tmp_path) == written(whole)
