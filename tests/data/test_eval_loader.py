@@ -68,6 +68,9 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     csv = write_csv(tmp_path)
     (tmp_path / "4.jpg").unlink()
     assert numbers(build(str(csv))) == [*range(4), *range(5, 30)]
+    for row in (28, 29):  # one of two workers has only these rows
+        (tmp_path / f"{row}.jpg").unlink()
+    assert sorted(numbers(build(str(csv), batch_size=28, workers=2))) == [*range(4), *range(5, 28)]
 
 
 @pytest.mark.parametrize("kind", ["shards", "csv"])
@@ -104,6 +107,9 @@ def test_a_later_shard_without_a_usable_sample_is_an_error(tmp_path: Path, worke
     write_shards(tmp_path, [3, 3], {number: sample_members(number, ["json", "txt"]) for number in range(3, 6)})
     with pytest.raises(BadDataError, match=r"no image: expected jpg or .*, found json, txt"):
         numbers(build(str(tmp_path / "*.tar"), workers=workers))
+    (csv := tmp_path / "gone.csv").write_text("filepath\ttitle\n" + "gone.jpg\tsample 0\n" * 3)
+    with pytest.raises(BadDataError, match=r"the data set has no usable sample: sample 0: row 0: gone.jpg cannot be"):
+        numbers(build(str(csv), workers=workers))
 
 
 def test_a_killed_worker_is_a_worker_error(tmp_path: Path):

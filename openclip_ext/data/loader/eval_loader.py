@@ -77,7 +77,7 @@ class _EvalDataset(IterableDataset):
             yield {"error": str(error)}
 
     def _usable(self) -> Iterator[dict[str, Any]]:
-        """Yield the usable samples and log the bad samples; raise BadDataError if all samples of a group are bad."""
+        """Yield the usable samples, log the bad samples; raise BadDataError if a group has none for this worker."""
         for name, raws in self._groups():
             usable, bad, reason = 0, 0, ""
             for raw in raws:
@@ -89,10 +89,10 @@ class _EvalDataset(IterableDataset):
                 usable += 1
                 sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
-            if bad and not usable and not self._span:  # all samples of a span may be bad
-                raise BadDataError(f"{name} has no usable sample: {reason}")
             if bad:
                 logging.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
+            if bad and not usable and not self._span:  # all samples of a span may be bad
+                raise BadDataError(f"{name} has no usable sample: {reason}")
 
     def _groups(self) -> Iterator[tuple[str, Iterable[RawSample]]]:
         """Yield the name and the samples of each group of this worker. A group is one shard, or a whole ``Source``."""
@@ -149,6 +149,7 @@ class EvalLoader:
         span: range | None = None,
     ) -> None:
         self.batch_size = batch_size
+        self._is_of_shards = isinstance(samples, ShardStreams)
         self._loader = DataLoader(
             _EvalDataset(samples, preprocess, tokenizer, batch_size, span),
             batch_size=None,
@@ -160,7 +161,14 @@ class EvalLoader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        failure, has_usable = "", False
         for batch in watched_batches(self._loader, patience=None):
-            if "error" in batch:
+            if "error" not in batch:
+                has_usable = True
+                yield batch
+            elif self._is_of_shards:
                 raise BadDataError(batch["error"])
-            yield batch
+            else:  # all samples of one worker are bad; other workers may have usable samples
+                failure = batch["error"]
+        if failure and not has_usable:
+            raise BadDataError(failure)
