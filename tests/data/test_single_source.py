@@ -76,6 +76,16 @@ def test_resuming_is_bitwise(data: str, workers: int):
         assert_equal(list(islice(steps, 2)), whole[done : done + 2])
         again.load_state_dict(resumed.state_dict())
         assert_equal(list(again.iterate(3)), whole[done + 2 :])
+    # An epoch that is not read to its end must not affect the state in the next epoch.
+    unfinished = loader.iterate(2)
+    list(islice(unfinished, 14))
+    list(islice(loader.iterate(3), 2))
+    again.load_state_dict(state := loader.state_dict())
+    assert_equal(list(again.iterate(3)), whole[2:])
+    with pytest.raises(RuntimeError, match="build a second loader"):
+        list(unfinished)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
 
 
 def test_bad_samples_shorten_only_their_source(tmp_path: Path):

@@ -191,9 +191,13 @@ def test_a_state_belongs_to_its_epoch(data: str):
     loader = build(data)
     batches = loader.iterate(2)
     next(batches)
-    state, rest = loader.state_dict(), list(batches)
+    state, rest = loader.state_dict(), [next(batches)]
     loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) was called during"):
+        next(batches)
     with pytest.raises(ValueError, match="of epoch 2, not 3"):
         next(loader.iterate(3))
-    loader.load_state_dict(state)
-    assert_equal(list(loader.iterate(2)), rest)
+    batches = loader.iterate(2)
+    assert_equal([next(batches)], rest)
+    assert len([*batches]) == N // 4 - 2

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from openclip_ext.data.hashing import Purpose, hash_int
-from openclip_ext.data.loader.train_loader import Interruptible, TrainLoader
+from openclip_ext.data.loader.train_loader import ONE_EPOCH, Interruptible, TrainLoader
 from openclip_ext.data.sources.source import Source
 
 
@@ -75,15 +75,15 @@ class SingleSourceLoader:
         for digest, loader in zip(self._digests, self._loaders, strict=True):
             own = [entry for entry in progress if entry["data"] == digest]
             loader.load_state_dict({"progress": own, "bad": bad.get(digest, {})})
-        self._loaded = dict(state_dict.get("left", {}))
+        self._left, self._loaded = [], dict(state_dict.get("left", {}))
 
     def iterate(self, epoch: int, interruptible: Interruptible = nullcontext) -> Iterator[dict[str, Tensor]]:
         """Yield an epoch, or its rest after :meth:`load_state_dict`. See :meth:`TrainLoader.iterate`."""
         whole = {loader.layout["data"]: loader.layout["epoch_samples"] for loader in self._loaders}
         self._left, self._loaded = [self._loaded.get(digest, whole[digest]) for digest in self._digests], {}
         for loader, digest, left in zip(self._loaders, self._digests, self._left, strict=True):
-            loader.bad.begin(epoch, is_fresh=left == whole[digest])  # iterate does this only at the loader's first step
-        epochs = [loader.iterate(epoch, interruptible) for loader in self._loaders]
+            loader.begin(epoch, is_fresh=left == whole[digest])  # iterate does this only at the loader's first step
+        epochs, own = [loader.iterate(epoch, interruptible) for loader in self._loaders], self._left
         while (number := self._draw(epoch)) is not None:
             batch, left = next(epochs[number], None), self._left[number]
             self._left[number] = None if batch is None or left is None else left - self._step_samples
@@ -91,6 +91,8 @@ class SingleSourceLoader:
                 continue
             yield batch
             yield from islice(epochs[number], self._accum_freq - 1)
+            if self._left is not own:
+                raise RuntimeError(ONE_EPOCH)
         self._left = []
 
     def _draw(self, epoch: int) -> int | None:

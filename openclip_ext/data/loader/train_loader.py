@@ -30,6 +30,10 @@ from openclip_ext.data.sources.source import BadDataError, ImageDecoder, Source,
 
 Progress = Sequence[Mapping[str, Any]]
 Interruptible = Callable[[], AbstractContextManager[Any]]
+ONE_EPOCH = (
+    "iterate() or load_state_dict() was called during this epoch, but a loader reads one epoch at a time: build a "
+    "second loader"
+)
 
 
 class Interrupted(BaseException):
@@ -183,8 +187,13 @@ class TrainLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it. For errors, see :meth:`check_progress`."""
         self.bad.load_state_dict(state_dict.get("bad", {}))
-        self._loaded = state_dict.get("progress", ())
+        self._loaded, self._position = state_dict.get("progress", ()), None
         self.check_progress(self._loaded)
+
+    def begin(self, epoch: int, is_fresh: bool) -> np.ndarray:
+        """Forget an iteration that did not end, and return the result of :meth:`BadSamples.begin`."""
+        self._position = None
+        return self.bad.begin(epoch, is_fresh)
 
     def check_progress(self, progress: Progress) -> tuple[tuple[Segment, ...], Segment]:
         """Return the segments that used other layouts, and the segment in the current layout, which may have no batches.
@@ -232,21 +241,21 @@ class TrainLoader:
 
         Raises:
             ValueError: The loaded state has more batches than the epoch, or belongs to another epoch.
-            RuntimeError: A later call has started another iteration, which ends this one.
+            RuntimeError: A later call has started another iteration or loaded a state, which ends this iteration.
             BadDataError: Too many samples are bad. The ranks must iterate together, because they add up their bad samples.
             WorkerError: A worker of any rank exited or did not answer. All ranks raise it before the same step.
             Interrupted: A signal came while any rank waited. All ranks raise it before the same step.
         """
-        progress, self._loaded = self._loaded, ()
-        if others := {entry.get("epoch", epoch) for entry in progress} - {epoch}:
+        if others := {entry.get("epoch", epoch) for entry in self._loaded} - {epoch}:
             raise ValueError(
                 f"the loaded state is from the middle of epoch {others.pop()}, not {epoch}: iterate the epoch of the state"
             )
+        progress, self._loaded = self._loaded, ()
         seen, current = self.check_progress(progress)
         workers = self._layout.workers
         passed = list(current.bad[self.rank * workers :][:workers]) or [0] * workers
+        left_out = self.begin(epoch, is_fresh=not progress)
         self._position = position = _Position(epoch, seen, current.batches, passed)
-        left_out = self.bad.begin(epoch, is_fresh=not progress)
         if not self._knows_all_ranks:
             left_out = left_out[:0]
         while True:
@@ -299,10 +308,7 @@ class TrainLoader:
             for batch in step.batches:
                 yield batch
                 if self._position is not position:
-                    raise RuntimeError(
-                        "iterate() was called again during this epoch, but a loader reads one epoch at a time: build a second "
-                        "loader"
-                    )
+                    raise RuntimeError(ONE_EPOCH)
 
     def _learn_bad_samples(self, batches: Iterator[dict[str, Any]]) -> None:
         """Receive the batches that the workers have begun, to know their bad samples. The next pass would wait for them."""
