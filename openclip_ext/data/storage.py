@@ -192,7 +192,7 @@ class Storage:
         for _, size, path in sorted(found):
             if excess <= 0:
                 return
-            if path.suffix == ".lock":
+            if path.name.endswith(".lock"):  # the suffix of ".lock" is empty
                 continue
             # The unfinished copy of NAME is called ``.NAME.RANDOM.partial``.
             name = path.name[1:].rsplit(".", 2)[0] if path.suffix == ".partial" else path.name
