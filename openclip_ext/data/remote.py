@@ -66,7 +66,7 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
         try:
             result = action()
         except Exception as error:
-            wait = min(_FIRST_WAIT * 2**failures, _LONGEST_WAIT)
+            wait = min(_FIRST_WAIT * 2 ** min(failures, 10), _LONGEST_WAIT)
             failures += 1
             # fsspec raises a FileNotFoundError with only the URL also if the server refuses access or does not answer.
             reason = (str(error) == url and error.__cause__) or error

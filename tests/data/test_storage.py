@@ -277,6 +277,19 @@ def test_a_bucket_that_is_away_for_8_seconds(bucket: Any, folder: Path, caplog: 
     assert re.search(r"continues after \d+ failures in \d+ s", caplog.text)
 
 
+def test_the_waits_of_a_long_outage_do_not_overflow(monkeypatch: pytest.MonkeyPatch):
+    """With waits of up to 30 s, 1,100 attempts take nine hours."""
+
+    def read() -> str:
+        if next(attempts, None) is not None:
+            raise OSError("unavailable")
+        return "content"
+
+    monkeypatch.setattr(remote, "_LONGEST_WAIT", 0.0)
+    attempts = iter(range(1100))
+    assert remote.persist("s3://b/0.tar", 60.0, lambda error: False, read) == "content"
+
+
 def test_a_connection_that_stalls_has_a_time_limit(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(remote, "_STALL", 0.3)
     server.stalls = 2
