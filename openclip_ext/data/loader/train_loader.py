@@ -228,7 +228,8 @@ class TrainLoader:
         distributed by the current layout. A worker may have too few usable samples for its last batch. Then the remaining
         samples of all ranks, without those known to be bad, are distributed again among the workers, as long as they fill a
         step. Ranks that torch.distributed does not connect (``config.world_size``) end their epoch instead, and may have
-        different numbers of batches. Their later epochs do not exclude bad samples, but skip them again.
+        different numbers of batches. Their later epochs do not exclude bad samples, but skip them again. After bad samples,
+        the state of such a rank can be resumed only by the same rank in the same layout; other layouts would repeat samples.
 
         Args:
             epoch: Number of the epoch, from 0.
