@@ -278,7 +278,7 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
         path.write_text(json.dumps({"count": count + 3, "successes": count}))
     assert Manifest.scan(piped).num_samples == 10
     path.write_text('{"successes": -1}')
-    for given in (None, {"00000.tar": 3, "00001.tar": 5}):
+    for given in (None, {"00000.tar": 3, "00001.tar": 5}, sizes | {"00002.tar": -2}):
         with pytest.raises(ValueError, match=r"unknown for 1 of 3 shards.*00002.tar.*--sizes"):
             Manifest.scan(piped, sizes=given)
     with pytest.raises(ManifestError, match="unknown for 1 of 1 shards"):  # a command without the name of a tar

@@ -173,7 +173,7 @@ def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Sto
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         counts = list(with_bar(pool.map(count, urls), len(urls), "looking up counts"))
-    return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None}
+    return {url: Shard(url, count) for url, count in zip(urls, counts, strict=True) if count is not None and count >= 0}
 
 
 def scan_remote(
@@ -219,7 +219,7 @@ def _written_count(url: str, read: Callable[[str | None], dict[str, Any]]) -> in
     table = read(sibling(url, "sizes.json"))
     stats = re.sub(r"\.(tar(\.\w+)?|tgz)$", "", name) + "_stats.json"
     count = table[name] if name in table else read(sibling(url, stats)).get("successes")
-    return count if isinstance(count, int) and count >= 0 else None
+    return count if isinstance(count, int) else None
 
 
 def _read_json(storage: Storage, url: str | None) -> dict[str, Any]:
