@@ -284,6 +284,9 @@ def test_remote_counts_come_from_what_lies_beside_the_shards(shards: list[str], 
     with pytest.raises(ManifestError, match="unknown for 1 of 1 shards"):  # a command without the name of a tar
         Manifest.scan([f"pipe:cat {tmp_path / 'm.json'}"])
     assert Manifest.scan(piped, sizes=sizes).num_samples == 10
+    other = piped[0].replace("/data/", "/data/other/")
+    with pytest.raises(ValueError, match=r"--sizes has one count for 00000.tar, but 2 shards"):
+        Manifest.scan([*piped, other], sizes=sizes)
 
 
 def test_shards_that_were_touched_or_moved_verify(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

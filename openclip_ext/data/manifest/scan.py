@@ -169,6 +169,12 @@ def with_bar(items: Iterable, total: int, task: str = "scanning shards") -> Iter
 
 def count_remote(urls: Sequence[str], sizes: dict[str, int] | None, storage: Storage) -> dict[str, Shard]:
     """Return the remote shards with a known count, by URL. If ``sizes`` is None, read it from files next to the shards."""
+    for name, number in Counter(map(shard_name, set(urls))).items():
+        if number > 1 and sizes is not None and name in sizes:
+            raise ValueError(
+                f"--sizes has one count for {name}, but {number} shards have this name. Instead, put a sizes.json next to the "
+                "shards of each folder"
+            )
     read = functools.lru_cache(maxsize=64)(partial(_read_json, storage))  # the shards of a folder share its sizes.json
     count = partial(_written_count, read=read) if sizes is None else lambda url: sizes.get(shard_name(url))
     with ThreadPoolExecutor(_REQUESTS) as pool:
