@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 
-_EMBEDDINGS = ("image_features", "text_features", "image_embeds", "text_embeds")
+# Names of the outputs that a loss may use: embeddings, and the captions of CoCa.
+_ROWS = ("image_features", "text_features", "image_embeds", "text_embeds", "logits", "labels")
 
 
 def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
@@ -28,7 +29,8 @@ def in_micro_batches(model: nn.Module, size: int) -> nn.Module:
         size: Number of samples per micro-batch.
 
     Returns:
-        The model. In training mode, it returns a dictionary with the embeddings, ``logit_scale`` and ``logit_bias``.
+        The model. In training mode, it returns a dictionary with the embeddings, the captions of CoCa, ``logit_scale`` and
+        ``logit_bias``.
 
     Raises:
         ValueError: The size is not positive.
@@ -75,7 +77,7 @@ class _MicroBatches:
 
     def _embeddings(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
         outputs = self._original(*args, **inputs)
-        return {name: outputs[name] for name in (*_EMBEDDINGS, *SCALARS) if outputs.get(name) is not None}
+        return {name: outputs[name] for name in (*_ROWS, *SCALARS) if outputs.get(name) is not None}
 
 
 def rows_of(value: Any, first: int, size: int, count: int) -> Any:

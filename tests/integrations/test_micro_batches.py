@@ -4,25 +4,29 @@ import copy
 
 import pytest
 import torch
+from open_clip import CoCa
 from torch import Tensor, nn
 
 from openclip_ext.integrations.micro_batches import in_micro_batches
 from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.losses.registry import create_loss
 from tests.integrations.towers import SAMPLES, stateful_loss
-from tests.training.tiny import tiny_batch, tiny_model
+from tests.training.tiny import tiny_batch, tiny_captioner, tiny_model
 
 SIZE = 3  # does not divide the batch of 8
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(0)
-    value = ModelLoss(stateful_loss().double(), model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
+    loss = create_loss("openclip") if isinstance(model, CoCa) else stateful_loss().double()
+    value = ModelLoss(loss, model)(model(batch["image"], batch["text"]), batch["index"] % SAMPLES)
     value.backward()
     return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_value_and_gradient_are_the_whole_batchs():
-    model = tiny_model().double()
+@pytest.mark.parametrize("create", [tiny_model, tiny_captioner])
+def test_value_and_gradient_are_the_whole_batchs(create):
+    model = create().double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in tiny_batch(0).items()}
     value, gradients = step(copy.deepcopy(model), batch)
     parts, found = step(in_micro_batches(model, SIZE), batch)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from open_clip import CoCa
 from open_clip.model import CLIP, convert_weights_to_lp
 from torch import Tensor, nn
 
@@ -48,6 +49,19 @@ def tiny_model(tower: str = "vit", layers: int = 2) -> CLIP:
         vision = {"image_size": 32, "timm_model_name": "resnet10t", "timm_model_pretrained": False, "timm_pool": "avg"}
     text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": layers}
     return CLIP(WIDTH, vision, text, output_dict=True)
+
+
+def tiny_captioner() -> CoCa:
+    """Return a tiny model with a text decoder."""
+    torch.manual_seed(0)
+    pooler = {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
+    vision = {"image_size": IMAGE, "patch_size": 8, "layers": 1, "width": 16, "head_width": 8, **pooler}
+    text = {"vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": 1}
+    decoder = text | {"context_length": CONTEXT - 1}
+    caption = text | {"context_length": CONTEXT, "embed_cls": True, "output_tokens": True}
+    model = CoCa(WIDTH, decoder, caption, vision)
+    nn.init.normal_(model.text_decoder.text_projection, std=0.25)  # OpenCLIP leaves it uninitialized
+    return model
 
 
 def tiny_loss(name: str, **options: Any) -> ContrastiveLoss:
