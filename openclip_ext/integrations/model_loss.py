@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import checked_dict
+from openclip_ext.losses.openclip import OpenClipLoss
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -31,7 +32,8 @@ class ModelLoss:
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
-        ValueError: The loss trains its own modules, or compares two views of an image; the model has no ``logit_scale``.
+        ValueError: The loss trains its own modules, compares two views of an image, or would ignore the model's captioner; the
+            model has no ``logit_scale``.
 
     Example:
         >>> model_loss = ModelLoss(openclip_ext.create_loss("neuclip", embed_dim=512), model)
@@ -51,6 +53,10 @@ class ModelLoss:
             raise ValueError(
                 f"{type(model).__name__} has no parameter logit_scale: pass the two-tower model itself, before "
                 "DistributedDataParallel wraps it"
+            )
+        if compat.is_captioner(model) and not isinstance(loss, OpenClipLoss):
+            raise ValueError(
+                f"{type(loss).__name__} would ignore the captioner of {type(model).__name__}: use create_loss('openclip')"
             )
         prepare_for(loss, model, set_logit_scale=True)
         self.loss = loss

@@ -19,7 +19,7 @@ from openclip_ext.losses.registry import create_loss
 from tests.distributed.pool import two_ranks
 from tests.integrations import towers
 from tests.integrations.towers import BATCH, SAMPLES, pairs, stateful_loss
-from tests.training.tiny import WIDTH, tiny_batch, tiny_model
+from tests.training.tiny import WIDTH, tiny_batch, tiny_captioner, tiny_model
 
 
 def prepared(batch=BATCH, **options):
@@ -108,6 +108,8 @@ def test_what_does_not_fit_a_loss_is_refused():
         loss.step(torch.optim.AdamW(towers_only))
     with pytest.raises(ValueError, match="Sequential has no parameter logit_scale"):
         ModelLoss(stateful_loss(), torch.nn.Sequential(model))
+    with pytest.raises(ValueError, match=r"would ignore the captioner of CoCa: use create_loss\('openclip'\)"):
+        ModelLoss(stateful_loss(), tiny_captioner())
     with pytest.raises(ValueError, match="the saved loss has per-sample state of"):
         loss.load_state_dict(ModelLoss(create_loss("openclip"), tiny_model()).state_dict())
 
