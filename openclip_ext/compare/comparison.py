@@ -306,7 +306,7 @@ class Comparison:
             words += option_as_words(OPTIONS[name], value)
         epochs, samples = row["epochs"], row["epoch_samples"]
         warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
-        words += ["--lr", f"{row['lr']:g}", "--warmup", str(warmup), "--epochs", str(epochs)]
+        words += ["--lr", str(row["lr"]), "--warmup", str(warmup), "--epochs", str(epochs)]
         return shlex.join(without_secrets([*words, "--train-num-samples", str(samples)]))
 
 

@@ -512,8 +512,9 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
     assert (config.length.epochs, config.data.num_samples, config.model.name) == (1, 48, "demo-vit")
     for loss in DEFAULT_LOSSES:
         setting = make_run(loss).setting
-        words = shlex.split(compared.command_line({**row, "family": loss, "setting": setting}))
-        assert with_loss_options(flags.parse(words[2:])).loss.options.items() >= setting["options"].items()
+        words = shlex.split(compared.command_line({**row, "family": loss, "setting": setting, "lr": 1 / 3}))
+        config = with_loss_options(flags.parse(words[2:]))
+        assert config.loss.options.items() >= setting["options"].items() and config.optimizer.lr == 1 / 3
     again = execute(compared.pilot, run)
     assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
 
