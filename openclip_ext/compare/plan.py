@@ -1,5 +1,7 @@
 """Choose the number of candidates, the length of runs, and the next stage from the available time and the throughput."""
 
+import bisect
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +24,6 @@ _LEAST_STEPS = 20
 # is shorter). Long runs matter more than many candidates: on the icons data, queueclip's gain grew from 0.1 points after
 # 1,700 steps to 8.7 points after 5,500 steps (docs/experiments/batch-sizes.md).
 _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
-# Number of runs per loss in a later stage: one run of every finalist, and the other seeds of the best finalist.
-_STAGE_RUNS = FINALISTS + len(SEEDS) - 1
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,23 @@ class Costs:
     per_sample: Mapping[str, float]
     per_run: float
 
-    def fitting(self, seconds: float, runs: int) -> float:
-        """Return the samples per run if one process performs ``runs`` runs of each loss in ``seconds``."""
-        return (seconds / runs - len(self.per_sample) * self.per_run) / sum(self.per_sample.values())
+    def duration(self, samples: float, processes: int, tried: int, seeds: int) -> float:
+        """Return the duration in seconds of a stage: of each loss, ``tried`` runs, then the best run with the other seeds."""
+        run_seconds = {loss: self.per_run + samples * rate for loss, rate in self.per_sample.items()}
+        free = [0.0] * processes  # a heap of the times at which the processes are free
+        chosen = dict.fromkeys(run_seconds, 0.0)  # the times at which the best runs are known
+        for loss in [*run_seconds] * tried:
+            end = free[0] + run_seconds[loss]
+            heapq.heapreplace(free, end)
+            chosen[loss] = max(chosen[loss], end)
+        for loss in sorted([*run_seconds] * (seeds - 1), key=chosen.__getitem__):
+            heapq.heapreplace(free, max(free[0], chosen[loss]) + run_seconds[loss])
+        return max(free)
+
+    def fitting(self, seconds: float, batch: int, most_samples: int, processes: int, tried: int, seeds: int) -> int:
+        """Return the largest number of steps per run, at most ``most_samples // batch``, of a stage that takes ``seconds``."""
+        steps = range(1, most_samples // batch + 1)
+        return bisect.bisect(steps, seconds, key=lambda steps: self.duration(steps * batch, processes, tried, seeds))
 
 
 @dataclass(frozen=True)
@@ -55,36 +69,34 @@ def plan_tuning(
     second stage is needed. If the time is too short, raise ValueError, which compares ``minutes`` with the
     necessary time.
     """
-    losses = len(costs.per_sample)
     for most, enough_steps in _TRIED:
         tried = min(most, most_tried)
-        runs, share = _first_stage(tried, losses)
-        seeds = SEEDS if share == 1 else SEEDS[:1]
-        steps = int(min(costs.fitting(share * seconds * processes, runs), most_samples) // batch)
+        share, seeds = _first_stage(tried, costs, processes)
+        steps = costs.fitting(share * seconds, batch, most_samples, processes, tried, len(seeds))
         if steps >= enough_steps or steps == most_samples // batch:
             return tried, Stage(steps * batch, seeds)
     needed = least_seconds(costs, processes, batch, min(enough_steps, most_samples // batch), tried)
     raise too_short(costs, needed, seconds, minutes)
 
 
-def _first_stage(tried: int, losses: int) -> tuple[int, float]:
-    """Return the number of runs per loss in the first stage, and the stage's fraction of the time.
+def _first_stage(tried: int, costs: Costs, processes: int) -> tuple[float, Sequence[int]]:
+    """Return the first stage's fraction of the time, and its seeds.
 
     The fraction is 1 if there are so few candidates that no second stage is needed.
     """
-    if tried <= FINALISTS and losses <= 1 + CONTENDERS:
-        return _STAGE_RUNS, 1.0
-    later = _STAGE_RUNS * min(losses, 1 + CONTENDERS)
-    return tried, tried * losses / (tried * losses + _PLANNED_LONGER * later)
+    if tried <= FINALISTS and len(costs.per_sample) <= 1 + CONTENDERS:
+        return 1.0, SEEDS
+    first = costs.duration(1, processes, tried, 1)
+    last = replace(costs, per_sample=dict([*costs.per_sample.items()][: 1 + CONTENDERS]))
+    return first / (first + _PLANNED_LONGER * last.duration(1, processes, FINALISTS, len(SEEDS))), SEEDS[:1]
 
 
 def least_seconds(
     costs: Costs, processes: int, batch: int, steps: float = _LEAST_STEPS, tried: int = FINALISTS
 ) -> float:
     """Return the duration in seconds of the shortest comparison: runs of ``steps`` steps, ``tried`` candidates per loss."""
-    losses = len(costs.per_sample)
-    runs, share = _first_stage(tried, losses)
-    return runs * (steps * batch * sum(costs.per_sample.values()) + losses * costs.per_run) / (processes * share)
+    share, seeds = _first_stage(tried, costs, processes)
+    return costs.duration(steps * batch, processes, tried, len(seeds)) / share
 
 
 def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> ValueError:
@@ -99,8 +111,7 @@ def too_short(costs: Costs, needed: float, seconds: float, minutes: float) -> Va
 
 def plan_next(last: Stage, costs: Costs, seconds: float, processes: int, batch: int, most_samples: int) -> Stage | None:
     """Plan the next stage: longer runs or, if the time is too short, more seeds. Return None without time for either."""
-    fitting = costs.fitting(seconds * processes, _STAGE_RUNS)
-    longer = int(min(fitting, most_samples) // batch) * batch
+    longer = costs.fitting(seconds, batch, most_samples, processes, FINALISTS, len(SEEDS)) * batch
     if longer >= _LONGER * last.samples:
         return Stage(longer, SEEDS)
     if len(last.seeds) == 1:
