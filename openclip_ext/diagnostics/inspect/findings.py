@@ -191,6 +191,8 @@ def find(
     is_anchor[anchors] = True
     pairs = {name: _StrongestPairs(thresholds.max_pairs) for name in PAIRS}
     best = {side: _Best(len(anchors), device) for side in ("misfit-captions", "misfit-images")}
+    # Rounding may give equal embeddings a similarity below 1.
+    limits = [min(limit, 1 - _ROUNDING) for limit in (thresholds.duplicate_image, thresholds.duplicate_caption)]
     for first in range(0, len(anchors), _ROWS):
         place = slice(first, first + _ROWS)
         rows = anchors[place]
@@ -202,8 +204,7 @@ def find(
             own = torch.maximum(positive[rows, None], positive[columns]).to(device)
             of_images, of_captions = image @ images, text @ texts
             caption_of_column, image_of_column = image @ texts, text @ images
-            same_image = of_images >= thresholds.duplicate_image
-            same_caption = of_captions >= thresholds.duplicate_caption
+            same_image, same_caption = of_images >= limits[0], of_captions >= limits[1]
             crossed = torch.maximum(caption_of_column, image_of_column)
             hits = {
                 "duplicates": (same_image & same_caption, torch.minimum(of_images, of_captions)),
