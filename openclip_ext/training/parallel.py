@@ -68,9 +68,10 @@ class ShardedDataParallel(nn.Module):
     As with DistributedDataParallel, gradients are averaged over the processes. ``state_dict`` and ``load_state_dict`` use the
     full model's tensors and names. Both methods are collective: all ranks call them.
 
-    For every supported ``--precision``, results are equal to DDP's results. Gradients of 16-bit parameters are averaged in
-    float32. FSDP2 cannot shard 0-d parameters (``logit_scale``), so they become vectors of one element. Gradients are
-    averaged after each micro-batch, because otherwise every process would keep full gradients.
+    Results are equal to DDP's results, except for rounding. DDP averages gradients of 16-bit parameters in 16 bits, but this
+    class averages them in float32, which differs with three processes or more. FSDP2 cannot shard 0-d parameters
+    (``logit_scale``), so they become vectors of one element. Gradients are averaged after each micro-batch, because otherwise
+    every process would keep full gradients.
 
     The model is sharded in place. With ``keep_whole``, rank 0 keeps a full copy on the host for :func:`whole_model`. Raise
     UsageError if the parameters have several dtypes, as with ``--precision bf16`` or ``fp16``.
