@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
 
 def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
     """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
-    costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training)), 0.0)
+    costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training, config.processes)), 0.0)
     needed = planner.least_seconds(costs, config.processes, training.loading.batch_size * training.loading.accum_freq)
     if seconds * (1 - planner.RESERVE) < needed:
         raise planner.too_short(costs, needed, seconds * (1 - planner.RESERVE), config.minutes)

@@ -165,9 +165,14 @@ def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(max(1, available_cores() // processes))
+        torch.set_num_threads(threads_of_each(processes))
     with contextlib.suppress(OSError):  # the main process may have ended
         sender.send(outcome(task, device, sender.send))
+
+
+def threads_of_each(processes: int) -> int:
+    """Return the number of threads of each process on the CPU, if ``processes`` processes work at a time."""
+    return max(1, available_cores() // processes)
 
 
 def outcome(task: Task, device: torch.device, seen: Callable[[Any], None]) -> tuple[dict[str, Any] | None, str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
+from openclip_ext.compare.process_pool import threads_of_each
 from openclip_ext.compare.runs import Run
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
@@ -26,8 +27,11 @@ _CURVE = (0.125, 0.25, 0.5, 1.0)
 CURVE_POINTS = len(_CURVE)
 
 
-def seconds_a_sample(config: TrainingConfig) -> float:
-    """Return the seconds per sample of a forward and backward pass on one thread. A training step takes at least this time."""
+def seconds_a_sample(config: TrainingConfig, processes: int) -> float:
+    """Return the seconds per sample of a forward and backward pass. A training step takes at least this time.
+
+    On the CPU, the pass has the threads of a run if ``processes`` runs work at a time.
+    """
     add_model_configs()
     device, batch = torch.device(config.device or "cpu"), config.loading.batch_size
     with without_warnings():
@@ -47,7 +51,7 @@ def seconds_a_sample(config: TrainingConfig) -> float:
         return time.perf_counter() - started
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads_of_each(processes))
     try:
         seconds_of_a_pass()  # warm-up
         return seconds_of_a_pass() / batch

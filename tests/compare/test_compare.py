@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from openclip_ext.compare import comparison, plan
+from openclip_ext.compare import comparison, plan, process_pool
 from openclip_ext.compare.comparison import Comparison, main, winners
 from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
@@ -409,12 +409,15 @@ def lasting(path: Path) -> dict[str, Any]:
 
 def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, monkeypatch):
     monkeypatch.setattr(comparison, "prepare", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(process_pool, "available_cores", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", (threads := []).append)
     argv = arguments(data, "--losses", "openclip,queueclip,fastclip,neuclip", "--minutes", "0.001")
     with pytest.raises(
         ValueError,
         match=r"--minutes 0.001 is too short: runs of 4 losses need .*Give at least --minutes \d+",
     ):
         main(argv)
+    assert threads[0] == 3  # like a run, if two of them share seven cores
 
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
