@@ -339,7 +339,7 @@ def main(argv: list[str]) -> None:
         if run.source.num_samples > result.samples:
             print(f"{run.source.num_samples - result.samples:,} samples are bad or excluded by the manifest")
         about = {"run": str(run.folder), "checkpoint": run.checkpoint.name, "loss": run.loss_name, "step": run.step}
-        results.append(about | {"samples_seen": run.step * run.global_batch} | asdict(result))
+        results.append(about | {"samples_seen": run.samples_seen} | asdict(result))
     if args.json:
         write_text(args.json, json_lines.dumps(results if len(results) > 1 else results[0], indent=2) + "\n")
     if args.plot:

@@ -41,6 +41,7 @@ class FinishedRun:
     folder: Path
     checkpoint: Path
     step: int
+    samples_seen: int
     precision: str
     loss_name: str
     loss: ContrastiveLoss
@@ -111,6 +112,7 @@ def load_run(
         folder=run,
         checkpoint=loaded.path,
         step=loaded.position.step,
+        samples_seen=loaded.position.samples,
         precision=settings.precision,
         loss_name=name,
         loss=loss.to(device).eval(),

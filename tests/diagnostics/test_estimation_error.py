@@ -180,6 +180,10 @@ def test_the_program_reads_runs_of_networks(shards, tmp_path, capsys):
     assert run(command(shards, tmp_path, "run", "neuclip", "--epochs", "1")) == 0
     estimation_error.main([str(tmp_path / "run"), "--anchors", "20", "--workers", "1", "--batch-size", "50"])
     assert "20 images and their texts as anchors, 84 samples, batches of 16" in capsys.readouterr().out
+    more = ("--epochs", "2", "--batch-size", "28", "--resume", "latest")
+    assert run(command(shards, tmp_path, "run", "neuclip", *more)) == 0
+    estimation_error.main([str(tmp_path / "run"), "--json", str(tmp_path / "out.json")])
+    assert json.loads((tmp_path / "out.json").read_text())["samples_seen"] == 5 * 16 + 3 * 28
 
 
 @pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]])
