@@ -56,6 +56,9 @@ def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[
                 }
                 stream.write(json.dumps(record) + "\n")
             completed = (step + 1) // 10
+            if step % 10 == 9:  # one more bad sample was found after the last batch
+                end = {"step": step, "epoch": step // 10, "bad_samples": 2 * step + 1}
+                stream.write(json.dumps(end) + "\n")
             if step % 10 == 9 and evaluations and completed in evaluations:
                 evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}
                 stream.write(json.dumps(evaluation) + "\n")
@@ -161,7 +164,7 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     settings, course, validation = tables
     assert settings == [["settings that differ", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
     # The first step took 64 s, and the other 19 steps 8 s each.
-    assert [row[1] for row in course[1:]] == ["1.28k", "3.6", "5.926", "2.050", "-", "19", "38"]
+    assert [row[1] for row in course[1:]] == ["1.28k", "3.6", "5.926", "2.050", "-", "19", "39"]
     assert validation[1:] == [["image_to_text_R@1", "0.3", "0.4, +0.1"], ["top1", "0.3", "0.4, +0.1"]]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
     assert "| image_to_text_R@1 | 0.3 | 0.4, +0.1 |" in capsys.readouterr().out
