@@ -8,6 +8,7 @@ from typing import Any
 
 import open_clip
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext import compat
@@ -54,7 +55,11 @@ def embed(
     count = 0
     for batch, output in outputs_of(model, batches, precision, device):
         # Embeddings are copied to the host, because a GPU has no room for the model and a large training set's embeddings.
-        features = output["image_features"], output["text_features"]
+        features = [output[name] for name in ("image_features", "text_features")]
+        if (
+            features[0].dtype != torch.float32
+        ):  # a model in half precision returns rows whose norms differ from 1 by 0.3 %
+            features = [F.normalize(side.float(), dim=1) for side in features]
         kept = kept or tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))
         for table, values in zip(kept, (*features, batch["index"]), strict=True):

@@ -24,7 +24,7 @@ from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import read_samples
-from openclip_ext.evaluation.embeddings import Embeddings, tables
+from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference
@@ -159,6 +159,17 @@ def test_a_steered_loss_predicts_temperatures_with_its_reference_model():
     found, is_stored = log_normalizers(loss, embeddings, anchors, CPU, store)
     assert not is_stored
     torch.testing.assert_close(found, exact.mean(dim=0), rtol=1e-5, atol=1e-5)
+
+
+def test_similarities_of_a_model_in_half_precision_are_cosines():
+    sides = torch.stack([make_embeddings().image, make_embeddings().text]).bfloat16()
+    output = {"image_features": sides[0], "text_features": sides[1], "logit_scale": torch.tensor(10.0)}
+    batch = {"image": torch.zeros(ROWS), "text": torch.zeros(ROWS), "index": torch.arange(ROWS)}
+    found = embed(lambda image, text: output, [batch], "fp32", CPU, ROWS)
+    torch.testing.assert_close(
+        torch.stack([found.image, found.text]), torch.nn.functional.normalize(sides.float(), dim=2)
+    )
+    assert (sides.float().norm(dim=2) - 1).abs().max() > 1e-3
 
 
 # --- the command, on a run --------------------------------------------------------------------------------------------
