@@ -125,11 +125,12 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
 
 
 def activation_bytes(
-    model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False
+    model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False, views: int = 1
 ) -> list[int]:
     """Return the peak bytes of a model's forward and backward pass, including the images, for each batch size.
 
-    ``model`` is on the meta device, with ``output_dict=True``. ``precision`` is one of :data:`PRECISIONS`.
+    ``model`` is on the meta device, with ``output_dict=True``. ``precision`` is one of :data:`PRECISIONS`. With two
+    ``views`` of each image, there are no texts.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -137,18 +138,18 @@ def activation_bytes(
         model.set_grad_checkpointing(grad_checkpointing)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        return [_peak_of_pass(model, batch, autocast) for batch in batches]
+        return [_peak_of_pass(model, batch, autocast, views) for batch in batches]
 
 
-def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.AbstractContextManager]) -> int:
+def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.AbstractContextManager], views: int) -> int:
     size = model.visual.image_size
-    images = torch.empty(batch, 3, *((size, size) if isinstance(size, int) else size))
-    texts = torch.empty(batch, model.context_length, dtype=torch.int64)
+    images = torch.empty(batch * views, 3, *((size, size) if isinstance(size, int) else size))
+    texts = torch.empty(batch, model.context_length, dtype=torch.int64) if views == 1 else None
     memory = PeakMemory()
     with memory:
         with autocast():
             outputs = model(images, texts)
-        features = outputs["image_features"], outputs["text_features"]
+        features = [outputs[name] for name in ("image_features", "text_features") if outputs.get(name) is not None]
         torch.autograd.backward(features, [torch.empty_like(value) for value in features])
     return memory.peak + images.nbytes
 

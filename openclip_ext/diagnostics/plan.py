@@ -99,12 +99,15 @@ class Plan:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.embed_dim = compat.embedding_dim(training.model, model)
         loss = training.create_loss(self.embed_dim)
+        # A loss with two views of each image trains only the visual tower.
+        is_trained = {name: loss.views == 1 or name.startswith("visual.") for name, _ in model.named_parameters()}
+        self.trained = sum(value.numel() for name, value in model.named_parameters() if is_trained[name])
         self.replicated = loss.state_size().replicated
         self.of_sample = loss.state_size().per_sample // _FEW_SAMPLES
         # Activations are linear in the batch size, so two measurements are enough.
         micro_batch = _part(_part(training.global_batch, world_size), training.accum_freq)
         batches = micro_batch, 2 * micro_batch
-        once, twice = activation_bytes(model, batches, training.precision, training.grad_checkpointing)
+        once, twice = activation_bytes(model, batches, training.precision, training.grad_checkpointing, loss.views)
         self._fixed, self._of_image = 2 * once - twice, (twice - once) / micro_batch
         self.asked = self.row(world_size)
 
@@ -114,14 +117,15 @@ class Plan:
         local_batch = _part(training.global_batch, world_size)
         create = partial(training.create_loss, self.embed_dim)
         copies = (_PARAMETER_COPIES if world_size == 1 else _DDP_PARAMETER_COPIES) + training.has_average
+        frozen_copies = 1 + training.has_average
         first, end = shard_bounds(training.samples, 0, world_size)
         return Row(
             world_size=world_size,
             local_batch=local_batch,
-            model=copies * 4 * self.parameters,
+            model=4 * (copies * self.trained + frozen_copies * (self.parameters - self.trained)),
             activations=int(self._fixed + self._of_image * _part(local_batch, training.accum_freq)),
             state=self.replicated + self.of_sample * (end - first),
-            gradient={ALL_REDUCE: 4.0 * self.parameters} if world_size > 1 else {},
+            gradient={ALL_REDUCE: 4.0 * self.trained} if world_size > 1 else {},
             loss=dry_run(create, local_batch, self.embed_dim, world_size, self._period()),
         )
 

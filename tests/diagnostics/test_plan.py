@@ -130,18 +130,18 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
     assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
 
 
-def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
+def allocated(name: str, precision: str, grad_checkpointing: bool, views: int) -> int:
     """Return the peak bytes of a forward and backward pass in PyTorch's profiler, plus the bytes of the images."""
     model = open_clip.create_model(name, output_dict=True).train()
     model.set_grad_checkpointing(grad_checkpointing)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    images, texts = torch.rand(24, 3, 32, 32), torch.randint(1, 1000, (24, model.context_length))
+    images, texts = torch.rand(24 * views, 3, 32, 32), torch.randint(1, 1000, (24, model.context_length))
 
     def run() -> None:
         with compat.autocast_context(precision, torch.device("cpu"))():
-            outputs = model(images, texts)
-        features = outputs["image_features"], outputs["text_features"]
+            outputs = model(images, texts if views == 1 else None)
+        features = [outputs["image_features"], outputs["text_features"]][: 3 - views]
         torch.autograd.backward(features, [torch.ones_like(value) for value in features])
 
     run()
@@ -156,19 +156,33 @@ def allocated(name: str, precision: str, grad_checkpointing: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "grad_checkpointing"),
+    ("name", "precision", "grad_checkpointing", "views"),
     [
-        ("demo-vit", "fp32", False),
-        ("demo-vit", "fp32", True),
-        ("demo-vit", "amp_bf16", False),
-        ("demo-resnet", "fp32", False),
+        ("demo-vit", "fp32", False, 1),
+        ("demo-vit", "fp32", True, 1),
+        ("demo-vit", "amp_bf16", False, 1),
+        ("demo-resnet", "fp32", False, 1),
+        ("demo-vit", "fp32", False, 2),
     ],
 )
-def test_activations_are_what_a_pass_allocates(name: str, precision: str, grad_checkpointing: bool):
+def test_activations_are_what_a_pass_allocates(name: str, precision: str, grad_checkpointing: bool, views: int):
     add_model_configs()
     model = open_clip.create_model(name, device="meta", output_dict=True)
-    (planned,) = activation_bytes(model, [24], precision, grad_checkpointing)
-    assert planned == pytest.approx(allocated(name, precision, grad_checkpointing), rel=0.02)
+    (needed,) = activation_bytes(model, [24], precision, grad_checkpointing, views)
+    assert needed == pytest.approx(allocated(name, precision, grad_checkpointing, views), rel=0.02)
+
+
+def test_two_views_are_planned_without_the_text_tower():
+    one, two = planned("openclip", 2).asked, planned("simclr", 2).asked
+    model = open_clip.create_model(MODEL, device="meta")
+    trained = sum(parameter.numel() for parameter in model.visual.parameters())
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
+    assert (two.model, two.gradient) == (4 * (5 * trained + frozen), {ALL_REDUCE: 4.0 * trained})
+    assert one.model == 4 * 5 * (trained + frozen)
+    of_view = activation_bytes(
+        open_clip.create_model(MODEL, device="meta", output_dict=True), [BATCH // 2], "amp", views=2
+    )
+    assert two.activations == pytest.approx(of_view[0], abs=1)
 
 
 def test_openclips_loss_composed_of_parts_needs_less_memory():
