@@ -84,7 +84,8 @@ def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str,
     position = checkpoint.position
     for line in json_lines.read(folder / "checkpoints" / "results.jsonl"):
         if position.step_in_epoch == 0 and line.get("epoch") == position.epoch:
-            found |= {name: value for name, value in line.items() if isinstance(value, float)}
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            found |= {name: value for name, value in numbers.items() if name not in ("epoch", "num_samples")}
     for line in read_results(folder / "datacomp" / label_of(checkpoint.path) / RESULTS_FILE):
         score, run = line["metrics"].get("main_metric"), line.get("run", {})
         if score is not None and run.get("weights") == weights and "options" not in run:

@@ -158,6 +158,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     ]
     write_lines(run / "metrics.jsonl", steps)
     recalls = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
+    recalls[1] |= {"image_to_text_median_rank": 3, "num_samples": 84}
     write_lines(run / "checkpoints" / "results.jsonl", recalls)
     weights = load_model("demo-vit", checkpoint).weights_sha256
     lines = [
@@ -191,6 +192,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
         "CIFAR-10 | 0.5",
     ]
     rows += ["MNIST (not DataComp's size) | 0.5", "infonce | 6", "completed epochs | 2", "image_to_text_R@1 | 0.25"]
+    rows += ["image_to_text_median_rank | 3"]
     for at_end in (card(None), card(ckpt.Position(epoch=2, step=4))):
         assert [row for row in rows if f"| {row} |" not in at_end] == [] and "At optimizer step 4:" in at_end
         assert str(tmp_path) not in at_end and "STL-10" not in at_end and "GTSRB" not in at_end
