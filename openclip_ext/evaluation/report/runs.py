@@ -143,7 +143,7 @@ def _from_file(path: Path, label: str) -> Checkpoint:
         (main_metrics(lines),),
         protocols=frozenset(" ".join(str(run[name]) for name in names if name in run) for run in identities),
         other_sizes=frozenset(line["key"] for line in lines if has_other_size(line)),
-        samples_of={line["key"]: line["found"] for line in lines if isinstance(line.get("found"), int)},
+        samples_of={line["key"]: line["samples"] for line in lines if isinstance(line.get("samples"), int)},
     )
 
 
