@@ -241,6 +241,13 @@ def test_repeats_of_one_name_are_averaged(tmp_path: Path) -> None:
     assert [one.label for one in run.checkpoints] == ["epoch_2"]
     assert run.final.score("imagenet1k").mean == pytest.approx(all_scores(0.07)["imagenet1k"])
 
+    # Checkpoints of different epochs are averaged if they are the repeats' only ones.
+    for epoch in (1, 4):
+        write_training(tmp_path / f"only{epoch}", epoch)
+        write_results(tmp_path / f"only{epoch}" / "datacomp" / f"epoch_{epoch}", all_scores(0.1))
+    (run,) = read_runs([f"ours={tmp_path / 'only1'}", f"ours={tmp_path / 'only4'}"])
+    assert (run.final.label, run.final.samples) == ("epoch_1, epoch_4", (640 + 4 * 640) / 2)
+
     # If one repeat has no result for a task, the task gets no number. The mean of the other repeats would be misleading.
     write_results(tmp_path / "seed1", {key: 0.5 for key in AVERAGED if key != "mnist"})
     (run,) = read_runs([f"ours={tmp_path / 'seed0'}", f"ours={tmp_path / 'seed1'}"])

@@ -179,9 +179,15 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
             parts[0],
             label=", ".join(dict.fromkeys(part.label for part in parts)),
             repeats=tuple(scores for part in parts for scores in part.repeats),
+            samples=_mean_samples(parts),
             protocols=frozenset().union(*(part.protocols for part in parts)),
             other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
         )
         for parts in groups
     ]
     return EvaluatedRun(name, tuple(merged), logs)
+
+
+def _mean_samples(parts: Sequence[Checkpoint]) -> int | None:
+    known = [part.samples for part in parts if part.samples is not None]
+    return round(statistics.fmean(known)) if len(known) == len(parts) else None
