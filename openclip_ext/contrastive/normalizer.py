@@ -97,8 +97,8 @@ def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
     """Return the metrics of a loss that has no softmax over the batch (SigLIP, CLIP-Lite).
 
-    ``batch`` is the detached batch of the last call. ``infonce`` and ``chance`` are computed only from this process's samples.
-    Synchronizes with the device.
+    ``batch`` is the detached batch of the last call. ``infonce`` and ``chance`` are computed only from this process's valid
+    samples. Synchronizes with the device.
     """
     temperature = 1 / batch.logit_scale.item()
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
@@ -106,4 +106,4 @@ def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
         return metrics
     batch_at_tau = contrast_minibatch(batch, gather=False)
     infonce = batch_at_tau.batch.mean(batch_at_tau.infonce).mean().item()
-    return metrics | {"infonce": infonce, "chance": math.log(len(batch.image))}
+    return metrics | {"infonce": infonce, "chance": math.log(max(1, int(batch.finite.sum())))}

@@ -1,5 +1,7 @@
 """Compare CLIP-Lite with its naive reference, with parameters that are trained between the calls."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,16 @@ def test_value_gradients_and_statistics_are_the_references(projection_dim: int |
         with torch.no_grad():
             for parameter, gradient in zip(loss.parameters(), gradients[3:], strict=True):
                 parameter -= 0.1 * gradient
+
+
+def test_chance_excludes_masked_samples() -> None:
+    loss = create_loss("cliplite", embed_dim=WIDTH).double()
+    step = make_steps(1)[0]
+    step.images[:] = step.texts[:] = step.images[0].clone()
+    step.images[1] = torch.nan
+    run_step(loss, step)
+    assert loss.metrics()["infonce"] == pytest.approx(math.log(len(step.images) - 1), abs=1e-6)
+    assert loss.metrics()["chance"] == pytest.approx(math.log(len(step.images) - 1))
 
 
 def test_evaluation_uses_the_running_statistics() -> None:
