@@ -47,7 +47,7 @@ def model_card(
     facts: dict[str, Any] = {
         "architecture": model_config(flags).file_name,
         "checkpoint": checkpoint.path.name,
-        "training samples": identity.get("num_samples"),
+        "samples in the data set": identity.get("num_samples"),  # including excluded samples
         "global batch": identity.get("global_batch"),
         "completed epochs": checkpoint.position.epoch,
         "optimizer steps": None if checkpoint.shared is None else checkpoint.position.step,

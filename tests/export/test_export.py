@@ -177,7 +177,9 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     read = ckpt.read
 
     def card(position: ckpt.Position | None) -> str:
-        shared = {"identity": {"global_batch": 8}, "position": asdict(position)} if position else None
+        shared = (
+            {"identity": {"global_batch": 8, "num_samples": 84}, "position": asdict(position)} if position else None
+        )
         monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path: replace(read(path), shared=shared))
         output = tmp_path / f"exported-{position and position.step}"
         export(checkpoint, "safetensors", output)
@@ -198,6 +200,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
         assert str(tmp_path) not in at_end and "STL-10" not in at_end and "GTSRB" not in at_end
     within = card(ckpt.Position(epoch=2, step=5, step_in_epoch=1))
     assert "At optimizer step 5:" in within and "R@1" not in within
+    assert "| samples in the data set | 84 |" in within and "| global batch | 8 |" in within
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
