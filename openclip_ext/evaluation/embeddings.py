@@ -56,9 +56,8 @@ def embed(
     for batch, output in outputs_of(model, batches, precision, device):
         # Embeddings are copied to the host, because a GPU has no room for the model and a large training set's embeddings.
         features = [output[name] for name in ("image_features", "text_features")]
-        if (
-            features[0].dtype != torch.float32
-        ):  # a model in half precision returns rows whose norms differ from 1 by 0.3 %
+        # The norms of embeddings in half precision differ from 1 by up to 0.3 %.
+        if features[0].dtype != torch.float32:
             features = [F.normalize(side.float(), dim=1) for side in features]
         kept = kept or tables(folder, rows, features[0].shape[1])
         here = slice(count, count + len(batch["index"]))

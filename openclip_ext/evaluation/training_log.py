@@ -54,8 +54,9 @@ def read_log(folder: Path) -> TrainingLog:
     for line in json_lines.read(folder / METRICS_FILE):
         if "loss" in line and "samples" in line:
             steps.append(line)
-        elif "bad_samples" in line and steps:  # at an epoch's end, when all its bad samples are known
-            steps[-1] = steps[-1] | {"bad_samples": line["bad_samples"]}
+        elif "bad_samples" in line and steps:
+            # The end of an epoch with bad samples. Its last step is not logged if they shortened the epoch.
+            steps[-1] = steps[-1] | line
         values = {name: value for name, value in line.get("evaluation", {}).items() if isinstance(value, int | float)}
         values.pop("num_samples", None)
         if values:

@@ -238,7 +238,8 @@ class Trainer:
         position = self.position
         skipped = self.step.guard.skipped
         self.position = Position(position.epoch + 1, position.step, samples=position.samples)
-        self.reporter.epoch_end({"step": position.step - 1, "epoch": position.epoch}, self.loader.bad_counts()[0])
+        reached = {"step": position.step - 1, "epoch": position.epoch, "samples": position.samples}
+        self.reporter.epoch_end(reached, self.loader.bad_counts()[0])
         if self.position.epoch == self.length.epochs and skipped == position.step:
             raise TrainingDiverged(
                 f"all {skipped} steps of the run were skipped, because their gradients were not finite. The model is "

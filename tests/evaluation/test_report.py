@@ -57,7 +57,7 @@ def write_training(folder: Path, epochs: int, evaluations: Mapping[int, Mapping[
                 stream.write(json.dumps(record) + "\n")
             completed = (step + 1) // 10
             if step % 10 == 9:  # one more bad sample was found after the last batch
-                end = {"step": step, "epoch": step // 10, "bad_samples": 2 * step + 1}
+                end = {"step": step, "epoch": step // 10, "samples": 64 * (step + 1), "bad_samples": 2 * step + 1}
                 stream.write(json.dumps(end) + "\n")
             if step % 10 == 9 and evaluations and completed in evaluations:
                 evaluation = {"step": step + 1, "epoch": completed, "evaluation": evaluations[completed]}

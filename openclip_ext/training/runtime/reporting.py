@@ -172,7 +172,7 @@ class Reporter:
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
-        """Write an epoch's number of bad samples, unless it is 0. ``position`` contains ``epoch`` and the last ``step``."""
+        """Write an epoch's number of bad samples, unless it is 0. ``position``: ``epoch``, last ``step``, ``samples``."""
         if self.active and bad_samples:
             self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
