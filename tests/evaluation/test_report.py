@@ -287,12 +287,13 @@ def test_run_folder_becomes_learning_curves(tmp_path: Path) -> None:
     assert len(hints_of(charts[f"{RETRIEVAL} over samples seen"])) == 4
 
 
-def test_a_checkpoint_of_unknown_epoch_is_not_the_last_one(tmp_path: Path) -> None:
-    labels = ["epoch_latest", "other", "epoch_1", "epoch_2"]
+def test_checkpoints_are_ordered_without_a_training_log(tmp_path: Path) -> None:
+    labels = ["epoch_latest", "other", "epoch_1", "epoch_2", "epoch_2_step_9", "epoch_2_step_10"]
     for label in labels:
         write_results(tmp_path / "datacomp" / label, all_scores(0.1))
     (run,) = read_runs([str(tmp_path)])
-    assert [checkpoint.label for checkpoint in run.checkpoints] == labels and run.final.label == "epoch_2"
+    assert [checkpoint.label for checkpoint in run.checkpoints] == labels
+    assert run.final.label == "epoch_2_step_10"
 
 
 def test_what_makes_numbers_incomparable_is_said(tmp_path: Path) -> None:

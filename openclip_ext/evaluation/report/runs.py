@@ -127,8 +127,8 @@ def _read_run(path: Path) -> EvaluatedRun:
             f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     placed = [_place(entry, log.steps) for entry in found.values()]
-    # Checkpoints whose epoch is unknown come first.
-    placed.sort(key=lambda one: (-1 if one.epoch is None else one.epoch, one.samples or 0, one.label))
+    # Checkpoints whose epoch is unknown come first. The shorter of two labels of an epoch has the lower step.
+    placed.sort(key=lambda one: (*((-1, 0) if one.epoch is None else (one.epoch, len(one.label))), one.label))
     return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps else ())
 
 
