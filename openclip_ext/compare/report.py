@@ -41,6 +41,7 @@ class LossResult:
 
     Attributes:
         scores: Mean over seeds, by metric. ``R@1`` is averaged over both directions.
+        seeds: The seeds of the finished runs.
         each_seed: R@1 of each seed.
         gain: R@1 minus ``openclip``'s R@1 in runs of the same length, averaged over common seeds; None without common seeds.
         difference, zero_shot_difference: Gain in R@1 and in zero-shot accuracy, with intervals. None with fewer than two
@@ -57,6 +58,7 @@ class LossResult:
     lr: float
     epochs: float
     scores: Mapping[str, float]
+    seeds: tuple[int, ...]
     each_seed: tuple[float, ...]
     gain: float | None
     difference: Difference | None
@@ -200,6 +202,7 @@ def _loss_result(
         lr=lr,
         epochs=epochs,
         scores={"R@1": statistics.fmean(each_seed)} | scores,
+        seeds=tuple(rows),
         each_seed=each_seed,
         gain=gain and gain[1],
         difference=_difference(paired, baseline, groups),
@@ -398,11 +401,10 @@ def page(report: Report) -> str:
 
 def _curves(results: Sequence[LossResult], column: int) -> list[Curve]:
     """Return curves of R@1 in percent over samples (``column`` 0) or seconds (1), averaged over common seeds."""
-    common = min(len(one.curves) for one in results)
+    common = set[int].intersection(*(set(one.seeds) for one in results))
     found = []
     for number, one in enumerate(results):
-        points = [
-            tuple(map(statistics.fmean, zip(*seeds, strict=True))) for seeds in zip(*one.curves[:common], strict=False)
-        ]
+        curves = [curve for seed, curve in zip(one.seeds, one.curves, strict=True) if seed in common]
+        points = [tuple(map(statistics.fmean, zip(*at, strict=True))) for at in zip(*curves, strict=False)]
         found.append(Curve(one.loss, [(point[column], 100 * point[2]) for point in points], number))
     return found

@@ -257,6 +257,10 @@ def test_the_report_shows_the_numbers_of_its_runs():
     for hint in ("5 at 50 samples seen", "20 at 100 samples seen", "5 at 1.5 seconds of training"):
         assert f"<title>queueclip: {hint}" in drawn
     assert "<title>openclip: " in drawn and "<title>amorlip: " not in drawn
+    of_seeds = [replace(contests[1].families["openclip"][0], seed=seed).id for seed in (1, 2)]
+    results[of_seeds[1]] = results.pop(of_seeds[0]) | {"seed": 2}
+    drawn = page(make_report(about, contests, results, judged, [*"abcdefghij"], lambda row: ""))
+    assert "<title>queueclip: 10 at 50 samples seen" in drawn  # the mean over the seeds 0 and 2
     # The own normalizers of a loss with a reference model are not measured.
     steered = replace(found.results[0], normalizers=found.results[1].normalizers)
     errors = tables(replace(found, results=(steered,)))["Errors of the trained models' normalizers"]
