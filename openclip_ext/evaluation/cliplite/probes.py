@@ -170,8 +170,8 @@ def probe_top1(train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COST
     scaler = StandardScaler().fit(features)
     features, test_features = scaler.transform(features), scaler.transform(test.features)
 
-    # Costs are compared on a held-out tenth of the training data, in which every class occurs. Then a classifier with the
-    # best cost is fitted to all training data.
+    # Costs are compared on a held-out tenth of the training data, or on as many samples as classes if that is more. Each class
+    # has about the same share in both parts. Then a classifier with the best cost is fitted to all training data.
     held_out = StratifiedShuffleSplit(1, test_size=max(len(train.classes), len(labels) // 10), random_state=0)
     search = GridSearchCV(LogisticRegression(max_iter=1000), {"C": list(costs)}, cv=held_out)
     search.fit(features, labels)
@@ -193,7 +193,9 @@ def build_parser() -> argparse.ArgumentParser:
     top1 = probes.add_parser("top1", help="other data, such as ImageNet: logistic regression, top-1 accuracy")
     top1.add_argument("--train", type=Path, required=True, help="training data: class folders, or DataComp's format")
     top1.add_argument("--test", type=Path, required=True, help="test data: class folders, or DataComp's format")
-    top1.add_argument("--samples-per-class", type=int, help="maximum number of training samples per class")
+    top1.add_argument(
+        "--samples-per-class", type=command_line.count, help="maximum number of training samples per class"
+    )
     features_help = "features that the probe receives (default: backbone, the features before the projection)"
     for probe, costs in ((voc07, SVM_COSTS), (top1, LOGISTIC_COSTS)):
         add_model_arguments(probe)

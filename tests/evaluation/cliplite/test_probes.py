@@ -172,3 +172,5 @@ def test_top1_command(tmp_path: Path, model_arguments: list[str]) -> None:
     main([*arguments, "--costs", "10", "--samples-per-class", "4", "--output", str(output)])
     report = json.loads(output.read_text())
     assert report["train_images"] == 40 and report["train_acc1"] == 1.0 > report["acc1"]
+    with pytest.raises(SystemExit):  # a negative number would remove samples of each class
+        main([*arguments, "--samples-per-class", "-1"])
