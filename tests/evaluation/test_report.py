@@ -200,6 +200,14 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
     tables, _ = report(tmp_path, *reversed(arguments))
     assert tables[-1][1] == ["image_to_text_R@1", "-", first]
 
+    # Without settings, the seeds are unknown.
+    for name, values in names.items():
+        for seed, value in enumerate(values):
+            write_run(tmp_path / f"{name}{seed}", "openclip", seed, value)
+            (tmp_path / f"{name}{seed}" / "config.json").unlink()
+    tables, _ = report(tmp_path, *arguments)
+    assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.026", "0.38 ± 0.036, +0.06"]
+
 
 def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
     scores = all_scores(0.1)
