@@ -38,13 +38,17 @@ GROUPED = {
 
 @dataclass
 class TaskResult:
-    """The result of a task: metrics (None if undefined), numbers of scored and found samples, messages on skipped images."""
+    """The result of a task: metrics (None if undefined), numbers of scored and found samples, messages on skipped images.
+
+    Samples are images, or instances for WinoGAViL.
+    """
 
     metrics: Metrics
     samples: int
     found: int
     skipped: list[str] = field(default_factory=list)
     classes: int | None = None  # number of entries in ``classnames.txt``, for labeled data
+    images: int | None = None  # number of found images, if it differs from ``found``
 
     @classmethod
     def of_samples(cls, metrics: Metrics, samples: Samples) -> "TaskResult":

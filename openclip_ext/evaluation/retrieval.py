@@ -70,7 +70,7 @@ def evaluate_winogavil(task: Task, folder: Path, encoder: Encoder, any_size: boo
         chosen, right = {instance.candidates[place] for place in nearest}, instance.associations
         scores.append(len(chosen & right) / len(chosen | right))
     metrics = winogavil_metrics(scores, [len(instance.candidates) for instance in usable])
-    return TaskResult(metrics, len(usable), len(instances), skipped)
+    return TaskResult(metrics, len(usable), len(instances), skipped, images=len(samples))
 
 
 def winogavil_metrics(scores: Sequence[float], candidates: Sequence[int]) -> Metrics:

@@ -29,7 +29,7 @@ def evaluate_task(task: Task, data_dir: str | Path, encoder: Encoder, any_size: 
     """
     evaluate = EVALUATORS.get(task.kind, evaluate_classification)
     result = evaluate(task, Path(data_dir) / task.folder, encoder, any_size)
-    skipped, images = len(result.skipped), result.samples + len(result.skipped)
+    skipped, images = len(result.skipped), result.images or result.found
     if skipped > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * images):
         raise DataError(
             f"{skipped} of {images} images do not decode, the first: {result.skipped[0]}. Download the data set again."

@@ -173,6 +173,10 @@ def test_many_undecodable_images_are_no_score(tmp_path, evaluate):
         spoil(folder / "test" / "0.tar", range(skipped), image=b"")
         with pytest.raises(DataError, match=message):
             evaluate("cifar10")
+    # In WinoGAViL, the share is of the images, of which there may be more than instances.
+    folder = datasets.make_task(tmp_path, WINOGAVIL, images=101 * (MAX_SKIPPED + 1), shards=1)
+    spoil(folder / "test" / "0.tar", range(MAX_SKIPPED + 1), image=b"")
+    assert len(evaluate(WINOGAVIL).skipped) == MAX_SKIPPED + 1
 
 
 def test_a_copied_shard_is_no_score(folder, evaluate):
