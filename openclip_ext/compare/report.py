@@ -370,7 +370,7 @@ def markdown(report: Report) -> str:
     parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
     if command := _command(report):
         parts += [
-            "To train the recommended configuration for the epochs of its longest run:",
+            "To train the recommended configuration for the epochs in its row of the table Result:",
             f"```bash\n{command}\n```",
         ]
     for title, rows in tables(report).items():
