@@ -29,6 +29,8 @@ def convert_retrieval(source: Path, folder: Path) -> None:
     samples = {}
     for row in _read_table(source, "filename", "raw"):
         if row.get("split", "test") == "test":
+            if row["filename"] in samples:
+                raise ValueError(f"{source}: the CSV table has two rows for {row['filename']!r}. Download it again.")
             captions = "\n".join(" ".join(caption.split()) for caption in json.loads(row["raw"]))
             samples[row["filename"]] = {"txt": captions.encode()}
     _write_shards(source, folder, samples)
@@ -87,10 +89,13 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
         webdataset.ShardWriter(pattern, maxcount=IMAGES_PER_SHARD, verbose=0, encoder=False, mtime=0) as writer,
     ):
         images: dict[str, str] = {}  # paths in the zip, by file name with and without suffix
+        ambiguous = set[str]()  # file names of different images in several folders
         for member in archive.namelist():
             name = PurePosixPath(member).name
             # A zip made on macOS also contains a resource file "._NAME" for every image.
             if _SUFFIX.search(name) and not name.startswith("._"):
+                if name in images and archive.getinfo(images[name]).CRC != archive.getinfo(member).CRC:
+                    ambiguous.add(name)
                 images[name] = member
                 images.setdefault(_SUFFIX.sub("", name), member)
         for name, fields in samples.items():
@@ -98,6 +103,8 @@ def _write_shards(source: Path, folder: Path, samples: Mapping[str, Mapping[str,
                 raise ValueError(
                     f"{zips[0]} has no image {name!r}, which is in the CSV table. Download both files again."
                 )
+            if PurePosixPath(images[name]).name in ambiguous:
+                raise ValueError(f"{zips[0]} has different images {name!r} in several folders. Download it again.")
             suffix = PurePosixPath(images[name]).suffix[1:].lower()
             writer.write({"__key__": _key(name), suffix: archive.read(images[name]), **fields})
     (unfinished / "nshards.txt").write_text(f"{len(list(unfinished.glob('*.tar')))}\n")

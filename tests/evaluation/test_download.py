@@ -195,6 +195,15 @@ def test_retrieval_comes_through_the_conversion(
     assert download(hub, data_dir, task=FLICKR) == 1
     assert "no image 'COCO_val.2014.jpg'" in capsys.readouterr().err
     assert verify(data_dir, FLICKR) == INCOMPLETE
+    contents = write_zip(origin / "images.zip", ["10.jpg", "COCO_val.2014.jpg"])
+    with zipfile.ZipFile(origin / "images.zip", "a") as archive:
+        archive.writestr("other/10.jpg", contents["COCO_val.2014.jpg"])
+    assert download(hub, data_dir, task=FLICKR) == 1
+    assert "different images '10.jpg' in several folders" in capsys.readouterr().err
+    pd.DataFrame([*rows, rows[0]]).to_csv(origin / "test_1k.csv", index=False)
+    assert download(hub, data_dir, task=FLICKR) == 1
+    assert "two rows for '10.jpg'" in capsys.readouterr().err
+    pd.DataFrame(rows).to_csv(origin / "test_1k.csv", index=False)
     contents = write_zip(origin / "images.zip", ["10.jpg", "11.jpg", "COCO_val.2014.jpg"])
     assert download(hub, data_dir, task=FLICKR) == 0
 
