@@ -15,7 +15,7 @@ from openclip_ext.evaluation.training_log import training_charts
 from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, color, line_chart
 from openclip_ext.pages.rendering import render_page
 
-# A difference of at least this many standard errors is shown as better or worse.
+# A difference of more than this many standard errors is shown as better or worse.
 _CLEAR = 2.0
 # The page shows the three panels of NeuCLIP's Figure 1. The charts of other groups and tasks are collapsed.
 _MAIN_GROUPS = ("DataComp average (38)", "ImageNet & variants (7)", "Retrieval, NeuCLIP and AmorLIP (Flickr, MSCOCO)")
