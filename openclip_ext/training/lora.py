@@ -127,8 +127,9 @@ def merged(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         change = layer.scaling[_ADAPTER] * (state[f"{name}.lora_B.{_ADAPTER}.weight"] @ down)
         plain = name.replace(".base_layer", "")
         weight = f"{plain}.in_proj_weight" if f"{plain}.in_proj_weight" in result else f"{plain}.weight"
-        # The sum is stored on the host, because the device may lack memory for a second copy of the weights.
-        result[weight] = (result[weight] + change.to(result[weight].dtype)).cpu()
+        # 16 bits would round small changes to 0. So the sum has at least float32 precision, like an average of the weights.
+        # It is stored on the host, because the device may lack memory for a second copy of the weights.
+        result[weight] = (result[weight].to(torch.promote_types(result[weight].dtype, torch.float32)) + change).cpu()
     return result
 
 

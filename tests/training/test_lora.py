@@ -92,6 +92,12 @@ def test_only_the_tower_that_is_asked_for():
     in_16_bits = config_of("--model", "demo-vit", "--lora-rank", "2", "--precision", "pure_bf16").model
     model = build_model(in_16_bits, torch.device("cpu"), 0).model
     assert {value.dtype for name, value in model.named_parameters() if ".lora_" in name} == {torch.float32}
+    name = "transformer.resblocks.0.mlp.c_fc"
+    torch.nn.init.constant_(model.get_parameter(f"{name}.lora_B.default.weight").detach(), 1e-6)
+    merged = lora.merged(model.state_dict(), model)[f"{name}.weight"]
+    change = merged.double() - model.get_parameter(f"{name}.base_layer.weight").double()
+    expected = 2e-6 * model.get_parameter(f"{name}.lora_A.default.weight").double().sum(dim=0).expand_as(change)
+    torch.testing.assert_close(change, expected, atol=3e-8, rtol=0)  # in 16 bits, such a change is rounded to 0
     with pytest.raises(UsageError, match=r"the image tower has no attention or linear layers.*--lora-targets text"):
         build_model(config_of("--model", "demo-resnet", "--lora-rank", "2").model, torch.device("cpu"), 0)
 
