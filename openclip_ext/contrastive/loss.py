@@ -58,6 +58,7 @@ class ContrastiveLoss(nn.Module):
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
         initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means the model's value.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
+        trains_captions: whether ``forward`` also trains the captions of a captioner, such as CoCa.
         trains_captions_only: whether only a captioner's captions are trained, so that the embeddings get no gradient.
         views: 1 for images and texts. 2 for two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
@@ -82,6 +83,7 @@ class ContrastiveLoss(nn.Module):
     initial_logit_scale: float | None = None
     initial_logit_bias: float | None = None
     uses_logit_bias = False
+    trains_captions = False
     trains_captions_only = False
     logit_scale_lr: float | None = None
     follows_autocast = False

@@ -100,8 +100,8 @@ class Plan:
         self.embed_dim = compat.embedding_dim(training.model, model)
         loss = training.create_loss(self.embed_dim)
         # A loss with two views of each image trains only the visual tower.
-        is_trained = {name: loss.views == 1 or name.startswith("visual.") for name, _ in model.named_parameters()}
-        self.trained = sum(value.numel() for name, value in model.named_parameters() if is_trained[name])
+        trained = model if loss.views == 1 else model.visual
+        self.trained = sum(parameter.numel() for parameter in trained.parameters())
         self.replicated = loss.state_size().replicated
         self.of_sample = loss.state_size().per_sample // _FEW_SAMPLES
         # Activations are linear in the batch size, so two measurements are enough.

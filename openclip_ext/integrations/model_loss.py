@@ -13,7 +13,6 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_cross_entropy
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import checked_dict
-from openclip_ext.losses.openclip import OpenClipLoss
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,7 +53,7 @@ class ModelLoss:
                 f"{type(model).__name__} has no parameter logit_scale: pass the two-tower model itself, before "
                 "DistributedDataParallel wraps it"
             )
-        if compat.is_captioner(model) and not isinstance(loss, OpenClipLoss):
+        if compat.is_captioner(model) and not loss.trains_captions:
             raise ValueError(
                 f"{type(loss).__name__} would ignore the captioner of {type(model).__name__}: use create_loss('openclip')"
             )

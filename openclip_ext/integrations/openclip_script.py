@@ -91,8 +91,10 @@ def _extended_create_loss(original: Callable) -> Callable:
         asked, accum_freq = registry.check_options(name, **options), getattr(args, "accum_freq", 1)
         if getattr(args, "distill", False):
             raise ValueError(f"--loss {name} does not support --distill-model: remove the flag, or use --loss openclip")
-        if name != compat.OPENCLIP_LOSSES[0] and "coca" in args.model.lower():  # like OpenCLIP's create_loss
-            raise ValueError(f"--loss {name} would ignore the captioner of {args.model}: use --loss openclip")
+        if not asked.trains_captions and "coca" in args.model.lower():  # like OpenCLIP's create_loss
+            raise ValueError(
+                f"--loss {name} would ignore the captioner of {args.model}: use --loss openclip without other parts"
+            )
         refused = {
             f"--loss {name} needs every sample's index": asked.needs_index,
             f"--loss {name} needs one call per step with --accum-freq {accum_freq}": accum_freq > 1,

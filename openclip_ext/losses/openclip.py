@@ -44,6 +44,7 @@ class OpenClipLoss(ContrastiveLoss):
 
     follows_autocast = True
     uses_logit_bias = True
+    trains_captions = True
     _logit_scale: Tensor | None = None
     _chance: float | Tensor
 

@@ -27,7 +27,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import stored_heads
-from openclip_ext.losses.options import OPTIONS, PARTS
+from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
 
@@ -185,18 +185,17 @@ def build_loss(
     reference: EmbeddingStore | None = None,
 ) -> ContrastiveLoss:
     """Create the loss for a model and a data set. Raise UsageError if the loss would ignore an output of the model."""
-    has_reference = "steer" in config.given
-    has_parts = has_reference or any(config.given.get(part) for part in PARTS)
-    if compat.is_captioner(model) and (config.name != compat.OPENCLIP_LOSSES[0] or has_parts):
-        parts = " with other parts or a reference model" if has_parts else ""
-        raise UsageError(f"--loss {config.name}{parts} would ignore the captioner of {model_name}: use --loss openclip")
     if config.without_effect and distributed.is_master():
         logging.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
     options: dict[str, Any] = dict(config.options)
-    if reference is not None and has_reference:
+    if reference is not None and "steer" in config.given:
         options["reference_dim"] = reference.width
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
+    if compat.is_captioner(model) and not loss.trains_captions:
+        raise UsageError(
+            f"--loss {config.name} would ignore the captioner of {model_name}: use --loss openclip without other parts"
+        )
     _check_head(config.name, loss.model_head())
     return loss.to(device)
 

@@ -121,7 +121,7 @@ def _cell(values: Mapping[Any, float], first: Mapping[Any, float]) -> str:
     if values is first or not first:
         return text
     text += f", {mean - statistics.fmean(first.values()):+.3g}"
-    # The number of a repeat is a text, and repeats with equal numbers are not paired.
+    # Without seeds, the keys are numbers of repeats, such as "repeat 0". Repeats with equal numbers are not pairs.
     has_seeds = not any(isinstance(seed, str) for seed in values)
     if len(values) > 1 and has_seeds and values.keys() == first.keys():
         low, high = seeds_interval([values[seed] - first[seed] for seed in values])

@@ -172,7 +172,10 @@ class Reporter:
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
-        """Write an epoch's number of bad samples, unless it is 0. ``position``: ``epoch``, last ``step``, ``samples``."""
+        """Write an epoch's number of bad samples, unless it is 0.
+
+        ``position`` contains ``epoch``, the last ``step``, and the ``samples`` seen.
+        """
         if self.active and bad_samples:
             self._write("metrics.jsonl", {**position, "bad_samples": bad_samples})
 
