@@ -269,7 +269,7 @@ def create_schedule(
     def set_learning_rates(step: int) -> None:
         if config.skip:
             return
-        rate = encoders(step)
+        rate = encoders(min(step, steps - 1))
         if config.lr_min and step >= config.warmup:
             rate += config.lr_min * (1 - rate / config.lr)
         for group in optimizer.param_groups:

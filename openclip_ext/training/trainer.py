@@ -80,7 +80,8 @@ class Trainer:
     def _schedule_step(self) -> int:
         """The step of the learning rate schedule. It depends on the number of steps per epoch, which a resume may change.
 
-        A resumed epoch may have more steps than ``steps_per_epoch``. The extra steps use the next epoch's first learning rate.
+        A resumed epoch may have more steps than ``steps_per_epoch``. The extra steps use the next epoch's first learning rate,
+        or in the last epoch the run's last learning rate.
         """
         return self.position.epoch * self.steps_per_epoch + min(self.position.step_in_epoch, self.steps_per_epoch)
 
