@@ -180,5 +180,5 @@ def outcome(task: Task, device: torch.device, seen: Callable[[Any], None]) -> tu
     try:
         return task(device, seen), ""
     except Exception as error:
-        known = isinstance(error, ValueError | FileNotFoundError)
-        return None, str(error) if known else traceback.format_exc()
+        known = isinstance(error, ValueError | FileNotFoundError) and str(error).strip()
+        return None, known or traceback.format_exc()

@@ -74,6 +74,8 @@ class Task:
         seen(3)
         if self.run.setting["setting"] == "fails":
             raise ValueError("too bad")
+        if self.run.setting["setting"] == "fails without a message":
+            raise ValueError
         if self.run.setting["setting"] == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         return {"id": self.run.id, "val": {"mean": 0.5}}
@@ -81,11 +83,12 @@ class Task:
 
 def test_a_run_that_fails_costs_nothing_but_itself(tmp_path):
     results, workers = ResultsFile(tmp_path / "runs.jsonl"), ProcessPool(2)
-    words = ("works", "fails", "is killed")
+    words = ("works", "fails", "is killed", "fails without a message")
     runs = [replace(RUN, setting={"setting": word}, seed=seed) for seed in (0, 1) for word in words]
     assert workers.work_off(lambda: {run.id: Task(run) for run in runs if run.id not in results.known}, results.keep)
-    assert sorted(row["val"]["mean"] for row in results.known.values()) == [-1, -1, -1, -1, 0.5, 0.5]
+    assert sorted(row["val"]["mean"] for row in results.known.values()) == [*[-1] * 6, 0.5, 0.5]
     killed = "killed by SIGKILL (is memory full? Give fewer --processes or a smaller --batch-size)"
-    assert {row["failed"] for row in results.failed.values()} == {"too bad", killed}
-    assert workers.samples == 6 * 3
+    failed = {row["failed"].strip().splitlines()[-1] for row in results.failed.values()}
+    assert failed == {"too bad", killed, "ValueError"}
+    assert workers.samples == 8 * 3
     assert len(read_results(tmp_path / "runs.jsonl")) == 2
