@@ -109,7 +109,7 @@ class Comparison:
         # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, jobs, parameters)
-        self._running: dict[str, dict[str, Any]] = {}
+        self._scored: dict[str, dict[str, Any]] = {}  # rows of this comparison's runs, also of unfinished runs
         self._val_groups = group_numbers(data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
@@ -223,12 +223,12 @@ class Comparison:
 
     def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
         """Return a final row to stop a run if another setting is clearly better after equally many samples, else None."""
-        self._running[name] = so_far
+        self._scored[name] = so_far
         if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
             return None
         at, scores = str(so_far["samples"]), unpack(so_far["points"][str(so_far["samples"])])
         equal = ("data", "family", "seed", "epochs", "epoch_samples")
-        for other in [*self.results.rows.values(), *self._running.values()]:
+        for other in self._scored.values():
             if at not in other["points"] or any(other[key] != so_far[key] for key in equal):
                 continue
             ahead = unpack(other["points"][at]) - scores
@@ -243,6 +243,8 @@ class Comparison:
         contest, samples = contests[-1], self._plan.stages[len(contests) - 1].samples
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
+        # runs.jsonl may also have rows of earlier calls with other loss options or other code of a user's own loss.
+        self._scored = {run.id: rows[run.id] for one in contests for run in one.decided(rows) if run.id in rows}
         with command_line.progress_bar(
             total=runs * samples, initial=done + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
         ) as bar:
@@ -255,6 +257,7 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
+                    self._scored.pop(name, None)
                     tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:

@@ -509,6 +509,31 @@ def test_a_setting_is_stopped_where_another_is_ahead_beyond_the_interval(compare
     assert at_its_end is not None and "hits" not in at_its_end  # it does not enter the next stage
 
 
+def test_runs_with_other_options_and_failed_runs_stop_no_run(compared, monkeypatch):
+    monkeypatch.setattr(compared, "plan", comparison.Plan("", "", {}, 1, (Stage(80, (0,)),)))
+    monkeypatch.setattr(compared, "_scored", {})
+    monkeypatch.setattr(compared.results, "failed", {})
+    good = torch.linspace(0.5, 1, 30)
+    (run,) = compared.contests()[0].families[BASELINE]
+    other = replace(run, setting={**run.setting, "options": {"gamma": 0.5}})
+
+    def row(run: Run, scores: torch.Tensor) -> dict[str, Any]:
+        more = {"id": run.id, "samples": 40, "val": {"mean": float(scores.mean())}, "points": {"40": pack(scores)}}
+        return {**asdict(run), **more}
+
+    def work_off(tasks: Any, on_end: Any, has_time: Any, judge: Any) -> bool:
+        assert judge(run.id, row(run, good / 9)) is None
+        assert judge("fails", row(other, good)) is None
+        assert judge(run.id, row(run, good / 9)) is not None
+        on_end("fails", None, "too bad")
+        assert judge(run.id, row(run, good / 9)) is None
+        return True
+
+    monkeypatch.setitem(compared.results.rows, other.id, row(other, good))
+    monkeypatch.setattr(compared.workers, "work_off", work_off)
+    assert compared._work()
+
+
 def test_the_recommended_command_line_trains_that_configuration(compared):
     solved = next(place for place, (options, _) in enumerate(candidates(BASELINE, {})) if "rho" in options)
     run = make_run(BASELINE, 48, candidate=solved, seed=1)
