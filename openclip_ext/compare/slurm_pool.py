@@ -97,7 +97,9 @@ class SlurmPool(TaskPool):
         if now - self._queue_time < _QUEUE_SECONDS:
             return
         self._queue_time = now
-        result = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
+        # --all includes the jobs in hidden partitions.
+        command = ["squeue", "--all", "--noheader", "--me", "--format=%A"]
+        result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode == 0:
             queued = set(result.stdout.split())
             ours = {job.job_id for job in self._running.values()}

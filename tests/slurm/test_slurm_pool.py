@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,15 @@ def test_a_job_that_sbatch_rejects_is_a_mistake_of_the_user(tmp_path, monkeypatc
         pool.run([Task("works", tmp_path / "mark")])
     (script,) = (tmp_path / "jobs").glob("*.sh")
     assert "#SBATCH --signal=USR2@0\n" in script.read_text()  # a signal before the time limit would kill the task
+
+
+def test_jobs_in_a_hidden_partition_are_in_the_queue(tmp_path, monkeypatch):
+    """squeue shows these jobs to their user only with --all. root, who runs the cluster of these tests, sees all jobs."""
+    for name, script in {"srun": "", "squeue": 'case "$*" in *--all*) echo 7;; esac'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    pool = SlurmPool(2, tmp_path / "jobs", "")
+    pool._running = {"hidden": SimpleNamespace(job_id="7"), "ended": SimpleNamespace(job_id="6")}
+    pool._read_queue()
+    assert pool._left_queue.keys() == {"6"}
