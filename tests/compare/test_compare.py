@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -422,6 +423,9 @@ def test_too_short_a_time_is_told_with_the_least_before_the_data_are_read(data, 
     ):
         main(argv)
     assert threads[0] == 3  # like a run, if two of them share seven cores
+    monkeypatch.setattr(comparison, "prepare", Mock(side_effect=KeyError("read")))
+    with pytest.raises(KeyError, match="read"):  # the speed of a login node is not the speed of the jobs
+        main([*argv, "--executor", "slurm"])
 
 
 def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
