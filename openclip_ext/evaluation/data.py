@@ -252,8 +252,8 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
     if spec.metadata_columns:
         content, columns = content_of("npy"), spec.metadata_columns
         try:
-            values = np.load(io.BytesIO(content), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
+            values = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        except Exception as error:  # a corrupt header may also raise SyntaxError or TokenError
             raise DataError(f"{where}: the metadata (.npy) cannot be read ({error}).") from None
         if values.shape != (columns,) or not np.issubdtype(values.dtype, np.integer) or values.min() < 0:
             found = f"{values.dtype} {str(values.tolist())[:80]}"

@@ -126,6 +126,7 @@ CAMELYON, FAIRFACE = "wilds/camelyon17", "fairness/fairface"
         ("cifar10", {"cls": b"-1"}, ".*below 10, found b'-1'"),
         ("cifar10", {"image": None}, "no .webp or .png or .jpg or .jpeg file, found"),
         (CAMELYON, {"npy": b"nonsense"}, r"the metadata \(.npy\) cannot be read"),
+        (CAMELYON, {"npy": datasets.npy_bytes([1, 2, 3]).replace(b"{", b"]")}, r"the metadata \(.npy\) cannot be read"),
         (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
         (FLICKR, {"txt": b"\n\n"}, "expected one caption per line"),
