@@ -260,7 +260,10 @@ def parse_sample(fields: dict[str, bytes], spec: SampleFormat, where: str) -> tu
             raise DataError(f"{where}: expected {columns} non-negative integers of metadata (.npy), found {found}.")
         sample["metadata"] = values.astype(np.int64)
     if spec.captions:
-        lines = content_of("txt").decode("utf-8", errors="replace").splitlines()
+        try:
+            lines = content_of("txt").decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: the captions (.txt) are not UTF-8 text ({error}).") from None
         sample["captions"] = [line.strip() for line in lines if line.strip()]
         if not sample["captions"]:
             raise DataError(f"{where}: expected one caption per line in the .txt file, found no caption.")

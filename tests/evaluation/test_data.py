@@ -130,6 +130,7 @@ CAMELYON, FAIRFACE = "wilds/camelyon17", "fairness/fairface"
         (CAMELYON, {"npy": datasets.npy_bytes([1, 2])}, r"expected 3 non-negative integers .*found int64 \[1, 2\]"),
         (CAMELYON, {"npy": None}, "no .npy file"),
         (FLICKR, {"txt": b"\n\n"}, "expected one caption per line"),
+        (FLICKR, {"txt": "gr\u00fcn".encode("latin-1")}, r"the captions \(.txt\) are not UTF-8 text"),
         (FAIRFACE, {"npy": datasets.npy_bytes([9, 0, 0, 1])}, "expected age below 9 in the .npy, found"),
         (FAIRFACE, {"npy": datasets.npy_bytes([0, 2, 0, 1])}, "expected gender below 2 in the .npy, found"),
     ],
