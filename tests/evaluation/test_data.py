@@ -168,6 +168,8 @@ def test_a_skipped_image_takes_its_captions_and_instances_along(tmp_path, evalua
 
 def test_many_undecodable_images_are_no_score(tmp_path, evaluate):
     folder = datasets.make_task(tmp_path, "cifar10", count=2 * MAX_SKIPPED, shards=1)
+    spoil(folder / "test" / "0.tar", range(MAX_SKIPPED), image=b"")
+    assert evaluate("cifar10").samples == MAX_SKIPPED
     for skipped, message in (
         (MAX_SKIPPED + 1, f"{MAX_SKIPPED + 1} of {2 * MAX_SKIPPED} images do not decode"),
         (2 * MAX_SKIPPED, "No image to score"),
