@@ -1,8 +1,7 @@
 """Run :mod:`openclip_ext.evaluation.datacomp`: ``python -m eval.datacomp``."""
 
-import sys
-
+from openclip_ext.cli import command_line
 from openclip_ext.evaluation.datacomp import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -116,6 +116,9 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
         (["plan", "--samples=9", "--loss="], "--loss=: the value is empty: remove the flag, or set the shell's"),
         (["plan", "--samples=inf"], "--samples: inf: expected a positive whole number"),
         (["plan", "--samples=ten"], "--samples: ten: expected a positive whole number"),
+        (["inspect", "run", "--workers=-1"], "--workers: -1: expected a positive whole number"),
+        (["evaluate", "--workers=-1"], "--workers: -1: expected a positive whole number"),
+        (["evaluate", "--model=x", "--data-dir="], "--data-dir=: the value is empty: remove the flag"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(argv, said, monkeypatch, capsys):

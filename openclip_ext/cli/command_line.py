@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -14,18 +14,22 @@ from openclip_ext.cli.errors import check_words
 from openclip_ext.cli.messages import say, until_pipe_breaks
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-    """Run a program. On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130."""
+def run(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a program, and exit with the status that it returns (None means 0).
+
+    On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130.
+    """
     try:
         with until_pipe_breaks():
             check_words(sys.argv[1:])
-            main(sys.argv[1:])
+            status = main(sys.argv[1:])
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from error
+    raise SystemExit(status)
 
 
 def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
@@ -52,6 +56,11 @@ def count(text: str) -> int:
         if value >= 1 and value.is_integer():
             return int(value)
     raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
+
+
+def count_or_zero(text: str) -> int:
+    """Parse 0 or a positive whole number."""
+    return 0 if text == "0" else count(text)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) ->
     parser.add_argument("--train-data", help="new path of the training data, if the data have moved")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=command_line.device, default=default, help="default: cuda if there is a GPU")
-    parser.add_argument("--workers", type=int, help="number of processes that read images (default: as in training)")
+    workers_help = "number of processes that read images (default: as in training)"
+    parser.add_argument("--workers", type=command_line.count_or_zero, help=workers_help)
     parser.add_argument(
         "--batch-size", type=command_line.count, help="number of images per batch (default: as in training)"
     )

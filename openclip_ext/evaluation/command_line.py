@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
-from openclip_ext.cli.command_line import count
+from openclip_ext.cli.command_line import count, count_or_zero
 from openclip_ext.cli.command_line import device as device_name
 from openclip_ext.data.processes import available_cores
 from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precision
@@ -47,7 +47,7 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     # All torchrun processes on one machine share its cores.
     cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     help_text = "number of images decoded in parallel (default: one per core, up to 16)"
-    parser.add_argument("--workers", type=int, default=max(1, min(16, cores)), help=help_text)
+    parser.add_argument("--workers", type=count_or_zero, default=max(1, min(16, cores)), help=help_text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     help_text = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
     parser.add_argument("--device", type=device_name, default=default, help=help_text)

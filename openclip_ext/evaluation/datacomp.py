@@ -7,7 +7,6 @@ counts as failed only if ``--tasks`` lists the task. Other tasks without data ar
 import argparse
 import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
-from openclip_ext.cli.errors import check_words
+from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.data import DataError, fingerprint
@@ -61,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:
-        check_words(sys.argv[1:] if argv is None else argv)
         with process_group():
             return evaluate(args)
     except (ValueError, OSError) as error:
@@ -163,4 +161,4 @@ def default_output_dir(loaded: LoadedModel) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)
