@@ -313,7 +313,7 @@ def judgement(measured: Mapping[str, Any], batch: int) -> str:
 
 def lines(report: Report) -> list[str]:
     """Return paragraphs that explain the results."""
-    return render_lines("compare.txt", report=report, on_gpu=torch.cuda.is_available())
+    return render_lines("compare.txt", report=report)
 
 
 def _shown_difference(result: LossResult) -> str:
