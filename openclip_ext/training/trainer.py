@@ -212,8 +212,10 @@ class Trainer:
         named = {name: value / distributed.world_size() for name, value in zip(terms, sums, strict=True)}
         metrics = self.loss.metrics()
         if not has_loss:
-            # Without valid samples, the loss returns 0. Log NaN, because 0 would look like a perfect loss.
-            named, metrics = dict.fromkeys(named, math.nan), metrics | {"infonce": math.nan}
+            # Without valid samples, these values have no meaning. Log NaN, because a loss of 0 would look like a perfect loss.
+            named = dict.fromkeys(named, math.nan)
+            metrics = {name: value for name, value in metrics.items() if name not in ("chance", "weight_mean")}
+            metrics["infonce"] = math.nan
         for step, indices in self.loss.pop_nonfinite():
             logging.warning(
                 f"Rank {distributed.rank()}: masked samples {indices} with non-finite features at step {step}"

@@ -156,7 +156,8 @@ def test_a_run_survives_a_bad_sample_and_says_so(shards, tmp_path, monkeypatch, 
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--max-skipped-steps", "3")) == 0
     lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines if line["loss"] is None] == bad
-    assert all((line["infonce"] is None) == (line["loss"] is None) for line in lines)
+    assert all((line["infonce"] is None) == (line["loss"] is None) == ("weight_mean" not in line) for line in lines)
+    assert len({line["chance"] for line in lines}) == 1
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
     assert "Step 2 skipped: non-finite samples [" in caplog.text
     state = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
