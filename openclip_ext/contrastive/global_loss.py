@@ -330,7 +330,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if tau.numel():
             metrics |= {
                 "temperature_min": tau.min().item(),
-                "temperature_median": tau.median().item(),
+                "temperature_median": tau.double().quantile(0.5).item(),
                 "temperature_max": tau.max().item(),
             }
             quantiles = torch.quantile(alpha.double(), alpha.new_tensor(_QUANTILES).double()).tolist()

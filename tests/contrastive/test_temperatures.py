@@ -1,6 +1,7 @@
 """Temperature schemes: their effect on the model's logit scale, their bounds and their schedules."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -87,6 +88,14 @@ def test_per_sample_temperatures_stay_within_their_bounds(rho: float, bound: flo
     assert seen.tolist() == pytest.approx([bound] * len(seen))
     metrics = loss.metrics()
     assert 0.045 <= metrics["temperature_min"] <= metrics["temperature_median"] <= metrics["temperature_max"] <= 0.0551
+
+
+def test_the_median_is_between_two_middle_values() -> None:
+    loss, step = CASES["tempnet"].create(), make_steps(1)[0]
+    arguments = step.images, step.texts, torch.tensor(10.0), torch.tensor(step.index)
+    loss.eval()(*arguments[:3], index=arguments[3])
+    found = loss.anchor_temperatures(*arguments)
+    assert loss.metrics()["temperature_median"] == pytest.approx(statistics.median(found.flatten().tolist()), rel=1e-6)
 
 
 def test_dropout_is_for_learning_only() -> None:
