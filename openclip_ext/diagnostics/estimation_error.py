@@ -22,6 +22,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path, write_text
@@ -66,7 +67,8 @@ class EstimationError:
     """Result of :func:`measure`.
 
     Attributes:
-        estimator: Error of ``loss.log_normalizers``. None means that the loss only has the mini-batch estimate.
+        estimator: Error of ``loss.log_normalizers``. None means that the loss only has the mini-batch estimate, or that its
+            objective has an :class:`Estimand` from outside this package.
         minibatch: Error of the mini-batch estimate with batches of ``batch_size``.
         samples: Number of embeddings from which exact log-normalizers were computed.
         temperature: Median temperature of all anchors.
@@ -198,9 +200,10 @@ def measure(
         minibatch.append(exact_of(*batch[:2], own, tau[-1]))
     all_tau = torch.cat(tau, dim=1)
     exact = exact_of(image, text, order[:total].to(device), all_tau)
+    # OpenCLIP's losses only have the mini-batch estimate. Other estimands are not the quantity that ``exact`` contains.
+    has_own = isinstance(loss, GlobalContrastiveLoss) and loss.objective.estimand in (NEGATIVES_MEAN, PARTITION_MEAN)
     return EstimationError(
-        # OpenCLIP's losses only have the mini-batch estimate, which is measured below.
-        estimator=None if isinstance(loss, OpenClipLoss) else Error.of(torch.cat(alpha, dim=1), exact),
+        estimator=Error.of(torch.cat(alpha, dim=1), exact) if has_own else None,
         minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
         anchors=total,
         samples=len(image),

@@ -1,7 +1,9 @@
 """The estimation error: exact log-normalizers equal a naive computation, and errors are computed from them correctly."""
 
 import json
+import runpy
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import torch
 from torch.nn.functional import mse_loss
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
+from openclip_ext.contrastive.normalizer import MinibatchNormalizer
+from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.diagnostics.estimation_error import exact_log_normalizers, measure
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
@@ -98,6 +103,17 @@ def test_amorlip_is_compared_with_the_positive_pair_inside():
     assert result.estimator.mean == pytest.approx(mse_loss(predicted, exact).item(), rel=1e-9)
     # If the batch is the full data set, the mini-batch estimate (with the positive pair) is exact.
     assert measure(loss, images, texts, 10.0, batch_size=SAMPLES).minibatch.mean < 1e-20
+
+
+def test_another_quantity_is_not_compared():
+    """The α of the example loss ``decoupled`` is ``log(N·g)``, which differs from ``log(ε + g)`` by ``log N``."""
+    images, texts = make_embeddings()
+    example = Path(__file__).parents[2] / "examples/add_a_loss/openclip_ext/losses/decoupled.py"
+    objective = runpy.run_path(str(example))["DecoupledContrastive"]()
+    loss = GlobalContrastiveLoss(objective, MinibatchNormalizer(), ConstantTemperature(temperature=None), None, None)
+    result = measure(loss, images, texts, 10.0, batch_size=8)
+    assert result.estimator is None
+    assert result.minibatch == measure(create_loss("openclip"), images, texts, 10.0, batch_size=8).minibatch
 
 
 def test_wrong_input_is_named():
