@@ -8,7 +8,7 @@ every step. So the GPU itself skips the update, and the host reads the result so
 import copy
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,17 +73,20 @@ class StepGuard:
     @torch.no_grad()
     def before_forward(self) -> None:
         """Save the model's BatchNorm statistics."""
-        self._before = [_Copies(self._statistics)]
+        self._before = [_Copies(lambda: self._statistics)]
 
     @torch.no_grad()
     def before_loss(self) -> None:
         """Save the loss's state."""
         state = self._loss.replicated_state()
-        self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
-        self._before.append(_Copies(list(state.values())))
+        self._counters = {name: _copy(value) for name, value in state.items() if name.endswith(_EXTRA_STATE)}
+        self._before.append(_Copies(self._loss_tensors))
         self._call = self._loss.calls
         for table in self._loss.tables().values():
             table.overwritten = None
+
+    def _loss_tensors(self) -> list[Tensor]:
+        return [value for name, value in self._loss.replicated_state().items() if not name.endswith(_EXTRA_STATE)]
 
     @torch.no_grad()
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
@@ -199,23 +202,25 @@ def _copy(value: Any) -> Any:
 
 
 class _Copies:
-    """Copies of tensors, from which the tensors can be restored.
+    """Copies of the tensors that ``find`` returns, from which they can be restored, even if a step replaces a tensor.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
     kernel to copy it and two to restore it.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        groups: dict[Any, list[Tensor]] = defaultdict(list)
+    def __init__(self, find: Callable[[], list[Tensor]]) -> None:
+        self._find = find
+        tensors = find()
+        groups: dict[Any, list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
-            key = (tensor.device, tensor.dtype) if tensor.numel() <= _SMALL else number
-            groups[key].append(tensor)
-        self._groups = [(group, torch.cat([tensor.reshape(-1) for tensor in group])) for group in groups.values()]
+            groups[(tensor.device, tensor.dtype) if tensor.numel() <= _SMALL else number].append(number)
+        self._groups = [(group, torch.cat([tensors[i].reshape(-1) for i in group])) for group in groups.values()]
 
     def restore(self, skip_if: Tensor | None) -> None:
         """Overwrite the tensors with their copies, unless ``skip_if`` (0-d bool on their device) is True."""
-        for group, before in self._groups:
-            values = before
+        tensors = self._find()
+        for numbers, before in self._groups:
+            group, values = [tensors[number] for number in numbers], before
             if skip_if is not None:
                 now = [tensor.reshape(-1) for tensor in group]
                 values = torch.where(skip_if, now[0] if len(now) == 1 else torch.cat(now), before)

@@ -1,11 +1,16 @@
 """A non-finite step is skipped: parameters, optimizer, loss state and running statistics stay bitwise unchanged."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from openclip_ext.contrastive.normalizer import MinibatchNormalizer
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, FastCLIPObjective
+from openclip_ext.losses import registry
+from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.trainer import TrainingDiverged
 from tests.devices import CAN_SHARD
@@ -72,6 +77,31 @@ def test_a_bad_sample_changes_nothing(name, way):
         assert result["later"] == []  # the final state equals the state of a run without the bad batch
     assert result["skipped"] == [(2, result["samples"][-1:], True)]
     assert any("model" in item for item in result["moved"])
+
+
+class Replaced(MinibatchNormalizer):
+    """An own normalizer that assigns a new tensor to its buffer."""
+
+    estimates = (NEGATIVES_MEAN,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def step(self, batch_at_tau):
+        self.mean = self.mean + batch_at_tau.batch.mean(batch_at_tau.log_estimate)
+        return self.predict(batch_at_tau)
+
+
+@pytest.mark.parametrize("way", ["plain", "on-device"])
+def test_a_buffer_that_a_loss_replaces_is_restored(monkeypatch, way):
+    parts = (NormalizerPart("replaced", Replaced, objective=FastCLIPObjective),)
+    monkeypatch.setitem(registry.METHODS, "replaced", Method("replaced", "replaced", "constant", parts=parts))
+    monkeypatch.setitem(LOSSES, "replaced", {})
+    monkeypatch.setitem(registry.OPTIONS, "normalizer", replace(registry.OPTIONS["normalizer"], choices=None))
+    result = changed("replaced", WAYS[way])
+    assert [item for item in result["by_bad_step"] if not item.endswith(HOST_COUNTERS)] == []
+    assert any("mean" in item for item in result["moved"])
 
 
 ONE_OF_EACH_KIND = [(name, "plain") for name in ("openclip", "siglip", "fastclip", "neuclip", "cliplite", "simclr")]
