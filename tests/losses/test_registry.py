@@ -13,10 +13,11 @@ import torch
 
 import openclip_ext
 from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.objectives import FastCLIPObjective
-from openclip_ext.contrastive.temperature import ConstantTemperature
+from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
 from openclip_ext.losses.options import OPTIONS
@@ -252,6 +253,27 @@ def test_an_own_part_is_used_even_if_the_package_has_a_part_of_this_name(own_met
     loss = create_loss("own")
     assert isinstance(loss.normalizer, Own) and isinstance(loss.temperature, Constant)
     assert not isinstance(create_loss("fastclip", num_samples=SAMPLES).normalizer, Own)
+
+
+def test_a_step_uses_the_temperatures_before_their_update(own_method: Method) -> None:
+    class Halved(TemperatureScheme):
+        learns_own = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("tau", torch.tensor(0.5))
+
+        def temperatures(self, batch: GatheredBatch) -> torch.Tensor:
+            return self.tau.expand(2, batch.size)
+
+        def update(self, batch_at_tau: BatchAtTemperature, gradient: torch.Tensor) -> None:
+            self.tau.mul_(0.5)
+
+    register_method(replace(own_method, temperature_scheme="halved", parts=(TemperaturePart("halved", Halved),)))
+    loss = create_loss("own")
+    for expected in (0.5, 0.25):
+        run_step(loss, make_steps(1)[0])
+        assert loss.metrics()["temperature_median"] == expected
 
 
 @pytest.mark.parametrize(
