@@ -40,8 +40,9 @@ class InnerAdam(nn.Module):
     def step(self, network: nn.Module, objectives: Sequence[Objective], lr: float | Tensor, ok: Tensor) -> None:
         """Make one step on the sum of the objectives. Only one objective's graph is in memory at a time.
 
-        Each objective receives the network as a function, and returns a 0-d tensor. If ``ok`` (0-d bool) is False, nothing
-        changes. In eager mode, PyTorch's fused kernel makes the step.
+        Each objective receives the network as a function, and returns a 0-d tensor. Read the fields of a batch before, not in
+        the objective, because ``torch.compile`` fails if a field is first computed there. If ``ok`` (0-d bool) is False,
+        nothing changes. In eager mode, PyTorch's fused kernel makes the step.
         """
         parameters: list[Tensor] = list(network.parameters())
         find_gradients = _gradients_in_a_graph if torch.compiler.is_compiling() else _gradients

@@ -70,7 +70,7 @@ class Normalizer(nn.Module):
         raise NotImplementedError
 
     def start_epoch(self, epoch: int) -> None:
-        """Start epoch ``epoch`` (from 0). The training loop calls it once per epoch."""
+        """Start a new epoch. Not called at the start of epoch 0 or after a resume in mid-epoch: read ``batch.epoch`` there."""
 
     def metrics(self, epoch: int) -> dict[str, float]:
         return {}

@@ -82,7 +82,7 @@ class ShardedTable(nn.Module):
     def write(self, index: Tensor, values: Tensor, where: Tensor) -> None:
         """Store ``values`` ``(columns, B)`` of those samples whose ``where`` ``(B,)`` is True.
 
-        Samples with equal indices must have equal values.
+        Samples with equal indices must have equal values. Call it once per step: :meth:`undo_write` undoes only one call.
         """
         slots = self._slots(index).masked_fill(~where, self.size)
         self.overwritten = slots, self.values[:, slots]
