@@ -26,7 +26,8 @@ def main(argv: list[str]) -> None:
 
 def cli() -> None:
     """Run the command line in ``sys.argv``."""
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    number = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
+    is_first = number == "1" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         with until_pipe_breaks():
             config = parse(sys.argv[1:])

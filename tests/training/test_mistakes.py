@@ -120,6 +120,13 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     assert "usage:" not in told
 
 
+@pytest.mark.parametrize("number", [{}, {"WORLD_SIZE": "1", "SLURM_NTASKS": "4"}])
+def test_a_single_process_tells_its_mistake_in_each_task(number, monkeypatch, capsys):
+    for name, value in (number | {"SLURM_PROCID": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert "error: --seed" in errors_of(["--seed", "-1"], monkeypatch, capsys)
+
+
 def test_help_is_a_slip():
     with pytest.raises(ValueError, match="help: --help lists the flags"):
         refuse_slips(["help"], [])
