@@ -157,10 +157,10 @@ def option_as_words(option: Option, value: Any) -> list[str]:
 
 
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "minimum": (" >= {:g}", operator.ge),
-    "exclusive_minimum": (" > {:g}", operator.gt),
-    "maximum": (", at most {:g}", operator.le),
-    "exclusive_maximum": (", below {:g}", operator.lt),
+    "minimum": (" >= {:.10g}", operator.ge),
+    "exclusive_minimum": (" > {:.10g}", operator.gt),
+    "maximum": (", at most {:.10g}", operator.le),
+    "exclusive_maximum": (", below {:.10g}", operator.lt),
 }
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 

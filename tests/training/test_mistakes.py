@@ -93,6 +93,7 @@ MISTAKES = [
     ("--resume last --name x", "did you mean --resume latest?"),
     ("--loss sharedclip.py", "or my.module:METHOD"),
     ("--loss openclip_ext.losses.neuclip:NeuClip", "expected a Method object, found None"),
+    ("--seed 4294967296", "--seed 4294967296: expected an integer >= 0, at most 4294967295"),
     ("--lr 5", "--lr 5.0 is too high for AdamW: expected at most 1"),
     ("--pretrained tests", "--pretrained tests is a folder: expected a file of weights"),
     ("--name ../up", "--name ../up is a path: expected a name"),
