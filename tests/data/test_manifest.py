@@ -340,6 +340,12 @@ def test_a_manifest_goes_elsewhere_where_the_folder_is_read_only(
     monkeypatch.setattr(Manifest, "save", read_only)
     assert find_or_create_manifest(shards).num_samples == find_or_create_manifest(shards).num_samples == 10
     assert len(list((tmp_path / "cache" / "openclip_ext").glob("manifest-*.json"))) == 1
+    # A user without a home folder
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["no entry"])
+    assert find_or_create_manifest(shards).num_samples == 10 and not Path("~").exists()
 
 
 def test_a_damaged_file_is_named_and_another_made(shards: list[str], tmp_path: Path, caplog):

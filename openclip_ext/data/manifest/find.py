@@ -75,7 +75,8 @@ def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterato
     """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])
     named = f"manifest-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}.json"
-    paths = [cache_folder() / named]
+    # Without a home folder, the path would be a folder ``~`` in the working directory.
+    paths = [] if str(cache_folder()).startswith("~") else [cache_folder() / named]
     if all(map(is_local, urls)):
         folder = Path(os.path.commonpath([os.path.dirname(url) for url in urls]))
         paths = [folder / "manifest.json", folder / named, *paths]
