@@ -141,11 +141,11 @@ class Trainer:
         if not self._has_stepped:
             distributed.set_patience(distributed.STEP_PATIENCE)
             self._has_stepped = True
-        self.stopwatch.step_done()
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
         # In a logged step, waiting costs nothing, because logging also synchronizes with the device.
         skipped = self.step.guard.poll_outcomes(wait=is_logged)
+        self.stopwatch.step_done()
         self._report_skipped(skipped)
         global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
         position.samples += global_batch

@@ -7,6 +7,7 @@ import logging
 import resource
 import shutil
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import trainer
+from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
 from openclip_ext.training.validation import Validation
 from tests.training.runs import (
@@ -190,6 +192,16 @@ def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
     for path in (tmp_path / "diverged" / "checkpoints").glob("*.pt"):
         state = torch.load(path, weights_only=True)["state_dict"]
         assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_the_wait_for_the_device_is_no_wait_for_data(shards, tmp_path, monkeypatch):
+    def poll(self, wait=False, take=StepGuard.poll_outcomes):
+        time.sleep(0.3)
+        return take(self, wait)
+
+    monkeypatch.setattr(StepGuard, "poll_outcomes", poll)
+    assert run(small_command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
+    assert all(line["batch_time"] - line["data_time"] >= 0.3 for line in metrics_of(tmp_path / "run"))
 
 
 def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
