@@ -69,7 +69,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
-        self._last_saved: tuple[str, int] | None = None
+        self._saved_step = self.position.step
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
         if self._schedule_step > 0:
@@ -180,7 +180,7 @@ class Trainer:
 
     def _save_before_abort(self, must_succeed: bool) -> None:
         """Save the steps since the last checkpoint, so that the user can fix the problem and continue the run."""
-        if self._has_stepped and (self._last_saved is None or self._last_saved[1] != self.position.step):
+        if self._saved_step != self.position.step:
             self._save_mid_epoch(must_succeed)
 
     def _report_skipped(self, steps: Sequence[SkippedStep]) -> None:
@@ -277,7 +277,7 @@ class Trainer:
     def _save(self, name: str, must_succeed: bool) -> Path | None:
         """Write a checkpoint. If this fails, raise SaveFailed if ``must_succeed``, else log a warning and return None."""
         folder, position = self.policy.folder, self.position
-        if folder is None or self._last_saved == (name, position.step):
+        if folder is None:
             return None
         head = self.loss.model_head()
         if not parallel.all_finite([*self.model.parameters(), *([] if head is None else head.parameters())]):
@@ -297,7 +297,7 @@ class Trainer:
             if distributed.is_master():
                 logging.warning(f"Checkpoint {name}.pt could not be saved ({error}); training continues.")
             return None
-        self._last_saved = (name, position.step)
+        self._saved_step = position.step
         if distributed.is_master():
             with contextlib.suppress(OSError):
                 (folder.parent / SAVED).touch()

@@ -17,8 +17,10 @@ from filelock import FileLock
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.training import trainer
 from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.config import RunFolderConfig
+from openclip_ext.training.main import main
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed
@@ -167,6 +169,19 @@ def test_a_stop_between_epochs_fails_if_it_cannot_save(shards, tmp_path, monkeyp
     monkeypatch.setattr(Validation, "run", evaluate)
     with pytest.raises(SaveFailed, match=r"epoch_1_step_5\.pt could not be saved: .*No space left"):
         run(small_command(shards, tmp_path, "run", "openclip", "--val-data", shards, "--save-frequency", "2"))
+
+
+def test_a_stop_before_the_first_step_saves_nothing(shards, tmp_path, monkeypatch):
+    class Stopped(trainer.SignalRequests):
+        def __enter__(self):
+            super().__enter__()
+            signal.raise_signal(signal.SIGTERM)
+            return self
+
+    monkeypatch.setattr(trainer, "SignalRequests", Stopped)
+    with pytest.raises(SystemExit) as stopped:
+        main(small_command(shards, tmp_path, "run", "openclip"))
+    assert stopped.value.code == EXIT_AFTER_SIGTERM and not (tmp_path / "run").exists()
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(shards, tmp_path):
