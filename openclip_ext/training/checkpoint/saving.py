@@ -135,7 +135,6 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
             os.fsync(file.fileno())
         return writer.digest.hexdigest()
     except _WRITE_ERRORS as error:
-        path.unlink(missing_ok=True)
         # torch only reports "unexpected pos"; the original OSError contains the reason.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"cannot write {path.name} ({getattr(reason, 'strerror', None) or reason})") from error
