@@ -58,7 +58,8 @@ def test_names_sort_in_openclips_natural_order():
 def test_latest_is_the_newest_one(tmp_path):
     assert finding.scan(tmp_path)[0] is None
     save(tmp_path, Position(1, 10))
-    newest = save(tmp_path, Position(1, 14, 4))
+    save(tmp_path, Position(1, 14, 4))
+    newest = save(tmp_path, Position(1, 100, 90))
     assert finding.scan(tmp_path)[0] == newest
     assert save(tmp_path, Position(4, 40), name=ckpt.LATEST) == finding.scan(tmp_path)[0]
 
@@ -98,10 +99,10 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_one(tmp_path, monkeypat
     loss = SmallLoss(10, 0.0)
     restoring.restore_loss(latest, loss)
     assert loss.table.read(torch.tensor([3])).tolist() == [[latest.position.step]] * 2
-    # The next save removes the files of the killed save.
-    save(tmp_path, Position(3, 30), name=ckpt.LATEST)
-    assert ckpt.read(finding.scan(tmp_path)[0]).position.step == 30
-    assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_30"]
+    # The resumed run repeats the save, which removes the files of the killed save.
+    save(tmp_path, Position(2, 20), name=ckpt.LATEST)
+    assert ckpt.read(finding.scan(tmp_path)[0]).position.step == 20
+    assert [path.name for path in (tmp_path / "epoch_latest.state").iterdir()] == ["step_20"]
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -168,6 +169,11 @@ def test_another_runs_checkpoint_is_refused_by_name(tmp_path, key):
     restoring.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=f"{key}: checkpoint {vars(IDENTITY)[key]}, run 77"):
         restoring.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
+
+
+def test_only_the_end_of_an_epoch_lacks_an_evaluation(tmp_path):
+    assert restoring.lacks_evaluation(tmp_path, Position(1, 5))
+    assert not restoring.lacks_evaluation(tmp_path, Position(1, 7, 2))
 
 
 def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_refused(tmp_path):

@@ -169,6 +169,8 @@ def test_a_stop_between_epochs_fails_if_it_cannot_save(shards, tmp_path, monkeyp
     monkeypatch.setattr(Validation, "run", evaluate)
     with pytest.raises(SaveFailed, match=r"epoch_1_step_5\.pt could not be saved: .*No space left"):
         run(small_command(shards, tmp_path, "run", "openclip", "--val-data", shards, "--save-frequency", "2"))
+    with pytest.raises(SaveFailed, match=r"epoch_0_step_3\.pt could not be saved: .*No space left"):  # mid-epoch
+        run(small_command(shards, tmp_path, "other", "openclip"), stop_after=3)
 
 
 def test_a_stop_before_the_first_step_saves_nothing(shards, tmp_path, monkeypatch):
@@ -298,7 +300,18 @@ def test_a_second_ctrl_c_ends_at_once_unless_torchrun_may_have_handed_it_on(by_t
         signal.raise_signal(signal.SIGINT)
         with contextlib.nullcontext() if by_torchrun else pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)  # does not replace the stop
         assert requests.poll_ranks() == signals.Request.SAVE_AND_STOP
+
+
+def test_signals_are_handled_only_during_training_and_nohup_stays():
+    before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.SignalRequests():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before[0]
+    finally:
+        signal.signal(signal.SIGHUP, before[1])
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_is_for_the_next_step(monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import logging
+import math
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.training import trainer
 from openclip_ext.training.guard import StepGuard
+from openclip_ext.training.step import TrainStep
 from openclip_ext.training.trainer import SaveFailed, TrainingDiverged
 from openclip_ext.training.validation import Validation
 from tests.training.runs import (
@@ -194,6 +196,17 @@ def test_parameters_that_are_not_finite_are_never_saved(shards, tmp_path):
         assert all(torch.isfinite(value).all() for value in state.values())
 
 
+def test_projection_heads_that_are_not_finite_are_never_saved(shards, tmp_path, monkeypatch):
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        terms = take(self, batches, number)
+        next(self.loss.model_head().parameters()).data.fill_(math.nan)
+        return terms
+
+    monkeypatch.setattr(TrainStep, "__call__", step)
+    with pytest.raises(TrainingDiverged, match="not finite after step 1"):
+        run(small_command(shards, tmp_path, "diverged", "cliplite", "--save-every-steps", "1"))
+
+
 def test_the_wait_for_the_device_is_no_wait_for_data(shards, tmp_path, monkeypatch):
     def poll(self, wait=False, take=StepGuard.poll_outcomes):
         time.sleep(0.3)
@@ -216,9 +229,9 @@ def test_sigusr1_saves_and_goes_on(shards, tmp_path, monkeypatch):
 
     calls, saved = iter(range(1, 100)), []
     monkeypatch.setattr(trainer, "SignalRequests", Asking)
-    assert run(small_command(shards, tmp_path, "run", "openclip", "--epochs", "1")) == 0
+    assert run(small_command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--log-every-n-steps", "3")) == 0
     assert saved == ["epoch_0_step_3.pt"]
-    assert len(losses_of(tmp_path / "run")) == 5
+    assert [step for step, *_ in losses_of(tmp_path / "run")] == [0, 3, 4]  # an epoch's last step is always logged
 
 
 def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path, monkeypatch, caplog):
@@ -241,10 +254,12 @@ def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_pat
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
     monkeypatch.setattr(suite, "build_suite", functools.partial(suite.build_suite, any_size=True))
     more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "data"), "--eval-frequency", "2"]
+    more += ["--val-data", shards, "--val-frequency", "0"]  # never
     assert run(small_command(shards, tmp_path, "run", "openclip", *more, "--epochs", "3")) == 0
     evaluations = [line for line in metrics_of(tmp_path / "run") if "evaluation" in line]
     assert [line["epoch"] for line in evaluations] == [2, 3]  # after every second epoch, and after the last epoch
     assert 0.0 <= evaluations[0]["evaluation"]["datacomp/cifar10"] <= 1.0
+    assert "clip_val_loss" not in evaluations[1]["evaluation"]
 
 
 def test_delete_previous_keeps_the_newest_epoch_only(shards, tmp_path):
