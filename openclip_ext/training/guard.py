@@ -8,7 +8,7 @@ every step. So the GPU itself skips the update, and the host reads the result so
 import copy
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,20 +73,17 @@ class StepGuard:
     @torch.no_grad()
     def before_forward(self) -> None:
         """Save the model's BatchNorm statistics."""
-        self._before = [_Copies(lambda: self._statistics)]
+        self._before = [_Copies(self._statistics)]
 
     @torch.no_grad()
     def before_loss(self) -> None:
         """Save the loss's state."""
         state = self._loss.replicated_state()
-        self._counters = {name: _copy(value) for name, value in state.items() if name.endswith(_EXTRA_STATE)}
-        self._before.append(_Copies(self._loss_tensors))
+        self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
+        self._before.append(_Copies(list(state.values())))
         self._call = self._loss.calls
         for table in self._loss.tables().values():
             table.overwritten = None
-
-    def _loss_tensors(self) -> list[Tensor]:
-        return [value for name, value in self._loss.replicated_state().items() if not name.endswith(_EXTRA_STATE)]
 
     @torch.no_grad()
     def judge(self, images: list[Tensor], outputs: dict[str, Tensor], parameters: list[nn.Parameter]) -> StepOutcome:
@@ -152,11 +149,13 @@ class StepGuard:
 
         With ``skip_if``, counters on the host are not restored, so they also count a skipped step.
         """
-        for copies in self._before:
-            copies.restore(skip_if)
+        state = self._loss.replicated_state()  # read again, because an own loss may have replaced a buffer in the step
+        tensors = [value for name, value in state.items() if not name.endswith(_EXTRA_STATE)]
+        for copies, now in zip(self._before, (self._statistics, tensors), strict=True):
+            copies.restore(now, skip_if)
         self._loss.nonfinite.forget(self._call, skip_if)
         if skip_if is None:
-            self._loss.load_replicated_state(self._loss.replicated_state() | self._counters)
+            self._loss.load_replicated_state(state | self._counters)
         for table in self._loss.tables().values():
             table.undo_write(skip_if)
 
@@ -202,23 +201,20 @@ def _copy(value: Any) -> Any:
 
 
 class _Copies:
-    """Copies of the tensors that ``find`` returns, from which they can be restored, even if a step replaces a tensor.
+    """Copies of tensors, from which the tensors, or others in their places, can be restored.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
     kernel to copy it and two to restore it.
     """
 
-    def __init__(self, find: Callable[[], list[Tensor]]) -> None:
-        self._find = find
-        tensors = find()
+    def __init__(self, tensors: list[Tensor]) -> None:
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             groups[(tensor.device, tensor.dtype) if tensor.numel() <= _SMALL else number].append(number)
         self._groups = [(group, torch.cat([tensors[i].reshape(-1) for i in group])) for group in groups.values()]
 
-    def restore(self, skip_if: Tensor | None) -> None:
-        """Overwrite the tensors with their copies, unless ``skip_if`` (0-d bool on their device) is True."""
-        tensors = self._find()
+    def restore(self, tensors: list[Tensor], skip_if: Tensor | None) -> None:
+        """Overwrite ``tensors`` with the copies, unless ``skip_if`` (0-d bool on their device) is True."""
         for numbers, before in self._groups:
             group, values = [tensors[number] for number in numbers], before
             if skip_if is not None:
