@@ -17,7 +17,7 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig, TrainingConfig
-from openclip_ext.training.model import build_loss, build_model, for_training, initialize
+from openclip_ext.training.model import build_loss, build_model, for_training, initialize, text_groups
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
@@ -122,7 +122,12 @@ class PilotRun:
 
     def build_loader(self) -> Any:
         """Return the loader of the training data; its ``iterate(epoch)`` yields the micro-batches of an epoch."""
-        loading = replace(self.config.loading, seed=self.run.seed, caption_hash=self.loss.needs_positives)
+        loading = replace(
+            self.config.loading,
+            seed=self.run.seed,
+            caption_hash=self.loss.needs_positives,
+            **text_groups(self.config),
+        )
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 
     def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:

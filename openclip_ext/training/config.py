@@ -226,6 +226,13 @@ class StepConfig:
 
     precision: str = flag("fp32")
     grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
+    text_groups: int = flag(
+        4,
+        "encode the texts of a batch in up to N groups of similar length, without the padding of OpenCLIP; 1: with padding",
+        minimum=1,
+        maximum=8,
+        needs="train_data",
+    )
     model_ema_decay: float | None = flag(
         None,
         "decay of a moving average of the weights, such as 0.9999; evaluations and checkpoints use the average",

@@ -154,12 +154,28 @@ def with_loss_options(config: TrainingConfig) -> TrainingConfig:
     # ``seed`` and ``epochs`` always have an effect, because other parts of the run also use them.
     unused = of_run.keys() - used.keys() - {"seed", "epochs"}
     without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
-    caption_hash = options.get("equal_captions", "negative") != "negative"
+    views = options.get("views", 1)
+    loading = {
+        "views": views,
+        "caption_hash": options.get("equal_captions", "negative") != "negative",
+        **(text_groups(config) if views == 1 else {}),
+    }
     return replace(
         config,
         loss=replace(loss, options=options, without_effect=tuple(without_effect)),
-        loading=replace(config.loading, views=options.get("views", 1), caption_hash=caption_hash),
+        loading=replace(config.loading, **loading),
     )
+
+
+def text_groups(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings of the loader for groups of texts."""
+    number = config.step.text_groups
+    if number > 1 and config.parallel.fsdp:
+        # A sharded block is gathered for each group: as often on all ranks, and once to limit the communication.
+        number = 1
+    elif number == 1:
+        number = 0
+    return {"text_groups": number, "equal_text_groups": config.parallel.compile}
 
 
 def for_training(

@@ -15,12 +15,14 @@ from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 from openclip_ext.data.reference import REFERENCE_KEYS
+from openclip_ext.data.text_groups import texts_of
+from openclip_ext.text_tower import accept_groups
 from openclip_ext.training import parallel
 from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, StepOutcome
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors, and ``text_groups``
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class StepSettings:
     autocast: Callable[[], AbstractContextManager] = contextlib.nullcontext
     grad_clip_norm: float | None = None
     normalize: Callable[[Tensor], Tensor] | None = None  # converts uint8 images to float32; None for float images
+    groups_texts: bool = False  # whether the model encodes ``text_groups`` of the batches, if this is exact
 
     @classmethod
     def of(
@@ -39,7 +42,7 @@ class StepSettings:
     ) -> "StepSettings":
         """Return the settings for a device. If images are integers, ``normalize`` converts them to floats."""
         dtype, autocast = open_clip.get_input_dtype(config.precision), compat.autocast_context(config.precision, device)
-        return cls(device, dtype, autocast, config.grad_clip_norm, normalize)
+        return cls(device, dtype, autocast, config.grad_clip_norm, normalize, config.text_groups > 1)
 
 
 def gradient_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -63,7 +66,9 @@ class TrainStep:
     ema: ModelEma | None = None
 
     def __post_init__(self) -> None:
-        self._logit_scale = parallel.unwrap(self.model).get_parameter(LOGIT_SCALE)
+        unwrapped = parallel.unwrap(self.model)
+        self._logit_scale = unwrapped.get_parameter(LOGIT_SCALE)
+        self._groups_texts = self.settings.groups_texts and accept_groups(unwrapped)
         head = self.loss.model_head()
         parameters = [] if head is None else head.parameters()
         self._head_parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -77,7 +82,7 @@ class TrainStep:
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
         and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)``, or the reference model's embeddings
         ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have ``hard_negative`` ``(b, L)``. The
-        guard reports ``number`` if the step is skipped.
+        model encodes ``text_groups`` instead of texts if this is exact. The guard reports ``number`` if the step is skipped.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -99,6 +104,10 @@ class TrainStep:
             self.ema.update(number, outcome.good)
         return {name: value.detach() for name, value in terms.items()}
 
+    def is_grouped(self, batch: Batch) -> bool:
+        """Return whether the model encodes the texts of a batch in groups."""
+        return self._groups_texts and "text_groups" in batch
+
     def _to_device(self, batch: Batch) -> Batch:
         device = self.settings.device
         batch = compat.map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -109,12 +118,11 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
-            images, text = batch["image"], batch["text"]
+            images, texts = batch["image"], batch["text_groups"] if self.is_grouped(batch) else texts_of(batch)
+            outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, texts)
             if "hard_negative" in batch:
-                outputs = self.model(images, torch.cat([text, batch["hard_negative"]]))
-                outputs["text_features"], outputs[HARD_NEGATIVES] = outputs["text_features"].split(len(text))
-            else:
-                outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, text)
+                features = outputs["text_features"].split(len(batch["text"]))
+                outputs["text_features"], outputs[HARD_NEGATIVES] = features
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms_after_backward(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:

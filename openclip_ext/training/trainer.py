@@ -147,11 +147,12 @@ class Trainer:
         skipped = self.step.guard.poll_outcomes(wait=is_logged)
         self.stopwatch.step_done()
         self._report_skipped(skipped)
+        padding = _padding_share(batches) if self.step.is_grouped(batches[0]) else None
         global_batch = distributed.world_size() * sum(len(batch["text"]) for batch in batches)
         position.samples += global_batch
         if is_logged:
             has_loss = all(step.has_loss for step in skipped if step.number == position.step)
-            self._report(terms, global_batch, has_loss)
+            self._report(terms, global_batch, has_loss, padding)
         self.reporter.advance()
         self._profile_step()
         position.step += 1
@@ -203,7 +204,7 @@ class Trainer:
             named = f"{what} {samples[:_NAMED_SAMPLES]}{more}"
             logging.warning(f"Step {step.number} skipped: non-finite {named}. Skipped so far: {guard.skipped}")
 
-    def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool) -> None:
+    def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool, padding: float | None) -> None:
         """Log a step; this synchronizes with the device."""
         position = self.position
         known_bad, own_bad = self.loader.bad_counts()
@@ -231,6 +232,7 @@ class Trainer:
             "global_batch": global_batch,
             "skipped_steps": self.step.guard.skipped,
             "bad_samples": known_bad + int(other_bad),
+            **({} if padding is None else {"text_padding": padding}),
             **metrics,
         }
         record.setdefault("temperature", metrics.get("temperature_median", float("nan")))
@@ -347,3 +349,9 @@ class Trainer:
             return
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
             saving.save_model(folder / "best.pt", self._model_file(), self.model)
+
+
+def _padding_share(batches: Sequence[Batch]) -> float:
+    """Return the share of padding in the positions of this rank's texts that the model computes."""
+    groups = [batch["text_groups"] for batch in batches]
+    return 1 - sum(one.num_tokens for one in groups) / sum(one.num_positions for one in groups)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import prepare_for
+from openclip_ext.data.text_groups import TextGroups, group_texts, texts_of
 from openclip_ext.losses import registry
 from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ParallelConfig
@@ -89,6 +91,15 @@ def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, 
     }
 
 
+def groups_by_length(texts: Tensor) -> TextGroups:
+    """Return texts ``(B, L)`` in a group for each length, without padding."""
+    lengths = (texts.argmax(dim=1) + 1).tolist()
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    groups = [[row for row in order if lengths[row] == length] for length in sorted(set(lengths))]
+    places = torch.tensor(order).argsort()
+    return TextGroups(tuple(texts[rows, : lengths[rows[0]]] for rows in groups), places, sum(lengths))
+
+
 def parts_of(batch: Batch, count: int) -> list[Batch]:
     """Split a batch into ``count`` equal parts, in order."""
     chunks = {key: value.chunk(count) for key, value in batch.items()}
@@ -106,6 +117,10 @@ class Way:
     layers: int = 2  # of the text tower, and of a "vit"
     micro_batches: int = 1
     clip: float | None = None
+    text_lengths: tuple[int, ...] = ()  # if given, the captions have these lengths, in turn
+    groups_texts: bool = (
+        False  # whether each length is a group; sharded blocks are gathered once, so they get one group
+    )
     checkpointing: bool = False
     compiled: bool = False
     backend: str = "eager"  # compiler of a ``compiled`` model; this one is fast
@@ -139,7 +154,7 @@ class TinyTraining:
         scaler = None if way.scale is None else torch.amp.GradScaler(way.device.type, init_scale=way.scale)
         # Compile the full model, as training does. A sharded model compiles its blocks instead.
         stepped = torch.compile(self.model, backend=way.backend) if way.compiled and not way.sharded else self.model
-        settings = StepSettings(way.device, way.dtype, way.autocast, way.clip)
+        settings = StepSettings(way.device, way.dtype, way.autocast, way.clip, groups_texts=way.groups_texts)
         self.step = TrainStep(stepped, self.loss, self.optimizer, settings, scaler)
         if way.on_device:
             self.step.guard = StepGuard(self.model, self.loss, on_host=False)
@@ -147,7 +162,11 @@ class TinyTraining:
 
     def batch(self, number: int) -> Batch:
         """Return the batch of all ranks in step ``number``."""
-        return tiny_batch(number, self.loss.views, size=IMAGE if self.way.tower == "vit" else 32)
+        batch = tiny_batch(number, self.loss.views, size=IMAGE if self.way.tower == "vit" else 32)
+        for row, length in zip(batch["text"], itertools.cycle(self.way.text_lengths)):
+            row[length - 1 :] = 0
+            row[length - 1] = VOCABULARY - 1
+        return batch
 
     def take(self, number: int, spoil: Callable[[Batch], None] | None = None) -> dict[str, Tensor]:
         """Take a step and return the terms of the loss. ``spoil`` first changes the full batch in place."""
@@ -155,7 +174,11 @@ class TinyTraining:
         if spoil is not None:
             spoil(batch)
         own = parts_of(batch, distributed.world_size())[distributed.rank()]
-        return self.step(parts_of(own, self.way.micro_batches), number)
+        micro_batches = parts_of(own, self.way.micro_batches)
+        if self.way.groups_texts:
+            group = (lambda texts: group_texts(texts, 1)) if self.way.sharded else groups_by_length
+            micro_batches = [batch | {"text_groups": group(texts_of(batch))} for batch in micro_batches]
+        return self.step(micro_batches, number)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of model, optimizer and loss, without DDP's prefix. Only rank 0 returns sharded tensors."""

@@ -18,6 +18,7 @@ from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.order import EpochOrder, Layout, Segment
 from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
+from openclip_ext.data.text_groups import group_texts, texts_of
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -106,6 +107,9 @@ class BatchDataset(Dataset):
         batch = {"image": default_collate(images), "text": self._tokenizer(captions), "index": torch.tensor(indices)}
         if negatives:
             batch["hard_negative"] = self._tokenizer(negatives)
+        if self._config.text_groups > 0:
+            most, of_equal_size = self._config.text_groups, self._config.equal_text_groups
+            batch["text_groups"] = group_texts(texts_of(batch), most, of_equal_size)
         if self._source.reference is not None:
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if self._config.caption_hash:

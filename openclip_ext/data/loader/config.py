@@ -26,6 +26,8 @@ class TrainLoaderConfig:
         "in each epoch, use a random caption of each sample, from all fields of --caption-key and from lists in json",
     )
     caption_hash: bool = False  # adds ``caption_hash`` to batches, equal for equal captions
+    text_groups: int = 0  # if > 0, adds ``text_groups``: the texts in up to this many groups of similar length
+    equal_text_groups: bool = False  # whether the groups have equal sizes, for a compiled model
     pin_memory: bool = False
     patience: float | None = None  # seconds to wait for a worker before it is killed; None means no timeout
 

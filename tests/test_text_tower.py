@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from openclip_ext.evaluation.text import TextEncoder, find_causal_tower, shrink
+from openclip_ext.data.text_groups import group_texts
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.text_tower import TextEncoder, accept_groups, find_causal_tower, shrink
 from tests.evaluation.datasets import tiny_model_config
 
 TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusual number seven on a wall"]
@@ -69,3 +70,57 @@ def test_the_small_tower_is_the_same_function(custom_text):
     gradients = [find_causal_tower(one)[1].token_embedding.weight.grad for one in (small, model)]
     assert len(gradients[0]) < 20
     torch.testing.assert_close(gradients[0], gradients[1][vocabulary])
+
+
+def features_and_gradients(model: nn.Module, texts) -> dict[str, Tensor]:
+    """Return the text features, and the gradients of their weighted sum in all parameters."""
+    model.zero_grad()
+    features = model(text=texts)["text_features"]
+    (features * torch.linspace(-1, 1, features.numel()).view_as(features)).sum().backward()
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return {"features": features.detach(), **gradients}
+
+
+@pytest.mark.parametrize("of_equal_size", [False, True])
+@pytest.mark.parametrize("custom_text", [False, True])
+@pytest.mark.parametrize("name", ["demo-vit", "ViT-B-32"])
+def test_groups_have_the_features_and_gradients_of_padded_texts(name, custom_text, of_equal_size):
+    add_model_configs()
+    torch.manual_seed(0)
+    # The tower of ViT-B-32 has its real context length and head width, but two layers.
+    model = open_clip.create_model(name, force_custom_text=custom_text, output_dict=True).double()
+    tower = find_causal_tower(model)[1]
+    del tower.transformer.resblocks[2:]
+    texts = open_clip.get_tokenizer(name)([" ".join(["red"] * (1 + 5 * number % 12)) for number in range(8)])
+    expected = features_and_gradients(model, texts)
+    assert accept_groups(model)
+    groups = group_texts(texts, 3, of_equal_size)
+    assert len(groups.tokens) > 1
+    for copied in (model, copy.deepcopy(model)):
+        found = features_and_gradients(copied, groups)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12 * float(value.abs().max()), msg=key)
+    assert torch.equal(features_and_gradients(model, texts)["features"], expected["features"])
+
+
+@pytest.mark.parametrize(
+    ("custom_text", "options"),
+    [
+        (True, {"no_causal_mask": True, "pool_type": "last"}),  # SigLIP
+        (True, {"embed_cls": True, "pad_id": 0}),  # CoCa
+        (True, {"pool_type": "eos", "eos_id": 2}),
+        (False, {"pool_type": "last"}),
+        (True, {"pool_type": "first"}),
+    ],
+)
+def test_other_towers_do_not_take_groups(custom_text, options, tmp_path):
+    model, _, _ = build(tmp_path, "tiny-other", custom_text, **options)
+    assert not accept_groups(model)
+    assert model.encode_text.__func__ is type(model).encode_text
+
+
+def test_a_tower_with_dropout_does_not_take_groups(tmp_path):
+    model, _, _ = build(tmp_path, "tiny-dropout")
+    model.transformer.resblocks[0].attn.dropout = 0.1
+    assert not accept_groups(model)
