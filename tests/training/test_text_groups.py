@@ -9,7 +9,7 @@ from torch import Tensor
 from openclip_ext.training.step import Batch
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
-from tests.training.runs import command, metrics_of, run
+from tests.training.runs import command, metrics_of, run, train_on_two_ranks
 
 PADDED = tiny.Way(dtype=torch.float64, text_lengths=(2, 5, 3, 5, 4))
 
@@ -51,7 +51,9 @@ def test_hard_negatives_are_in_the_groups(ranks):
         tiny.assert_close(result, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batches": 2}, {"sharded": True}, {"sharded": True, "compiled": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"micro_batches": 2}, {"compiled": True}, {"sharded": True}, {"sharded": True, "compiled": True}]
+)
 def test_two_processes_train_as_one_with_padded_texts(changes):
     expected = train("openclip", PADDED)
     found = two_ranks().run(train, "openclip", replace(PADDED, groups_texts=True, **changes))[0]
@@ -71,3 +73,13 @@ def test_a_run_logs_the_share_of_padding(flags, shards, tmp_path):
 def test_losses_without_texts_have_no_groups(shards, tmp_path):
     assert run(command(shards, tmp_path, "images", "simclr")) == 0
     assert not any("text_padding" in line for line in metrics_of(tmp_path / "images"))
+
+
+@pytest.mark.parametrize("flags", [["--ddp-static-graph"], ["--fsdp"]])
+def test_ranks_may_have_different_groups(flags, shards, tmp_path):
+    flags = ["--global-batch", "16", *flags]
+    padded = train_on_two_ranks(shards, tmp_path / "padded", "openclip", "--text-groups", "1", *flags)
+    grouped = train_on_two_ranks(shards, tmp_path / "grouped", "openclip", *flags)
+    assert all(line["text_padding"] < 0.6 for line in metrics_of(grouped))
+    losses = [[line["loss"] for line in metrics_of(folder)] for folder in (grouped, padded)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
