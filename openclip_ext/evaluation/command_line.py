@@ -16,8 +16,9 @@ from openclip_ext.cli.command_line import count, count_or_zero
 from openclip_ext.cli.command_line import device as device_name
 from openclip_ext.data.processes import available_cores
 from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precision
-from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model
-from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
+from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model, model_of_run
+from openclip_ext.evaluation.run_folder import read_config
+from openclip_ext.training.checkpoint.finding import checkpoint_file
 
 MODEL_HELP = "OpenCLIP's model name; hf-hub: and local-dir: names are accepted"
 
@@ -104,7 +105,8 @@ def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[
             raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
         args.model = read_config(args.run)["flags"]["model"]
         # If training goes on, each process could find another newest checkpoint.
-        args.checkpoint = str(distributed.on_master(lambda: newest_checkpoint(args.run)))
+        args.checkpoint = str(distributed.on_master(lambda: checkpoint_file(args.run)))
+    args.model = args.model or model_of_run(args.checkpoint)
     if args.model is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
     device = own_device(args.device)

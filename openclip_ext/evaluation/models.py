@@ -1,6 +1,5 @@
 """Load the model to evaluate: any OpenCLIP model with any checkpoint, with or without projection heads."""
 
-import ast
 import contextlib
 import copy
 import hashlib
@@ -19,8 +18,10 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.checkpoint.finding import checkpoint_file
 
 # Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
 MODEL_OPTIONS = (
@@ -66,10 +67,10 @@ def load_model(
         checkpoint: A file, or a pretrained tag of the model. None is only valid for ``hf-hub:`` and ``local-dir:`` names.
         model_config: JSON file of a model that OpenCLIP does not contain. The file's name is the model's name.
         **options: Arguments of ``open_clip.create_model_and_transforms`` (``force_quick_gelu``, ...). Options that are not
-            None replace those in the ``params.txt`` of the checkpoint's run.
+            None replace those of the run that wrote the checkpoint.
 
     Raise UsageError if the model, the checkpoint or the kind of its projection heads is unknown, or if the checkpoint file is
-    unreadable or belongs to another model.
+    unreadable, corrupt or from another model.
     """
     add_model_configs()
     if model_config is not None:
@@ -78,11 +79,13 @@ def load_model(
         open_clip.add_model_config(Path(model_config))
     source = _source(name, checkpoint)
     is_file = source is not None and Path(source).is_file()
+    if source is not None and is_file:
+        source = str(checkpoint_file(Path(source)))
     version, run_options = _version(source) if is_file else None, options_of_run(source)
     options = run_options | {key: value for key, value in options.items() if value is not None}
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config = {"options": options, **_architecture(name)}
-    trained = _run_parameters(source).get("model", name)
+    trained = model_of_run(source) or name
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
         logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
     if source is not None and is_file and _weight_names(Path(source)) & {"logit_bias", "module.logit_bias"}:
@@ -163,34 +166,27 @@ def _weight_names(path: Path) -> set[str]:
         return set()
 
 
-def _run_parameters(source: str | None) -> dict[str, str]:
-    """Return the content of OpenCLIP's ``params.txt`` in a checkpoint's run folder; empty if there is no such file."""
+def _flags_of_run(source: str | None) -> dict[str, Any]:
+    """Return the flags in the ``config.json`` of a checkpoint's run folder; empty if the file is not in a run folder."""
     if source is None or not Path(source).is_file():  # a pretrained tag has no run, also in a run folder
         return {}
     # A checkpoint may be a link to a run's file, and the folder checkpoints/ of a run may be a link to another disk.
-    files = [path.parent.parent / "params.txt" for path in (Path(source).absolute(), Path(source).resolve())]
-    path = next((file for file in files if file.is_file()), None)
-    if path is None:
-        return {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    folders = [path.parent.parent for path in (Path(source).absolute(), Path(source).resolve())]
+    run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return {} if run is None else read_config(run)["flags"]
+
+
+def model_of_run(checkpoint: str | Path | None) -> str | None:
+    """Return the ``--model`` of the run that wrote a checkpoint file; None if the run is unknown."""
+    return _flags_of_run(checkpoint and str(checkpoint)).get("model")
 
 
 def options_of_run(source: str | None) -> dict[str, Any]:
     """Return the `MODEL_OPTIONS` of the run that wrote a checkpoint."""
-    parameters = _run_parameters(source)
-    # A run of OpenCLIP's script does not store the preprocessing of its pretrained tag.
-    tag = open_clip.get_pretrained_cfg(parameters.get("model", ""), parameters.get("pretrained", ""))
-    found = {f"image_{name}": tag[name] for name in compat.PREPROCESSING if name in tag}
-    for option, text in parameters.items():
-        if option in MODEL_OPTIONS and text not in ("None", "False"):
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):  # a string without quotes
-                value = text
-            # OpenCLIP writes a single image size as 224 or [224].
-            found[option] = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return found
+    flags = {name: value for name, value in _flags_of_run(source).items() if name in MODEL_OPTIONS}
+    # OpenCLIP's parser returns a single image size as [224].
+    plain = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in flags.items()}
+    return {name: value for name, value in plain.items() if value not in (None, False)}
 
 
 def weights_digest(model: nn.Module) -> str:

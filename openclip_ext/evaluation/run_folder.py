@@ -1,7 +1,6 @@
-"""Read a run folder ``LOGS/NAME/`` without the training program: its ``config.json`` and its newest checkpoint."""
+"""Read a run folder ``LOGS/NAME/`` without the training program."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,3 @@ def label_of(checkpoint: Path) -> str:
         if "epoch" in content:
             return f"epoch_{content['epoch']}" + (f"_step_{content['step']}" if "step" in content else "")
     return checkpoint.stem
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """Return ``path`` if it is a file, otherwise the run folder's newest readable checkpoint; raise UsageError without one."""
-    if path.is_file():
-        return path
-    found: list[tuple[int, int, Path]] = []
-    for file in sorted((path / "checkpoints").glob("epoch_*.pt")):
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            found.append((content["epoch"], content.get("step", 0), file))
-        except Exception as error:  # torch.load raises many exceptions for a corrupt file
-            logging.warning(f"Checkpoint skipped: {file} cannot be read ({type(error).__name__})")
-    if not found:
-        raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
-    return max(found)[-1]

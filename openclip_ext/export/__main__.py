@@ -18,12 +18,13 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import open_model
 from openclip_ext.evaluation.models import weights_digest
-from openclip_ext.evaluation.run_folder import newest_checkpoint, read_config
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
+from openclip_ext.training.checkpoint.finding import checkpoint_file
 from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
@@ -43,7 +44,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     Raises:
         UsageError: The checkpoint or run is missing, the folder is not empty, or the format does not support the model.
     """
-    checkpoint = newest_checkpoint(checkpoint)
+    checkpoint = checkpoint_file(checkpoint)
     if output.exists() and any(output.iterdir()):
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent

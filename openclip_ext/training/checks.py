@@ -7,7 +7,7 @@ from pathlib import Path
 
 import open_clip
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
@@ -17,6 +17,7 @@ from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
+from openclip_ext.training.checkpoint.finding import checkpoint_file
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
 
@@ -29,6 +30,8 @@ def check(config: TrainingConfig) -> None:
             f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If the folder "
             f"has an open_clip_config.json, use --model local-dir:{weights}"
         )
+    if weights and os.path.isfile(weights):
+        distributed.on_master(lambda: checkpoint_file(Path(weights)))
     _check_model(config.model)
     _check_pixels(config.model)
     _check_evaluation(config.evaluation)

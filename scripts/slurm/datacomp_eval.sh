@@ -31,15 +31,12 @@ python=${PYTHON:-python}
 processes=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 master_port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 
-# OpenCLIP and our trainer write each flag of a run to a line of params.txt.
-model=$(sed -n 's/^model: //p' "$run_folder/params.txt")
-
-# Use the model configuration that the trainer saved. Otherwise, the weights could load into a different model.
+# Use the model configuration that the trainer saved. Otherwise, the weights could load into a different model. The name of
+# the model is in config.json. For a run of OpenCLIP's script, add --model NAME to this job's arguments.
 run_flags=()
-model_config=$run_folder/model_config/${model//\//-}.json
-if [ -f "$model_config" ]; then
-    run_flags+=(--model-config "$model_config")
-fi
+for model_config in "$run_folder"/model_config/*.json; do
+    [ ! -f "$model_config" ] || run_flags+=(--model-config "$model_config")
+done
 
 mapfile -t checkpoints < <(find "$run_folder/checkpoints" -maxdepth 1 -name 'epoch_*[0-9].pt' | sort -V)
 if [ "${#checkpoints[@]}" -eq 0 ]; then
@@ -60,7 +57,7 @@ for checkpoint in "${checkpoints[@]}"; do
     echo "== $checkpoint"
     srun --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         "$python" -m torch.distributed.run --nproc-per-node="$processes" --master-port="$master_port" \
-        -m eval.datacomp --model "$model" --checkpoint "$checkpoint" --data-dir "$data_dir" \
+        -m eval.datacomp --checkpoint "$checkpoint" --data-dir "$data_dir" \
         ${run_flags[@]+"${run_flags[@]}"} "$@" || status=$?
 done
 "$python" -m eval.report "$run_folder" --output "$run_folder/datacomp/report" || status=$?

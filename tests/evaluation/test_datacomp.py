@@ -149,11 +149,12 @@ def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, data_d
 
 
 def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
-    """``params.txt`` has the options of the run, which need no name. Other options need a folder of their own."""
+    """``config.json`` has the options of the run, which need no name. Other options need a folder of their own."""
     datasets.make_task(tmp_path, "cifar10", count=12)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "params.txt").write_text(f"model: {datasets.TINY_MODEL}\nimage_mean: [0.4, 0.5, 0.6]\n")
+    flags = {"model": datasets.TINY_MODEL, "image_mean": [0.4, 0.5, 0.6]}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": flags, "loss": {}}))
     own = ("--tasks", "cifar10", "--image-mean", "0.4", "0.5", "0.6")
     assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, "--force-image-size", "48") == 2
     for more in ([], ["--force-image-size", "48", "--output-dir", str(tmp_path / "48")]):

@@ -6,6 +6,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -128,10 +129,15 @@ def test_shared_classes_are_encoded_once(make_encoder):
 
 @pytest.fixture
 def run_folder(tmp_path, caplog) -> Path:
-    """Return a run folder with the tiny model's checkpoint; tests write its ``params.txt``."""
+    """Return a run folder with the tiny model's checkpoint; tests write its ``config.json``."""
     caplog.set_level(logging.WARNING)  # an earlier test may have set another level
     tiny_checkpoint(tmp_path, file_name="run/checkpoints/epoch_1.pt")
     return tmp_path / "run"
+
+
+def write_config(folder: Path, **flags: Any) -> None:
+    content = {"flags": {"model": TINY_MODEL, "image_std": None, **flags}, "loss": {}}
+    (folder / "config.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -141,13 +147,11 @@ def run_folder(tmp_path, caplog) -> Path:
         ({"force_image_size": [64]}, {"force_image_size": 32}, {"force_image_size": 32}),
         ({"force_context_length": 9}, {}, {"force_context_length": 9}),
         ({"image_resize_mode": "squash"}, {"force_image_size": None}, {"image_resize_mode": "squash"}),
-        ({"pretrained": "tag", "image_mean": None}, {}, {"image_mean": (0.5, 0.5, 0.5)}),
+        ({"wandb_notes": "try 2\nforce_image_size: 64", "image_mean": None}, {}, {}),
     ],
 )
-def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog, monkeypatch):
-    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, TINY_MODEL, {"tag": {"mean": (0.5, 0.5, 0.5)}})
-    lines = {"model": TINY_MODEL, **parameters}
-    (run_folder / "params.txt").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog):
+    write_config(run_folder, **parameters)
     loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
     assert loaded.config["options"] == expected
     assert not caplog.text  # such as OpenCLIP's warning about a model without weights
@@ -158,7 +162,7 @@ def test_the_models_options_are_those_of_its_run(parameters, options, expected, 
 
 @pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
 def test_a_checkpoint_has_the_options_of_its_run_and_a_tag_has_none(folder, run_folder, tmp_path, monkeypatch):
-    (run_folder / "params.txt").write_text(f"model: {TINY_MODEL}\nforce_quick_gelu: True\n")
+    write_config(run_folder, force_quick_gelu=True)
     monkeypatch.chdir(tmp_path / folder)
     checkpoint = next(Path().rglob("epoch_1.pt"))
     link = tmp_path / "link.pt"
@@ -169,7 +173,7 @@ def test_a_checkpoint_has_the_options_of_its_run_and_a_tag_has_none(folder, run_
 
 
 def test_a_checkpoint_in_a_linked_folder_has_the_options_of_its_run(run_folder, tmp_path):
-    (run_folder / "params.txt").write_text(f"model: {TINY_MODEL}\nforce_quick_gelu: True\n")
+    write_config(run_folder, force_quick_gelu=True)
     (run_folder / "checkpoints").rename(tmp_path / "disk")
     (run_folder / "checkpoints").symlink_to(tmp_path / "disk")
     loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt")
@@ -180,7 +184,7 @@ def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp
     """Two models with equal tensor shapes may differ in the activation. Both load, so a warning must report the difference."""
     config = json.loads((tmp_path / f"{TINY_MODEL}.json").read_text())
     (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
-    (run_folder / "params.txt").write_text("model: tiny-quick\n")
+    write_config(run_folder, model="tiny-quick")
     checkpoint = run_folder / "checkpoints" / "epoch_1.pt"
     load_model(TINY_MODEL, checkpoint)
     assert f"was trained with --model tiny-quick and is evaluated with --model {TINY_MODEL}" in caplog.text

@@ -19,7 +19,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "datacomp_eval.sh"
 def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "logs" / "my run"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "params.txt").write_text("lr: 0.1\nmodel: ViT-B-32\nmodel_ema: False\n")
     for name in ("epoch_1", "epoch_2", "epoch_10", "epoch_2_step_30", "epoch_latest"):
         (folder / "checkpoints" / f"{name}.pt").touch()
     return folder
@@ -52,7 +51,7 @@ def evaluations(commands: list[list[str]]) -> list[str]:
         assert (launcher.nproc_per_node, launcher.master_port) == ("4", 20123)
         assert launcher.training_script == "eval.datacomp"
         args = parse_args(launcher.training_script_args)
-        assert (args.model, args.data_dir) == ("ViT-B-32", Path("/data/with space"))
+        assert (args.model, args.data_dir) == (None, Path("/data/with space"))
         names.append(Path(args.checkpoint).stem)
     return names
 
@@ -84,4 +83,3 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run_folder: Path) -> None:
     assert "CHECKPOINTS=best: expected all or last" in start(tmp_path, str(run_folder), "D", CHECKPOINTS="best").stderr
     shutil.rmtree(run_folder / "checkpoints")
     assert "has no epoch_K.pt" in start(tmp_path, str(run_folder), "D").stderr
-    assert "params.txt" in start(tmp_path, str(tmp_path), "D").stderr

@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.diagnostics.inspect.__main__ import main as inspect
+from openclip_ext.evaluation.command_line import load_encoder
+from openclip_ext.evaluation.datacomp import parse_args
+from openclip_ext.evaluation.embed import main as write_reference
+from openclip_ext.export.__main__ import export
 from openclip_ext.training import trainer
 from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.config import RunFolderConfig
@@ -80,6 +86,50 @@ def test_a_resume_falls_back_to_the_newest_readable_checkpoint(shards, whole, tm
     assert_same_run(tmp_path / "run", whole)
     assert (checkpoints / "epoch_2.pt.unreadable").read_bytes() == damaged
     assert [line["epoch"] for line in results_of(tmp_path / "run")] == [1, 2]
+
+
+def embed(checkpoint: Path, shards: str, output: Path) -> None:
+    model = ["--model", "small-vit", "--pretrained", str(checkpoint)]
+    write_reference([shards, *model, "--output", str(output), "--workers", "0"])
+
+
+def train_from(checkpoint: Path, shards: str, output: Path) -> None:
+    run(small_command(shards, output, "run", "openclip", "--pretrained", str(checkpoint)))
+
+
+USES = {
+    "export": lambda checkpoint, shards, output: export(checkpoint, "safetensors", output),
+    "evaluate": lambda checkpoint, shards, output: load_encoder(
+        parse_args(["--checkpoint", str(checkpoint), "--data-dir", str(output)])
+    ),
+    "inspect": lambda checkpoint, shards, output: inspect(
+        [str(checkpoint.parents[1]), "--checkpoint", checkpoint.name, "--output", str(output)]
+    ),
+    "embed": embed,
+    "train": train_from,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_corrupt_checkpoint_is_not_used(use, shards, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "epoch_2.pt"
+    flip_a_bit(checkpoint)
+    with pytest.raises(UsageError, match=r"epoch_2\.pt is corrupt"):
+        USES[use](checkpoint, shards, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_export_and_evaluation_of_a_run_use_its_newest_good_checkpoint(whole, tmp_path, caplog):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    flip_a_bit(folder / "checkpoints" / "epoch_2.pt")
+    loaded, _ = load_encoder(parse_args([str(folder), "--data-dir", str(tmp_path)]))
+    assert Path(loaded.checkpoint).name == "epoch_1.pt"
+    export(folder, "safetensors", tmp_path / "output")
+    exported = load_file(tmp_path / "output" / "open_clip_model.safetensors")
+    expected = torch.load(whole / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+    assert caplog.text.count("epoch_2.pt is corrupt") == 2
 
 
 @pytest.mark.parametrize("log", LOGS)

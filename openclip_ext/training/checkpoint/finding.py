@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run starts from."""
+"""Find and verify checkpoints: the checkpoint that a run starts from, or whose model is evaluated or exported."""
 
 import contextlib
 import logging
@@ -55,6 +55,24 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
         )
     logging.info(f"No checkpoint in {config.folder} yet: starting from scratch.")
     return None, unreadable
+
+
+def checkpoint_file(path: Path) -> Path:
+    """Return a file of weights to load: ``path``, or the newest good checkpoint of the run folder ``path``.
+
+    Files with a ``.state`` folder are verified. Other files, such as ``best.pt`` or another program's, have no checksums.
+
+    Raises:
+        UsageError: The file is corrupt, or the folder contains no good checkpoint.
+    """
+    if not path.is_dir():
+        if path.with_suffix(".state").is_dir():
+            verify(path)
+        return path
+    newest, _ = scan(path / "checkpoints")
+    if newest is None:
+        raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
+    return newest
 
 
 def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
