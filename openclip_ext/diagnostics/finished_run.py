@@ -33,6 +33,9 @@ from openclip_ext.training.config import ModelConfig, model_config
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.lora import add_adapters
 
+# File with the origin of the embeddings of :func:`embed_training_set`.
+ABOUT = "embeddings.json"
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -159,7 +162,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
         return embed(run.model, progress, run.precision, run.device, run.source.num_samples)
     shape = [run.source.num_samples, run.embed_dim]
     of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
-    about_file = folder / "embeddings.json"
+    about_file = folder / ABOUT
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
     if about.get("of") == of and all((folder / name).is_file() for name in TABLES):
         image, text, index = (table[: about["rows"]] for table in tables(folder, *shape))

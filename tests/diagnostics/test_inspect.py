@@ -24,11 +24,12 @@ from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import read_samples
+from openclip_ext.evaluation.embed import main as write_reference
 from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference
-from tests.training.runs import NUM_SAMPLES, command, run
+from tests.training.runs import NUM_SAMPLES, command, contents, run
 
 ROWS, WIDTH = 60, 6
 CPU = torch.device("cpu")
@@ -287,6 +288,19 @@ def test_a_run_goes_on_with_the_manifest(inspected, trained, shards, tmp_path, c
     assert (content["listed"].keys() & set(map(str, hardest))) == set()
     assert content["left out by the manifest"] == 12
     assert content["looked at"].startswith("30 drawn at random, each compared with all 72")
+
+
+def test_a_folder_of_another_program_stays_as_it_is(trained, shards, tmp_path):
+    reference, notes = tmp_path / "reference", tmp_path / "notes"
+    weights = str(trained / "checkpoints" / "epoch_2.pt")
+    write_reference([shards, "--model", "demo-vit", "--pretrained", weights, "--output", str(reference)])
+    notes.mkdir()
+    (notes / "thoughts.txt").write_text("mine")
+    for folder in (reference, notes):
+        before = contents(folder)
+        with pytest.raises(UsageError, match="--output"):
+            inspect.main([str(trained), "--output", str(folder)])
+        assert contents(folder) == before
 
 
 def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):

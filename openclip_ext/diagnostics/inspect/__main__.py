@@ -1,6 +1,7 @@
 """Run ``openclip-ext inspect RUN_FOLDER``."""
 
 import argparse
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,15 @@ from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
-from openclip_ext.diagnostics.finished_run import FinishedRun, add_run_arguments, embed_training_set, load_run
+from openclip_ext.diagnostics.finished_run import ABOUT, FinishedRun, add_run_arguments, embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
-from openclip_ext.evaluation.embeddings import Embeddings
+from openclip_ext.evaluation.embeddings import TABLES, Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 
+_RESULTS = ("index.html", "found.json", "found.csv")
 _MISFITS = ("misfit-captions", "misfit-images")
 
 
@@ -39,6 +41,10 @@ def main(argv: list[str]) -> None:
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
+    if args.output is not None and (others := _files_of_others(args.output)):
+        raise UsageError(
+            f"--output {args.output} has files of another program, such as {others[0]}: give another folder"
+        )
     run = load_run(**vars(args))
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
@@ -60,19 +66,31 @@ def _inspect(
     about = _about(run, embeddings, len(anchors), is_stored)
     samples, thumbnails = outputs.read_samples(run.source, found, args.show)
     inspection = Inspection(about, thresholds, found, samples)
-    outputs.write_page(folder / "index.html", inspection, thumbnails, args.show)
-    outputs.write_json(folder / "found.json", inspection)
-    outputs.write_csv(folder / "found.csv", inspection)
+    outputs.write_page(folder / _RESULTS[0], inspection, thumbnails, args.show)
+    outputs.write_json(folder / _RESULTS[1], inspection)
+    outputs.write_csv(folder / _RESULTS[2], inspection)
 
     for name, value in about.items():
         say(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
     for name, category in found.items():
         print(f"{name:<{max(map(len, found))}}  {category.count:>12,}")
-    print(f"{folder / 'index.html'} shows the findings; found.json and found.csv list them.")
+    print(f"{folder / _RESULTS[0]} shows the findings; found.json and found.csv list them.")
     if manifest is not None:
         changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
+
+
+def _files_of_others(folder: Path) -> list[str]:
+    """Return the names of files in a folder that ``inspect`` does not write, or that another command has written."""
+    if not folder.is_dir():
+        return []
+    own = {ABOUT, *TABLES, *_RESULTS, ".lock"}
+    others = sorted({path.name for path in folder.iterdir()} - own)
+    # ``openclip-ext embed`` writes a file with this name, too.
+    if (folder / ABOUT).is_file() and "of" not in json.loads((folder / ABOUT).read_text()):
+        others.insert(0, ABOUT)
+    return others
 
 
 def _categories(text: str) -> list[str]:
