@@ -166,7 +166,7 @@ def _weight_names(path: Path) -> set[str]:
         return set()
 
 
-def _flags_of_run(source: str | None) -> dict[str, Any]:
+def _flags_of_run(source: str | Path | None) -> dict[str, Any]:
     """Return the flags in the ``config.json`` of a checkpoint's run folder; empty if the file is not in a run folder."""
     if source is None or not Path(source).is_file():  # a pretrained tag has no run, also in a run folder
         return {}
@@ -178,7 +178,7 @@ def _flags_of_run(source: str | None) -> dict[str, Any]:
 
 def model_of_run(checkpoint: str | Path | None) -> str | None:
     """Return the ``--model`` of the run that wrote a checkpoint file; None if the run is unknown."""
-    return _flags_of_run(checkpoint and str(checkpoint)).get("model")
+    return _flags_of_run(checkpoint).get("model")
 
 
 def options_of_run(source: str | None) -> dict[str, Any]:
