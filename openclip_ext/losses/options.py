@@ -70,8 +70,8 @@ PACKAGE_OPTIONS = (
         "reference_temperature",
         float,
         0.01,
-        "temperature of the reference model's softmax, for --distill; openclip-ext embed reports the reference model's "
-        "learned temperature",
+        "temperature of the reference model's softmax, for --distill; the training program's default is the reference "
+        "model's own temperature",
         exclusive_minimum=0.0,
     ),
     Option(
