@@ -7,11 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-import torch
 from tqdm import tqdm
 
 from openclip_ext.cli.errors import check_words
 from openclip_ext.cli.messages import say, until_pipe_breaks
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors have one line: argparse would print a long usage text before the message."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, and exit with status 2."""
+        say(f"error: {message}; {self.prog} --help lists the flags", sys.stderr)
+        raise SystemExit(2)
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -39,6 +47,8 @@ def progress_bar(items: Iterable[Any] | None = None, **arguments: Any) -> tqdm:
 
 def device(name: str) -> str:
     """Return ``name``. Raise ArgumentTypeError if PyTorch has no such device, or if this machine does not have this GPU."""
+    import torch  # imported late, because some commands do not need it
+
     try:
         found = torch.device(name)
     except RuntimeError as error:

@@ -5,6 +5,8 @@ import pickle
 import re
 from collections.abc import Sequence
 
+from openclip_ext.cli.words import may_be_empty
+
 
 class UsageError(ValueError):
     """An error that a user can fix, such as a wrong flag or wrong data. The message contains the fix."""
@@ -29,7 +31,8 @@ def check_words(argv: Sequence[str]) -> None:
     """Raise UsageError for a word of a command line that is not UTF-8, or that has an empty value."""
     check_encoding(argv)
     for before, word in itertools.pairwise(["", *argv]):
-        if not word or re.fullmatch("--[a-z0-9-]+=", word):
+        is_empty = not word or re.fullmatch("--[a-z0-9-]+=", word)
+        if is_empty and not may_be_empty(before if not word else word[:-1]):
             raise UsageError(
                 f"{word or before}: the value is empty: remove the flag, or set the shell's variable in it"
             )

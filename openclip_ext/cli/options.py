@@ -27,10 +27,14 @@ class OptionError(ValueError):
         self.option = option
 
 
+# Words with a smaller ratio of ``difflib.SequenceMatcher`` are not suggested: --gpus does not mean --eps.
+_SIMILAR = 0.75
+
+
 def nearest(word: str, known: Collection[str]) -> str:
     """Return ``; did you mean ...?`` with the most similar known word, or an empty text if no known word is similar."""
     names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1)
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_SIMILAR)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from openclip_ext import __version__
+from openclip_ext.cli import words
 from openclip_ext.cli.messages import until_pipe_breaks
 from openclip_ext.cli.options import nearest
 
@@ -91,5 +92,6 @@ def _run(name: str, *rest: str) -> None:
         runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     else:
         commands = f"expected one of {', '.join(COMMANDS)}"
-        print(f"openclip-ext: unknown command {name!r}: {commands}{nearest(name, COMMANDS)}", file=sys.stderr)
+        hint = f"; here: openclip-ext {words.COMMANDS[name]}" if name in words.COMMANDS else nearest(name, COMMANDS)
+        print(f"openclip-ext: unknown command {name!r}: {commands}{hint}", file=sys.stderr)
         raise SystemExit(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import flag, from_flags, option_as_words, own_options
 from openclip_ext.compare import space
@@ -144,7 +145,7 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Find the best loss for your data, model and batch size. Also accepts the flags of training."
-    parser = argparse.ArgumentParser(prog="openclip-ext compare", allow_abbrev=False, description=description)
+    parser = command_line.Parser(prog="openclip-ext compare", allow_abbrev=False, description=description)
     parser.add_argument("shards", metavar="SHARDS", help="training data, as in --train-data")
     default = ",".join(space.DEFAULT_LOSSES)
     parser.add_argument("--losses", default=default, help=f"losses, separated by commas (default: {default})")

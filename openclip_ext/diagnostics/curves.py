@@ -1,6 +1,5 @@
 """Draw the curves of one or more runs from their ``metrics.jsonl``: ``openclip-ext plot RUN...``."""
 
-import argparse
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ def _order_of_metrics(name: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
+    parser = command_line.Parser(prog="openclip-ext plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (LOGS/NAME)")
     file = "file for the figure; the extension (such as .png) sets the format (default: %(default)s)"
     parser.add_argument("--output", type=output_path, default=Path("curves.png"), help=file)

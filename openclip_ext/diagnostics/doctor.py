@@ -4,7 +4,6 @@ The program needs no GPU and trains nothing. It prints a line for each check, an
 if a problem would stop the run. If the shards have no manifest, the program writes one, as training does.
 """
 
-import argparse
 import math
 import os
 import shutil
@@ -24,12 +23,11 @@ from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
-from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags
+from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags, run_to_plan
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, other_batch
-from openclip_ext.training.config import TrainingConfig, for_processes
-from openclip_ext.training.flags import parse
-from openclip_ext.training.model import build_loss, build_model, for_training, with_loss_options
+from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.model import build_loss, build_model, for_training
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
@@ -159,18 +157,7 @@ class Doctor:
                 WARNING,
                 "memory: the estimate has all parameters on every GPU. With --fsdp, the run needs less memory",
             )
-        training = Training(
-            loss=self.config.loss.name,
-            options={name: self.config.loss.options[name] for name in self.config.loss.given},
-            model=model.file_name,
-            samples=self.samples,
-            global_batch=self.global_batch,
-            precision=step.precision,
-            grad_checkpointing=model.grad_checkpointing,
-            accum_freq=self.config.loading.accum_freq,
-            reference_dim=None if self.reference is None else self.reference.width,
-            has_average=step.model_ema_decay is not None,
-        )
+        training = Training.of(self.config, self.samples, self.world_size, self.reference)
         self.plan = Plan(training, self.world_size, self.gpu_memory)
         if warning := self.plan.warning(self.plan.asked):
             yield WARNING, f"memory: {warning}"
@@ -222,12 +209,11 @@ def _is_cached(repository: str, cache_dir: str | None) -> bool:
 def main(argv: list[str]) -> None:
     """Print the findings, and exit with status 1 if a problem would stop the run, else 0."""
     usage = "openclip-ext doctor [FLAG] FLAGS OF TRAIN ..."
-    parser = argparse.ArgumentParser(prog="openclip-ext doctor", allow_abbrev=False, usage=usage)
+    parser = command_line.Parser(prog="openclip-ext doctor", allow_abbrev=False, usage=usage)
     add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
     add_model_configs()
-    processes = {"rank": 0, "local_rank": 0, "world_size": own.world_size, "distributed": own.world_size > 1}
-    config = with_loss_options(for_processes(parse(flags), "now", **processes))
+    config = run_to_plan(flags, own.world_size)
     check(config)
     status = 0
     for verdict, text in Doctor(config, own.world_size, own.gpu_memory).findings():

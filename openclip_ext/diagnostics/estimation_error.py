@@ -5,7 +5,6 @@ For sampled anchors ``i``, the exact ``α*_i = log(ε + g_i(S))`` [NeuCLIP 9] is
 the baseline. The program can measure several checkpoints and runs, as in NeuCLIP, Figures 2c and 4.
 """
 
-import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -306,7 +305,7 @@ def main(argv: list[str]) -> None:
     from openclip_ext.diagnostics.finished_run import add_run_arguments, embed_training_set, load_run
 
     description = "Measure the error of a run's log-normalizers, compared with exact values over the full training set."
-    parser = argparse.ArgumentParser(prog="openclip-ext estimation-error", description=description)
+    parser = command_line.Parser(prog="openclip-ext estimation-error", description=description)
     add_run_arguments(parser, several=True)
     count_help = "number of samples whose log-normalizers are measured (default: %(default)s)"
     parser.add_argument("--anchors", type=command_line.count, default=DEFAULT_ANCHORS, help=count_help)

@@ -1,6 +1,5 @@
 """List all losses, or describe the given losses: ``openclip-ext losses [NAME ...]``."""
 
-import argparse
 from collections.abc import Iterator
 
 from openclip_ext.cli import command_line
@@ -10,7 +9,7 @@ from openclip_ext.training.parser import describe_options
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="openclip-ext losses", description=__doc__, allow_abbrev=False)
+    parser = command_line.Parser(prog="openclip-ext losses", description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a loss, or my.module:METHOD (default: list all)")
     names = parser.parse_args(argv).names
     if not names:

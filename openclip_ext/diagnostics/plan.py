@@ -17,12 +17,18 @@ import torch
 from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.command_line import count
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics.dry_run import ALL_REDUCE, PRECISIONS, DryRun, activation_bytes, dry_run, sent_bytes
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PARTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
+from openclip_ext.training.config import TrainingConfig, for_processes
+from openclip_ext.training.flags import parse
+from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_loss_flags, import_losses, take_loss_options
 
 LARGEST_WORLD = 1024
@@ -49,6 +55,24 @@ class Training:
     accum_freq: int = 1
     reference_dim: int | None = None  # embedding dimension of a reference model
     has_average: bool = False  # --model-ema-decay: one more float32 copy of the parameters
+
+    @classmethod
+    def of(
+        cls, config: TrainingConfig, samples: int, world_size: int, reference: EmbeddingStore | None = None
+    ) -> "Training":
+        """Return the training run of a configuration with ``samples`` samples on ``world_size`` ranks."""
+        return cls(
+            loss=config.loss.name,
+            options={name: config.loss.options[name] for name in config.loss.given},
+            model=config.model.file_name,
+            samples=samples,
+            global_batch=config.loading.batch_size * config.loading.accum_freq * world_size,
+            precision=config.step.precision,
+            grad_checkpointing=config.model.grad_checkpointing,
+            accum_freq=config.loading.accum_freq,
+            reference_dim=None if reference is None else reference.width,
+            has_average=config.step.model_ema_decay is not None,
+        )
 
     def create_loss(self, embed_dim: int, samples: int = _FEW_SAMPLES) -> ContrastiveLoss:
         """Create the run's loss with state for ``samples`` samples."""
@@ -204,18 +228,45 @@ def _gib(size: float) -> str:
     return f"{size / _GIB:.3f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
 
 
+def run_to_plan(argv: list[str], world_size: int) -> TrainingConfig:
+    """Return the configuration of a run with the flags of ``train`` on ``world_size`` ranks, before it is started."""
+    processes = {"rank": 0, "local_rank": 0, "world_size": world_size, "distributed": world_size > 1}
+    return with_loss_options(for_processes(parse(argv), "now", **processes))
+
+
 def main(argv: list[str]) -> None:
-    import_losses(argv)
-    args = vars(_parser().parse_args(argv))
-    gpu_memory, world_size, loss = args.pop("gpu_memory"), args.pop("world_size"), args.pop("loss") or "openclip"
-    options = take_loss_options(args)
     add_model_configs()
-    for line in Plan(Training(loss=loss, options=options, **args), world_size, gpu_memory).report():
+    if {word.partition("=")[0] for word in argv} & {"--train-data", "--dataset-type", "--batch-size"}:
+        training, machine = _of_train_flags(argv)
+    else:
+        import_losses(argv)
+        machine = _parser().parse_args(argv)
+        args = vars(machine)
+        options, loss = take_loss_options(args), args["loss"] or "openclip"
+        about = {name: value for name, value in args.items() if name not in ("loss", "world_size", "gpu_memory")}
+        training = Training(loss=loss, options=options, **about)
+    for line in Plan(training, machine.world_size, machine.gpu_memory).report():
         print(line)
 
 
+def _of_train_flags(argv: list[str]) -> tuple[Training, argparse.Namespace]:
+    """Return the run that a command line with the flags of ``train`` describes, and the flags of the machine."""
+    parser = command_line.Parser(prog="openclip-ext plan", allow_abbrev=False)
+    parser.add_argument("--samples", type=count)
+    add_machine_flags(parser)
+    own, flags = parser.parse_known_args(argv)
+    if own.samples is not None:
+        config = run_to_plan([*flags, "--dataset-type", "synthetic"], own.world_size)
+        return Training.of(config, own.samples, own.world_size), own
+    config = run_to_plan(flags, own.world_size)
+    if config.data is None:
+        raise UsageError("the number of samples is unknown: give --samples or --train-data")
+    source = build_source(config.data, torch.as_tensor)
+    return Training.of(config, source.num_samples, own.world_size, source.reference), own
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser = command_line.Parser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=count, required=True, help="number of samples in the data set, such as 1e9")
     add_machine_flags(parser)
     parser.add_argument("--global-batch", type=count, required=True, help="samples per step over all ranks")

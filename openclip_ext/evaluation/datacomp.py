@@ -32,7 +32,7 @@ logger = logging.getLogger("eval.datacomp")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="openclip-ext evaluate",
         description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
         "torchrun share the tasks. The same command continues an interrupted run.",

@@ -151,7 +151,7 @@ def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="openclip-ext download",
         description="Download DataComp's evaluation sets from the Hugging Face hub, to evaluate models offline. "
         "Run the same command again to continue after an interruption.",

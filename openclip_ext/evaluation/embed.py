@@ -163,7 +163,7 @@ def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) 
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="openclip-ext embed",
         description="Write a model's embeddings of a data set in the order of sample indices, for --reference. Several "
         "processes under torchrun share the shards. The same command continues an interrupted run.",

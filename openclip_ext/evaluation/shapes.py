@@ -144,7 +144,7 @@ def format_table(columns: dict[str, dict[str, float]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="python -m openclip_ext.evaluation.shapes",
         description="Score zero-shot classification and retrieval on the demo set's test split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

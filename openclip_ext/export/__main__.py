@@ -1,6 +1,5 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +98,7 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
+    parser = command_line.Parser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
     parser.add_argument("checkpoint", type=Path, help=file)
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())

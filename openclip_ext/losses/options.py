@@ -6,9 +6,11 @@ part are the keyword-only arguments of its constructor.
 
 import functools
 import math
+import os
 from collections.abc import Collection
 
 from openclip_ext.cli.options import Option, OptionError, nearest
+from openclip_ext.cli.words import LOSSES
 
 # Options that only ablations set.
 _ablation = functools.partial(Option, ablation=True)
@@ -317,9 +319,13 @@ SUMMARIES = {
 
 def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
     """Raise OptionError if ``name`` is not in ``known``. The message suggests a similar name, if there is one."""
-    if name not in known:
-        expected = f"expected one of {', '.join(known)}, or my.module:METHOD"
-        raise OptionError("loss", f"unknown loss {name!r}: {expected}{nearest(str(name), known)}")
+    if name in known:
+        return
+    expected, module = f"expected one of {', '.join(known)}, or my.module:METHOD", str(name).removesuffix(".py")
+    hint = f"; did you mean {LOSSES[name]}?" if name in LOSSES else nearest(str(name), known)
+    if os.path.isfile(f"{module}.py"):
+        hint = f". For the loss in {module}.py, give --loss {module}:METHOD"
+    raise OptionError("loss", f"unknown loss {name!r}: {expected}{hint}")
 
 
 def rho_of(hard_share: float) -> float:

@@ -129,8 +129,9 @@ def find_method(name: str) -> Method:
 
 def _import_method(name: str) -> Method:
     module_name, _, attribute = name.partition(":")
-    if not module_name or module_name.startswith("."):
-        raise OptionError("loss", f"loss {name!r}: expected my.module:METHOD")
+    if not module_name or module_name.startswith(".") or "/" in module_name or module_name.endswith(".py"):
+        plain = module_name.removeprefix("./").removesuffix(".py").replace("/", ".").lstrip(".") or "my.module"
+        raise OptionError("loss", f"loss {name!r}: expected a module and its attribute, such as {plain}:METHOD")
     if "" not in sys.path and os.getcwd() not in sys.path:
         # Unlike ``python -m``, an installed program does not add the current folder to the path.
         sys.path.append(os.getcwd())

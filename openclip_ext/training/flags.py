@@ -12,12 +12,12 @@ from typing import Any
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError, check_words
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
+from openclip_ext.cli.words import refuse_files, refuse_foreign_words
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
-from openclip_ext.training.slips import refuse_expanded_pattern, refuse_slips
 
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
@@ -59,7 +59,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     elif name is not None:
         refuse_unknown_loss(name, SUMMARIES)
     parser = parsing.build_parser()
-    refuse_slips(argv, {*parser.flags, *parsing.own_flags()})
+    refuse_foreign_words(argv, {*parser.flags, *parsing.own_flags()})
     argv = list(_with_our_names(argv))
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
@@ -83,7 +83,7 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
         args = parser.parse_args(argv)
     except UsageError as error:
         unknown = str(error).partition("unrecognized arguments: ")[2].split()
-        refuse_expanded_pattern(unknown)
+        refuse_files(unknown, "--train-data" in argv)
         hint = nearest(unknown[0].partition("=")[0], [*parser.flags, *parsing.own_flags()]) if unknown else ""
         raise UsageError(f"{error}{hint}; --help lists the flags") from None
     except ValueError as error:
@@ -164,7 +164,7 @@ def _check_together(args: argparse.Namespace) -> None:
     refused: dict[str, Any] = {
         "--horovod is not supported: start with torchrun": args.horovod,
         "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,
-        "distillation (--distill-model) is not supported: use open_clip_train.main": distills,
+        "--distill-model: give --reference FOLDER --distill WEIGHT; openclip-ext embed writes the folder": distills,
         f"--opt {args.opt}: expected adamw, lamb or timm/NAME": not (
             opt in ("adamw", "lamb") or opt.startswith("timm/")
         ),

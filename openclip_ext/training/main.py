@@ -9,6 +9,7 @@ import signal
 import sys
 
 from openclip_ext import __version__
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import say, until_pipe_breaks
 from openclip_ext.training.flags import parse
 
@@ -18,6 +19,8 @@ def main(argv: list[str]) -> None:
 
     Raise UsageError for a wrong command line, data or checkpoint. Raise SystemExit after ``--help``, SIGTERM or SIGINT.
     """
+    if isinstance(argv, str):
+        raise UsageError("main takes a list of words: expected main(shlex.split(...)), found a text")
     config = parse(argv)
     from openclip_ext.training.run import run
 

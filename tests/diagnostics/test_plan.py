@@ -236,3 +236,27 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             plan.main([*COMMAND, *arguments])
+
+
+@pytest.mark.parametrize("given", [["--samples", "1e4"], ["--train-data"]])
+def test_the_flags_of_train_describe_the_run(given, shards, capsys):
+    flags = [
+        "--model",
+        "demo-vit",
+        "--batch-size",
+        "8",
+        "--accum-freq",
+        "2",
+        "--world-size",
+        "2",
+        "--precision",
+        "fp32",
+        "--lr",
+        "1e-3",
+        "--epochs",
+        "3",
+    ]
+    data = [shards] if given == ["--train-data"] else []
+    plan.main([*flags, *given, *data])
+    samples = "84" if data else "10,000"
+    assert f"n = {samples}, global batch 32, 2 ranks" in capsys.readouterr().out

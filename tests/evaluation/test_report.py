@@ -335,3 +335,11 @@ def test_wrong_input(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=expected):
             main([str(tmp_path / path), "--output", str(tmp_path / "report")])
     assert not (tmp_path / "report").exists()
+
+
+def test_a_folder_with_evaluations_only_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    line = {"step": 0, "epoch": 0, "evaluation": {"image_to_text_R@1": 0.25}}
+    (tmp_path / "before" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    main([str(tmp_path / "before"), "--output", str(tmp_path / "report")])
+    assert "image_to_text_R@1" in (tmp_path / "report" / "index.html").read_text()

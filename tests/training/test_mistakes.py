@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from openclip_ext.cli.words import refuse_foreign_words
 from openclip_ext.training.config import ModelConfig
-from openclip_ext.training.main import cli
-from openclip_ext.training.slips import refuse_slips
+from openclip_ext.training.flags import parse
+from openclip_ext.training.main import cli, main
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
 
@@ -35,7 +36,7 @@ MISTAKES = [
     ("--opt timm/sgdd --lr 1e-3", "--opt timm/sgdd: "),
     ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
-    ("--loss .relative:METHOD", "expected my.module:METHOD"),
+    ("--loss .relative:METHOD", "such as relative:METHOD"),
     ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
     ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
@@ -68,7 +69,8 @@ MISTAKES = [
     ("--horovod", "torchrun"),
     ("--dataset-type auto", "nothing to do: give --train-data"),
     ("--trace --train-data x.tar --dataset-type webdataset", "--trace is for evaluation only"),
-    ("--distill-model RN50", "distillation"),
+    ("--distill-model RN50", "--reference FOLDER --distill WEIGHT"),
+    ("demo/0.tar", "give the data with --train-data"),
     ("--lr-scheduler const-cooldown", "--epochs-cooldown and --lr-scheduler const-cooldown need each other"),
     ("--lr-min 1e-3", "--lr-min 0.001: expected at most --lr 0.0005"),
     ("--save-every-steps 5", "--save-every-steps needs a run folder"),
@@ -84,12 +86,15 @@ MISTAKES = [
     ("\u2013\u2013loss neuclip", "this word starts with a typographic dash"),
     ("--name \u2018first\u2019", "this word has typographic quotes"),
     ("--Batch_Size 8", "--Batch_Size: unknown flag; did you mean --batch-size?"),
-    (
-        "--lr_tau_scheduler step_thresh",
-        "--lr_tau_scheduler: this is a flag of fast_clip; here: not needed (the loss decides)",
-    ),
+    ("--gpus 2", "torchrun --nproc-per-node"),
+    ("--world_size=2", "torchrun --nproc-per-node"),
+    ("--learning-rate 1e-3", "--lr"),
+    ("--data x.tar", "--train-data"),
+    ("--wandb", "--report-to wandb"),
+    ("--loss clip", "did you mean openclip?"),
+    ("--loss ./sharedclip.py:METHOD", "such as sharedclip:METHOD"),
     ("-help", "-help: --help lists the flags"),
-    ("--train-data d/0.tar d/1.tar d/2.tar", "d/1.tar and 1 more words belong to no flag: the shell has expanded"),
+    ("--train-data d/0.tar d/1.tar d/2.tar", "d/1.tar and 1 more words belong to no flag: --train-data takes one word"),
     ("--resume last --name x", "did you mean --resume latest?"),
     ("--loss sharedclip.py", "or my.module:METHOD"),
     ("--loss openclip_ext.losses.neuclip:NeuClip", "expected a Method object, found None"),
@@ -128,10 +133,32 @@ def test_a_single_process_tells_its_mistake_in_each_task(number, monkeypatch, ca
     assert "error: --seed" in errors_of(["--seed", "-1"], monkeypatch, capsys)
 
 
-def test_help_is_a_slip():
+def test_help_is_a_flag():
     with pytest.raises(ValueError, match="help: --help lists the flags"):
-        refuse_slips(["help"], [])
-    refuse_slips(["--name", "help"], ["--name"])
+        refuse_foreign_words(["help"], [])
+    refuse_foreign_words(["--name", "help"], ["--name"])
+
+
+@pytest.mark.parametrize("word", ["--gpus", "--world-sizes", "--gpu-ids"])
+def test_a_word_that_is_not_similar_is_not_suggested(word, monkeypatch, capsys):
+    assert "did you mean" not in errors_of([word, "2"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("notes", ["\u201cfirst\u201d try", ""])
+def test_notes_may_contain_anything(notes):
+    assert parse([*WORKS.split(), "--wandb-notes", notes]).reporting.wandb_notes == notes
+
+
+def test_a_text_is_no_command_line():
+    with pytest.raises(ValueError, match="list of words"):
+        main("--loss queueclip")
+
+
+def test_the_file_of_a_loss_is_recognized(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unitclip.py").touch()
+    for name in ("unitclip", "unitclip.py"):
+        assert "--loss unitclip:METHOD" in errors_of(["--loss", name], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("flag", ["--pretrained", "--resume"])

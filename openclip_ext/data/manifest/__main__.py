@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import check_words
 from openclip_ext.cli.messages import say
 from openclip_ext.data.manifest.find import cache_folder, candidates
@@ -20,7 +21,7 @@ from openclip_ext.files.writing import output_path
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="openclip-ext manifest",
         description="Count the samples of shards, to define the index of every sample.",
     )

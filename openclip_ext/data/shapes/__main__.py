@@ -3,13 +3,14 @@
 import argparse
 import sys
 
+from openclip_ext.cli import command_line
 from openclip_ext.data.shapes.scene import SPLITS
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.files.writing import output_path
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="python -m openclip_ext.data.shapes",
         description="Draw images of colored shapes with captions and write them as WebDataset shards. "
         "Does not change a complete set.",

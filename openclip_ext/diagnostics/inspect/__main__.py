@@ -159,7 +159,7 @@ def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run."
-    parser = argparse.ArgumentParser(prog="openclip-ext inspect", description=description)
+    parser = command_line.Parser(prog="openclip-ext inspect", description=description)
     add_run_arguments(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)

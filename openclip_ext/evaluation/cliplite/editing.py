@@ -133,7 +133,7 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog=f"python -m {__package__}.editing",
         description="Remove a concept, which pairs of words define, from image embeddings, and print the alignment "
         "table (CLIP-Lite, section 4.8). Without --pairs, the concept is gender, as in the paper.",

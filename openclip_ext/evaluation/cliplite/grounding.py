@@ -127,7 +127,7 @@ def grounding_picture(image: np.ndarray, maps: np.ndarray, phrases: Sequence[str
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog=f"python -m {__package__}.grounding",
         description="Draw Grad-CAM heat maps of phrases over images, as PNG files (CLIP-Lite, section 4.7).",
     )

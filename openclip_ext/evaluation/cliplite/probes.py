@@ -183,7 +183,7 @@ def probe_top1(train: Split, test: Split, costs: Sequence[float] = LOGISTIC_COST
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog=f"python -m {__package__}.probes",
         description="Fit linear probes on frozen features, as in CLIP-Lite and VirTex.",
     )

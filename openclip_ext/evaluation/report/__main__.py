@@ -14,7 +14,7 @@ from openclip_ext.pages.rendering import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, training time, curves, validation, and DataComp's tasks "
         "if they were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). Differences "

@@ -120,16 +120,16 @@ def _read_run(path: Path) -> EvaluatedRun:
         # A result file replaces the evaluation during training if the file contains at least as many tasks.
         if label not in found or len(from_file.tasks) >= len(found[label].tasks):
             found[label] = from_file
-    if not found and not log.steps:
+    if not found and not log.steps and not log.validations:
         content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{path} is neither a run folder nor a folder of results: expected {METRICS_FILE}, {RESULTS_FILE} or "
-            f"datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
+            f"{path} has neither logged steps nor results: expected lines of steps or evaluations in {METRICS_FILE}, "
+            f"{RESULTS_FILE} or datacomp/CHECKPOINT/{RESULTS_FILE}, found {content}."
         )
     placed = [_place(entry, log.steps) for entry in found.values()]
     # Checkpoints whose epoch is unknown come first. The shorter of two labels of an epoch has the lower step.
     placed.sort(key=lambda one: (*((-1, 0) if one.epoch is None else (one.epoch, len(one.label))), one.label))
-    return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps else ())
+    return EvaluatedRun(path.resolve().name, tuple(placed), (log,) if log.steps or log.validations else ())
 
 
 def _from_file(path: Path, label: str) -> Checkpoint:

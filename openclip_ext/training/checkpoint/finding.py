@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import nearest
 from openclip_ext.files import json_lines
 from openclip_ext.training.checkpoint.format import LATEST, NAME, Checkpoint, load_model_file, read, verify
 from openclip_ext.training.config import RunFolderConfig
@@ -53,7 +54,11 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
             f"{config.folder} has the log of {steps} steps, and its checkpoints are lost: check whether the disk of "
             f"{config.folder / 'checkpoints'} is mounted. To start from scratch, remove {log}"
         )
-    logging.info(f"No checkpoint in {config.folder} yet: starting from scratch.")
+    runs = [path.parent.name for path in config.folder.parent.glob("*/checkpoints") if any(path.iterdir())]
+    hint = nearest(config.name, runs)
+    logging.log(
+        logging.WARNING if hint else logging.INFO, f"No checkpoint in {config.folder}: starting from scratch{hint}"
+    )
     return None, unreadable
 
 

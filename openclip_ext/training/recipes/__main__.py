@@ -2,12 +2,13 @@
 
 import argparse
 
+from openclip_ext.cli import command_line
 from openclip_ext.training import recipes
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the names of all recipes, the names of one data set's recipes, or one recipe with its source and results."""
-    parser = argparse.ArgumentParser(prog="openclip_ext.training.recipes", description=__doc__)
+    parser = command_line.Parser(prog="openclip_ext.training.recipes", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of: {', '.join(recipes.names())}")
     parser.add_argument("loss", nargs="?", help="a loss with a recipe for DATASET")
     parser.add_argument(
