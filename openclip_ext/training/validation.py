@@ -1,5 +1,6 @@
 """Evaluation during training: the evaluators' interface, their creation from flags, and OpenCLIP's validation."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files import json_lines
+from openclip_ext.training.checkpoint.format import load_model_file
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
@@ -141,9 +143,14 @@ def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
-    """Return whether an evaluation is better than all earlier evaluations in ``results.jsonl``, or is the first.
+    """Return whether an evaluation is better than the model in ``best.pt``, whose metric is in ``results.jsonl``.
 
-    For losses and ranks, smaller is better. For other metrics, larger is better. Return False if ``metrics`` is empty.
+    Without such a model, every evaluation is better. For losses and ranks, smaller is better. For other metrics, larger is
+    better. Return False if ``metrics`` is empty.
+
+    Args:
+        folder: The run's ``checkpoints/``.
+        epoch: Number of completed epochs of the evaluated model.
     """
     if not metrics:
         return False
@@ -151,7 +158,13 @@ def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) ->
         logging.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
         return False
     sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
+    # An earlier evaluation may be better, but if its model could not be saved, it must not prevent this save.
+    saved = None
+    with contextlib.suppress(UsageError):
+        saved = load_model_file(folder / "best.pt", mmap=True)["epoch"]
     lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
-    earlier = [sign * line[metric] for line in lines if isinstance(line.get(metric), int | float)]
+    best = [
+        sign * line[metric] for line in lines if line["epoch"] == saved and isinstance(line.get(metric), int | float)
+    ]
     value = sign * metrics[metric]
-    return not math.isnan(value) and all(value > other or math.isnan(other) for other in earlier)
+    return not math.isnan(value) and all(value > other or math.isnan(other) for other in best)
