@@ -238,7 +238,8 @@ class TrainLoader:
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
-            and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
+            and if configured ``caption_hash`` and ``image_hash`` ``(batch_size,)`` int64 and ``hard_negative``
+            ``(batch_size, L)`` int64.
 
         Raises:
             ValueError: The loaded state has more batches than the epoch, or belongs to another epoch.
