@@ -218,10 +218,10 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
     return {**outputs, "image_features": features[:, 0], "text_features": features[:, 1]}
 
 
-def _equality_labels(batches: list[Batch]) -> Tensor:
-    """Return labels for the loss's ``positives``: ``(B, k)``, equal for equal captions and, if known, for equal images."""
-    columns = [_joined(batches, name) for name in ("caption_hash", "image_hash")]
-    return torch.stack([column for column in columns if column is not None], dim=1)
+def _equality_labels(batches: list[Batch]) -> Tensor | None:
+    """Return labels for the loss's ``positives``: of captions ``(B,)``, or if known, of captions and images ``(B, 2)``."""
+    captions, images = (_joined(batches, name) for name in ("caption_hash", "image_hash"))
+    return captions if captions is None or images is None else torch.stack([captions, images], dim=1)
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:

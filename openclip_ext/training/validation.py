@@ -102,7 +102,9 @@ class Validation:
     device: torch.device
     precision: str = "fp32"
     name: str = "validation"
-    _logged: set[str] = field(default_factory=set, init=False, compare=False)  # so that each evaluation does not repeat it
+    _logged: set[str] = field(
+        default_factory=set, init=False, compare=False
+    )  # so that each evaluation does not repeat it
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
