@@ -29,7 +29,7 @@ from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
 from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
-from openclip_ext.evaluation.statistics import group_numbers, half_width
+from openclip_ext.evaluation.statistics import half_width, linked_groups
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_text
 from openclip_ext.losses.options import OPTIONS
@@ -110,7 +110,7 @@ class Comparison:
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, jobs, parameters)
         self._scored: dict[str, dict[str, Any]] = {}  # rows of this comparison's runs, also of unfinished runs
-        self._val_groups = group_numbers(data.val.captions())
+        self._val_groups = linked_groups(data.val.image_hashes(), data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
         if plan is not None and plan.context != self.context:
@@ -282,6 +282,7 @@ class Comparison:
                 notes=tuple(notes),
                 processes=self.config.processes,
             ),
+            images=self.pilot.data.test.image_hashes(),
             captions=self.pilot.data.test.captions(),
             command_line=self.command_line,
         )

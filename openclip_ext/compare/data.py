@@ -18,6 +18,7 @@ from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.ranks import repeats
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.training.config import TrainingConfig
 
@@ -29,6 +30,8 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
     notes: list[str] = []
     names = _class_names(config.classes)
     train, held_out = _decode(config, training, len(names) or None, notes)
+    if repeated := repeats(held_out.image_hashes(), held_out.captions()):
+        notes.append(f"the validation samples have {repeated}")
     val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
         raise ValueError("all validation samples have the same caption: give other data with --val")
@@ -87,9 +90,7 @@ def _decode(
         train = decoded(spec, files, None)
     held_out = decoded(val, val_files, classes)
     held_out = held_out.part(divide(len(held_out), 1.0)[0])
-    different = len(set(held_out.captions()))
-    with_captions = "" if different == len(held_out) else f" with {different:,} different captions"
-    notes.append(f"{len(held_out):,} validation samples of {without_secrets(config.val)}{with_captions}")
+    notes.append(f"{len(held_out):,} validation samples of {without_secrets(config.val)}")
     return train, held_out
 
 

@@ -23,7 +23,15 @@ from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.reference import EmbeddingStore
-from openclip_ext.data.sources.source import BadDataError, BadSampleError, ImageDecoder, RawSample, Source, decode_image
+from openclip_ext.data.sources.source import (
+    BadDataError,
+    BadSampleError,
+    ImageDecoder,
+    RawSample,
+    Source,
+    decode_image,
+    decode_with_hash,
+)
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import write_text
@@ -31,7 +39,7 @@ from openclip_ext.text_tower import find_causal_tower, shrink
 
 # Maximum length of a stored image's shorter side, in units of the model's input side. With 2, crops lose no visible detail.
 _LARGEST = 2
-_PIXELS, _TABLE = "pixels.bin", "samples.json"
+_PIXELS, _TABLE = "pixels.bin", "table.json"
 # Number of images from which the total size of the cache is estimated.
 _PROBE = 100
 
@@ -65,6 +73,10 @@ class Cache(Source):
 
     def captions(self) -> list[str]:
         return [self._table["captions"][row] for row in self.rows]
+
+    def image_hashes(self) -> list[int]:
+        """Return a hash of each sample's image file. Equal files have equal hashes."""
+        return [self._table["images"][row] for row in self.rows]
 
     def indices(self) -> list[int]:
         """Return the samples' positions in the original data set."""
@@ -114,14 +126,16 @@ def write_cache(
     expected = source.num_kept
     indices: list[int] = []
     captions: list[str] = []
+    images: list[int] = []
     shapes: list[tuple[int, ...]] = []
     content = hashlib.blake2b(digest_size=8)
     with (folder / _PIXELS).open("wb") as file:
-        for index, image, caption in _decoded(source):
+        for index, image, caption, image_hash in _decoded(source):
             pixels = _shrunk(image, _LARGEST * image_size)
             file.write(pixels.data)
             content.update(pixels.data)
             captions.append(caption)
+            images.append(image_hash)
             shapes.append(pixels.shape[:2])
             indices.append(index)
             if len(indices) in (_PROBE, expected) and (size := file.tell() / len(indices) * expected) > limit:
@@ -137,21 +151,21 @@ def write_cache(
             f"{spec.max_bad_fraction:.1%} (--max-bad-fraction)"
         )
     labels = None if classes is None else _read_classes(spec, classes, indices)
-    table = {"captions": captions, "shapes": shapes, "classes": labels, "indices": indices}
+    table = {"captions": captions, "images": images, "shapes": shapes, "classes": labels, "indices": indices}
     table["ends"] = np.cumsum([3 * height * width for height, width in shapes]).tolist()
-    table["digest"] = config_digest([content.hexdigest(), captions, labels])
+    table["digest"] = config_digest([content.hexdigest(), captions, images, labels])
     write_text(folder / _TABLE, json.dumps(table))
     return Cache(folder)
 
 
-def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str]]:
+def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str, int]]:
     read = source.reader()
     for index in progress_bar(range(source.num_samples), desc="decoding", unit="sample", leave=False):
         if not source.is_left_out(index):
             with contextlib.suppress(BadSampleError):
-                image, caption = source.decode(read(index), decode_image)
+                image, caption, image_hash = decode_with_hash(source, read(index), decode_image)
                 assert isinstance(image, Image.Image)
-                yield index, image, caption
+                yield index, image, caption, image_hash
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:

@@ -19,13 +19,11 @@ from openclip_ext.compare.space import BASELINE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.diagnostics import estimation_error
 from openclip_ext.evaluation.embeddings import embed
-from openclip_ext.evaluation.ranks import ranks_of_best_match
-from openclip_ext.evaluation.statistics import group_numbers
+from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match
 from openclip_ext.losses import registry
 from openclip_ext.training.config import TrainingConfig
 
-IMAGE_TO_TEXT, TEXT_TO_IMAGE, ZERO_SHOT = "image_to_text_R@1", "text_to_image_R@1", "zero_shot"
-RETRIEVAL = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+RETRIEVAL, ZERO_SHOT = ("image_to_text_R@1", "text_to_image_R@1"), "zero_shot"
 # Minimum size of the population for exact normalizers, in batches.
 _BATCHES = 8
 
@@ -76,7 +74,7 @@ class ComparePilot:
             "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,
             "points": points,
-            "hits": {name: pack(of == 0) for name, of in ranks(training, self.data.test, self.data.names).items()},
+            "hits": {name: pack(of.hits()) for name, of in ranks(training, self.data.test, self.data.names).items()},
         }
         # Measuring normalizers takes as long as a short run, so only runs with the second seed do it. Only the best setting of
         # each loss has such a run.
@@ -142,34 +140,31 @@ class ComparePilot:
         return errors
 
 
-def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Return each sample's rank, ``(N,)`` from 0, in retrieval in each direction and in zero-shot classification.
+def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Ranks]:
+    """Return the samples' ranks in retrieval in each direction, as in training's validation, and in zero-shot classification.
 
-    Classification needs class ``names``. In retrieval, any sample with the same caption counts as correct.
+    Classification needs class ``names``.
     """
     captions, classes = samples.captions(), samples.classes()
     to_classify = [names] if names and classes is not None else []
-    image, text, *of_names = training.embed(samples, list(dict.fromkeys(captions)), *to_classify)
-    same = torch.tensor(group_numbers(captions), device=image.device)
-    numbers = torch.arange(len(text), device=image.device)
-    found = {
-        IMAGE_TO_TEXT: ranks_of_best_match(image, text, same, numbers),
-        TEXT_TO_IMAGE: ranks_of_best_match(text, image, numbers, same)[same],
-    }
+    place = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
+    image, text, *of_names = (of.cpu() for of in training.embed(samples, [*place], *to_classify))
+    text = text[[place[caption] for caption in captions]]
+    found = {f"{name}_R@1": of for name, of in image_text_ranks(image, text, samples.image_hashes(), captions).items()}
     for prompts in of_names:
-        right, every = torch.tensor(classes, device=image.device), torch.arange(len(names), device=image.device)
-        found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right, every)
-    return {name: of.cpu() for name, of in found.items()}
+        right = torch.stack([torch.arange(len(image)), torch.tensor(classes)], dim=1)
+        found[ZERO_SHOT] = ranks_of_best_match(image, prompts, right)
+    return found
 
 
-def recall(found: Mapping[str, Tensor]) -> float:
+def recall(found: Mapping[str, Ranks]) -> float:
     """Return R@1, averaged over both directions."""
-    return float(sum((found[name] == 0).double().mean() for name in RETRIEVAL) / 2)
+    return float(sum(found[name].hits().mean() for name in RETRIEVAL) / 2)
 
 
-def reciprocal_ranks(found: Mapping[str, Tensor]) -> Tensor:
+def reciprocal_ranks(found: Mapping[str, Ranks]) -> Tensor:
     """Return reciprocal ranks ``(N,)``, averaged over both directions. They need fewer samples than R@1 to rank models."""
-    return torch.stack([(1 + found[name]).reciprocal() for name in RETRIEVAL]).mean(dim=0)
+    return torch.stack([(1 + found[name].mean()).reciprocal() for name in RETRIEVAL]).mean(dim=0)
 
 
 def pack(values: Tensor) -> str:

@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.compare.pilot import IMAGE_TO_TEXT, RETRIEVAL, TEXT_TO_IMAGE, ZERO_SHOT, unpack
+from openclip_ext.compare.pilot import RETRIEVAL, ZERO_SHOT, unpack
 from openclip_ext.compare.runs import Contest, Results, Run, score
 from openclip_ext.compare.space import BASELINE, setting_words
-from openclip_ext.evaluation.statistics import Difference, group_numbers, paired_difference
+from openclip_ext.evaluation.ranks import chance
+from openclip_ext.evaluation.statistics import Difference, linked_groups, paired_difference
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
 
-_METRIC_WORDS = {IMAGE_TO_TEXT: "image to text", TEXT_TO_IMAGE: "text to image", ZERO_SHOT: "zero-shot"}
+_METRIC_WORDS = {RETRIEVAL[0]: "image to text", RETRIEVAL[1]: "text to image", ZERO_SHOT: "zero-shot"}
 
 Row = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ class Report:
         runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
         stopped: Number of runs that were stopped because another setting of the same loss was clearly better.
         left_behind: Losses that did not reach the last stage.
-        chance: R@1 of random guessing.
+        chance: R@1 of random guessing, averaged over both directions.
     """
 
     about: About
@@ -105,6 +105,7 @@ def make_report(
     contests: Sequence[Contest],
     results: Results,
     judged: Mapping[str, Any],
+    images: Sequence[int],
     captions: Sequence[str],
     command_line: Callable[[Row], str],
 ) -> Report:
@@ -114,10 +115,10 @@ def make_report(
         contests: The runs of each stage.
         results: Rows of finished, stopped and failed runs.
         judged: Errors of a batch's normalizers before training.
-        captions: Captions of the test samples.
+        images, captions: Of the test samples, a hash of the image and the caption.
         command_line: Function that returns the training command line of a run.
     """
-    groups = group_numbers(captions)
+    groups = linked_groups(images, captions)
     stages = [{loss: _finished(one.best(loss, results), results) for loss in one.families} for one in contests]
     found, chosen = [], {}
     for loss in contests[0].families:
@@ -150,14 +151,8 @@ def make_report(
         unfinished=sum(not row or "failed" in row for row in decided.values()),
         failures=tuple(sorted({f"a run failed: {failure}" for failure in failures})),
         left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
-        chance=chance(groups),
+        chance=statistics.fmean(chance(images, captions).values()),
     )
-
-
-def chance(groups: Sequence[int]) -> float:
-    """Return R@1 of random guessing, averaged over both directions. Samples in one group have equal captions."""
-    counts = Counter(groups).values()
-    return (1 / len(counts) + sum(count**2 for count in counts) / len(groups) ** 2) / 2
 
 
 def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.state.sharded_table import group_count, group_mean
+from openclip_ext.state.sharded_table import group_count, group_mean, merge_labels
 
 
 def _computed_once(compute: Callable[[Any], Any]) -> Any:
@@ -47,7 +47,8 @@ class LocalBatch:
         views: 1 for pairs of images and texts; 2 for two views of each image, which are then two samples. With two views,
             ``image`` contains the first views of all images, then the second views. ``text`` contains the second views, then
             the first views. So each embedding is an anchor on both sides.
-        labels: ``(B_local,)`` int64, equal for equal captions. None means that all captions count as different.
+        labels: ``(B_local,)`` or ``(B_local, k)`` int64, equal for equal captions. None means that all captions count as
+            different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
     """
 
@@ -267,6 +268,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     count = number.clamp(min=2 * batch.views)
     negatives = count - batch.views
     if labels is not None:
+        labels = merge_labels(labels)
         equal = group_count(labels, valid)
         negatives = (count - equal).clamp(min=1)
         # If one valid sample has no negative, all valid samples have the same label, so none of them has a negative.

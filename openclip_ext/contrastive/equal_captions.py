@@ -2,8 +2,8 @@
 
 In web data, several samples may have equal captions. By default, all losses treat samples with equal captions as negatives of
 each other, like OpenCLIP's loss. The option ``equal_captions`` has three values. ``mask`` and ``positive`` need labels (equal
-for equal captions), or a mask of the pairs with equal captions. ``P_i`` are the samples with the caption of anchor ``i``,
-including ``i``. ``N_i`` are all other samples.
+for equal captions), or a mask of the pairs with equal captions. In training, samples with equal image files also count as
+equal. ``P_i`` are the samples that equal anchor ``i``, including ``i``. ``N_i`` are all other samples.
 
 - ``negative``: the negatives of anchor ``i`` are all samples ``j ≠ i``;
 - ``mask``: the negatives are ``N_i``, in every sum and in every count;
@@ -28,11 +28,11 @@ NEGATIVE, POSITIVE = "negative", "positive"
 
 
 def read_labels(positives: object, batch: LocalBatch) -> Tensor:
-    """Return ``positives`` as labels, ``(B_local,)`` int64, on the device of the features.
+    """Return ``positives`` as labels, ``(B_local,)`` or ``(B_local, k)`` int64, on the device of the features.
 
-    ``positives`` are ``(B_local,)`` int64 labels, or a ``(B_local, B_local)`` bool mask of the pairs with equal captions. On
-    the CPU, every mask is checked for consistency. On other devices, where the check synchronizes, masks are checked only
-    until the loss has been called twice in training mode.
+    ``positives`` are such labels, or a ``(B_local, B_local)`` bool mask of the pairs with equal captions. Two samples with
+    ``k`` labels each are equal if they share at least one. On the CPU, every mask is checked for consistency. On other
+    devices, where the check synchronizes, masks are checked only until the loss has been called twice in training mode.
 
     Raises:
         ValueError: ``positives`` is missing, has a wrong shape or dtype, is an inconsistent mask, or is a mask in a run with
@@ -46,14 +46,17 @@ def read_labels(positives: object, batch: LocalBatch) -> Tensor:
         )
     if _is_tensor(positives, torch.bool, size, size):
         positives = _mask_to_labels(positives, batch.call)
-    elif not _is_tensor(positives, torch.int64, size):
-        expected = f"int64 of shape ({size},) or bool of shape ({size}, {size})"
+    elif not (_is_tensor(positives, torch.int64, size) or _is_tensor(positives, torch.int64, size, None)):
+        expected = f"int64 of shape ({size},) or ({size}, k), or bool of shape ({size}, {size})"
         raise ValueError(f"positives: expected {expected}, found {described(positives)}")
     return positives.to(batch.image.device, non_blocking=True)
 
 
-def _is_tensor(value: object, dtype: torch.dtype, *shape: int) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dtype == dtype and value.shape == shape
+def _is_tensor(value: object, dtype: torch.dtype, *shape: int | None) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of this dtype and shape. None stands for any size of a dimension."""
+    if not isinstance(value, Tensor) or value.dtype != dtype or value.ndim != len(shape):
+        return False
+    return all(expected in (None, size) for expected, size in zip(shape, value.shape, strict=True))
 
 
 def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:

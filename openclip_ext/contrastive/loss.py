@@ -138,9 +138,10 @@ class ContrastiveLoss(nn.Module):
                 report non-finite samples.
             output_dict: whether to return the terms instead of their sum.
             outputs: other outputs of the model, which most losses ignore. A loss with ``equal_captions`` uses ``positives``:
-                ``(B_local,)`` int64 labels, which are equal for equal captions. With one process, it also accepts the
-                ``(B_local, B_local)`` bool mask of the pairs with equal captions. A loss with ``reference_dim`` uses
-                ``reference``: the reference model's image and text embeddings, ``(B_local, reference_dim)`` each.
+                ``(B_local,)`` int64 labels, which are equal for equal captions, or ``(B_local, k)`` such labels, of which two
+                equal samples share at least one. With one process, it also accepts the ``(B_local, B_local)`` bool mask of
+                the pairs with equal captions. A loss with ``reference_dim`` uses ``reference``: the reference model's image
+                and text embeddings, ``(B_local, reference_dim)`` each.
 
         Returns:
             The terms by name, including ``contrastive_loss``, or their sum.

@@ -56,8 +56,13 @@ def _scramble(x: Any) -> Any:
 
 
 def hash_text(text: str) -> int:
-    """Hash a text to a signed 64-bit integer. The result does not change between processes or versions."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    """Hash a text with :func:`hash_bytes`."""
+    return hash_bytes(text.encode())
+
+
+def hash_bytes(content: bytes) -> int:
+    """Hash bytes to a signed 64-bit integer. The result does not change between processes or versions."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:

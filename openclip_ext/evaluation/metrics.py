@@ -1,7 +1,7 @@
 """Compute the metrics of DataComp's evaluation exactly as DataComp defines them.
 
-Of two items with equal scores, the item with the lower index ranks first. So a model with constant embeddings scores at
-chance, not 1.
+Of two classes with equal scores, the class with the lower number ranks first, as in ``argmax``. So a model with constant
+embeddings scores at chance, not 1.
 """
 
 from collections.abc import Sequence

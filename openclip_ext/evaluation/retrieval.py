@@ -33,16 +33,15 @@ def retrieval_metrics(images: Tensor, texts: Tensor, owners: Tensor) -> Metrics:
     """Compute ``{image,text}_retrieval_recall@{1,5,10}`` and ``mean_recall@1``.
 
     ``images`` ``(N, d)`` and ``texts`` ``(M, d)`` are unit embeddings. ``owners`` ``(M,)`` contains the index of each
-    caption's image. In text retrieval, any caption of the image counts as right.
+    caption's image. As in DataComp, only the captions of an image's own sample are right, even if another sample has an equal
+    caption.
     """
-    numbers = torch.arange(len(images), device=owners.device)
+    pairs = torch.stack([torch.arange(len(texts), device=owners.device), owners], dim=1)
     ranks = {
-        "image": ranks_of_best_match(texts, images, owners, numbers, ties_by_index=True),
-        "text": ranks_of_best_match(images, texts, numbers, owners, ties_by_index=True),
+        "image": ranks_of_best_match(texts, images, pairs),
+        "text": ranks_of_best_match(images, texts, pairs.flip(1)),
     }
-    recalls = {
-        f"{what}_retrieval_recall@{k}": float((ranks[what] < k).double().mean()) for k in (1, 5, 10) for what in ranks
-    }
+    recalls = {f"{what}_retrieval_recall@{k}": float(ranks[what].hits(k).mean()) for k in (1, 5, 10) for what in ranks}
     mean = 0.5 * (recalls["image_retrieval_recall@1"] + recalls["text_retrieval_recall@1"])
     return {**recalls, "mean_recall@1": mean}
 

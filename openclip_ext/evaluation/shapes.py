@@ -17,10 +17,10 @@ from torch import Tensor
 from openclip_ext.cli import command_line
 from openclip_ext.data.shapes import scene as shapes
 from openclip_ext.data.shapes.scene import Item, Scene
+from openclip_ext.evaluation import ranks
 from openclip_ext.evaluation.data import SampleFormat, StoredSample, read_shard
 from openclip_ext.evaluation.features import Encoder
 from openclip_ext.evaluation.models import load_model
-from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.model_configs import add_model_configs
@@ -67,8 +67,8 @@ def score(encoder: Encoder, samples: Sequence[ShapesSample]) -> dict[str, float]
 def chance(samples: Sequence[ShapesSample]) -> dict[str, float]:
     """Return the expected score of random guessing for each metric of `score`."""
     captions = _candidates(samples)
-    recall = sum(captions.count(caption) for caption in captions) / len(captions) ** 2
-    return {name: recall if value is None else value for name, (_, value) in _METRICS.items()}
+    recall = {_recall(name): value for name, value in ranks.chance(range(len(captions)), captions).items()}
+    return {name: value for name, (_, value) in _METRICS.items() if value is not None} | recall
 
 
 def _candidates(samples: Sequence[ShapesSample]) -> list[str]:
@@ -103,11 +103,12 @@ def _score_relations(encoder: Encoder, images: Tensor, scenes: Sequence[Scene]) 
 
 def _retrieve(encoder: Encoder, images: Tensor, captions: list[str]) -> dict[str, float]:
     """Return recall at 1 in both directions. An image and a caption match if the caption equals the image's own caption."""
-    texts = encoder.encode_texts(captions)
-    labels = torch.tensor([captions.index(caption) for caption in captions], device=texts.device)
-    ways = {"image-to-text-R@1": (images, texts), "text-to-image-R@1": (texts, images)}
-    ranks = {name: ranks_of_best_match(*way, labels, labels, ties_by_index=True) for name, way in ways.items()}
-    return {name: (found == 0).double().mean().item() for name, found in ranks.items()}
+    found = ranks.image_text_ranks(images, encoder.encode_texts(captions), range(len(captions)), captions)
+    return {_recall(name): float(of.hits().mean()) for name, of in found.items()}
+
+
+def _recall(direction: str) -> str:
+    return f"{direction.replace('_', '-')}-R@1"
 
 
 def read_samples(data_dir: Path) -> list[ShapesSample]:

@@ -2,12 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from scipy import special
 from torch import Tensor
+
+from openclip_ext.state.sharded_table import merge_labels
 
 _CONFIDENCE = 0.95
 
@@ -32,8 +34,8 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """Compute the difference between two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
 
-    The interval combines two independent sources of variation, each by Student's t: seeds, and groups of samples. Samples with
-    equal captions form a group, because they are right or wrong together. Returns None for fewer than two seeds or groups.
+    The interval combines two independent sources of variation, each by Student's t: seeds, and groups of samples that are
+    right or wrong together (:func:`linked_groups`). Returns None for fewer than two seeds or groups.
     """
     difference = (first - second).double()
     seeds = len(difference)
@@ -46,10 +48,16 @@ def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> D
     return Difference(mean, mean - half, mean + half, seeds)
 
 
-def group_numbers(names: Sequence[str]) -> list[int]:
-    """Return a group number for each name. Equal names have equal numbers."""
-    number = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    return [number[name] for name in names]
+def linked_groups(*names: Sequence[Hashable]) -> list[int]:
+    """Return a group number for each sample. Samples that share a name, directly or through other samples, have equal numbers.
+
+    Each of ``names`` has a name of every sample: its image, its caption.
+    """
+    columns = []
+    for of in names:
+        number = {name: place for place, name in enumerate(dict.fromkeys(of))}
+        columns.append(torch.tensor([number[name] for name in of]))
+    return merge_labels(torch.stack(columns, dim=1)).tolist()
 
 
 def half_width(values: Tensor, groups: Sequence[int]) -> float | None:

@@ -26,6 +26,7 @@ from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
 from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
 from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.state.sharded_table import merge_labels
 
 # Outputs of a captioner in addition to its embeddings.
 _CAPTIONS = {"logits", "labels"}
@@ -114,7 +115,7 @@ class OpenClipLoss(ContrastiveLoss):
         own = targets = self.clip.get_ground_truth(image.device, len(image))
         candidates = torch.full(own.shape, text.shape[1], device=own.device)
         if self.needs_positives:
-            labels = distributed.all_gather(read_labels(outputs.get("positives"), batch))
+            labels = merge_labels(distributed.all_gather(read_labels(outputs.get("positives"), batch)))
             equal = labels[own, None] == labels
             if self.equal_captions == POSITIVE:
                 targets = (equal / equal.sum(dim=1, keepdim=True)).to(image.dtype)

@@ -52,7 +52,7 @@ PACKAGE_OPTIONS = (
         "equal_captions",
         str,
         "negative",
-        "role of other samples with the anchor's caption: negatives (as in OpenCLIP), excluded (mask), or positives",
+        "role of other samples with the anchor's caption or image: negatives (as in OpenCLIP), excluded (mask), or positives",
         choices=("negative", "mask", "positive"),
     ),
     Option(

@@ -34,6 +34,7 @@ from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
+from openclip_ext.training.runtime.repeats import MEASURED_STEPS
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
@@ -59,7 +60,9 @@ def run(config: TrainingConfig) -> None:
     try:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
         config = models.with_loss_options(for_processes(config, date, **vars(processes)))
-        config = replace(config, loading=replace(config.loading, pin_memory=device.type == "cuda"))
+        hashed_steps = MEASURED_STEPS if config.loading.views == 1 else 0
+        loading = replace(config.loading, pin_memory=device.type == "cuda", hashed_steps=hashed_steps)
+        config = replace(config, loading=loading)
         _refuse_other_flags({**config.stored_flags, **config.loss.options})
         with heartbeat.watched(config.rank_patience):
             check(config)

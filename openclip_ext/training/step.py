@@ -80,9 +80,10 @@ class TrainStep:
         """Take one optimizer step on one or more micro-batches. Return the detached terms of the loss.
 
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
-        and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)``, or the reference model's embeddings
-        ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have ``hard_negative`` ``(b, L)``. The
-        model encodes ``text_groups`` instead of texts if this is exact. The guard reports ``number`` if the step is skipped.
+        and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)`` and optionally ``image_hash`` ``(b,)``, or the
+        reference model's embeddings ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have
+        ``hard_negative`` ``(b, L)``. The model encodes ``text_groups`` instead of texts if this is exact. The guard reports
+        ``number`` if the step is skipped.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -126,7 +127,7 @@ class TrainStep:
         return {name: value for name, value in outputs.items() if value is not None}
 
     def _terms_after_backward(self, outputs: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
-        more: dict[str, Any] = {"positives": _joined(batches, "caption_hash")} if self.loss.needs_positives else {}
+        more: dict[str, Any] = {"positives": _equality_labels(batches)} if self.loss.needs_positives else {}
         if REFERENCE_KEYS[0] in batches[0]:
             more["reference"] = tuple(_joined(batches, name) for name in REFERENCE_KEYS)
         self.guard.before_loss()
@@ -224,6 +225,12 @@ def encode_views(model: nn.Module, images: Tensor) -> dict[str, Any]:
     outputs = model(images.flatten(0, 1), None)
     features = outputs["image_features"].unflatten(0, images.shape[:2])
     return {**outputs, "image_features": features[:, 0], "text_features": features[:, 1]}
+
+
+def _equality_labels(batches: list[Batch]) -> Tensor | None:
+    """Return labels for the loss's ``positives``: of captions ``(B,)``, or if known, of captions and images ``(B, 2)``."""
+    captions, images = (_joined(batches, name) for name in ("caption_hash", "image_hash"))
+    return captions if captions is None or images is None else torch.stack([captions, images], dim=1)
 
 
 def _joined(batches: list[Batch], name: str) -> Tensor | None:

@@ -28,6 +28,7 @@ from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.runtime.profiling import profiled
+from openclip_ext.training.runtime.repeats import MEASURED_STEPS, RepeatReport
 from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
 from openclip_ext.training.runtime.signals import Request, SignalRequests
@@ -69,6 +70,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
+        is_counted = self.position.step == 0 and not self.step.loss.needs_positives
+        self._repeats = RepeatReport(min(MEASURED_STEPS, self.steps_per_epoch) if is_counted else 0)
         self._saved_step = self.position.step
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
@@ -137,6 +140,7 @@ class Trainer:
         self.stopwatch.data_arrived()
         position = self.position
         self.schedule(self._schedule_step)
+        self._repeats.add(batches)
         terms = self.step(batches, position.step)
         if not self._has_stepped:
             distributed.set_patience(distributed.STEP_PATIENCE)

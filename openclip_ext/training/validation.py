@@ -1,9 +1,10 @@
 """Evaluation during training: the evaluators' interface, their creation from flags, and OpenCLIP's validation."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,9 @@ from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
-from openclip_ext.evaluation.ranks import ranks_of_best_match
+from openclip_ext.evaluation.ranks import image_text_ranks, repeats
 from openclip_ext.files import json_lines
+from openclip_ext.training.checkpoint.format import load_model_file
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
@@ -100,10 +102,14 @@ class Validation:
     device: torch.device
     precision: str = "fp32"
     name: str = "validation"
+    _logged: set[str] = field(
+        default_factory=set, init=False, compare=False
+    )  # so that each evaluation does not repeat it
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
         images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
+        groups: dict[str, list[int]] = {"image": [], "caption": []}
         for batch, output in outputs_of(model, self.loader, self.precision, self.device):
             size = len(batch["text"])
             image, text = output["image_features"].float(), output["text_features"].float()
@@ -115,35 +121,56 @@ class Validation:
             # Features are stored on the host, because the device may lack memory for a large validation set.
             images.append(image.cpu())
             texts.append(text.cpu())
+            for name, hashes in groups.items():
+                hashes += batch[f"{name}_hash"].tolist()
         if count == 0:
             raise ValueError("--val-data contains no samples: expected at least one")
-        metrics = retrieval_metrics(torch.cat(images), torch.cat(texts))
+        if (repeated := repeats(*groups.values())) not in ("", *self._logged):
+            logging.info(f"{count:,} validation samples have {repeated}.")
+            self._logged.add(repeated)
+        metrics = retrieval_metrics(torch.cat(images), torch.cat(texts), *groups.values())
         metrics |= {"clip_val_loss": losses / count, "num_samples": count}
         return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
 
 
-def retrieval_metrics(image_features: Tensor, text_features: Tensor) -> dict[str, float]:
+def retrieval_metrics(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_groups: Sequence[int] | None = None,
+    caption_groups: Sequence[int] | None = None,
+) -> dict[str, float]:
     """Compute the mean and median rank (from 1) and the recall of paired items, from images to texts and from texts to images.
 
-    Row ``i`` of both tensors is a pair. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). For ties, see
-    :func:`ranks_of_best_match`.
+    Row ``i`` of both tensors is a pair. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). Groups have equal values
+    for equal images and for equal captions, see :func:`image_text_ranks`. None (default) means that all rows differ. Items of
+    equal similarity are in random order: ranks are expected ranks, and recall is the probability of a hit.
     """
     metrics = {}
-    directions = {"image_to_text": (image_features, text_features), "text_to_image": (text_features, image_features)}
-    pairs = torch.arange(len(image_features), device=image_features.device)
-    for name, (queries, items) in directions.items():
-        ranks = ranks_of_best_match(queries, items, pairs, pairs)
-        metrics[f"{name}_mean_rank"] = float(ranks.mean()) + 1
-        metrics[f"{name}_median_rank"] = math.floor(float(ranks.quantile(0.5))) + 1
+    rows = range(len(image_features))
+    found = image_text_ranks(
+        image_features,
+        text_features,
+        rows if image_groups is None else image_groups,
+        rows if caption_groups is None else caption_groups,
+    )
+    for name, ranks in found.items():
+        expected = ranks.mean()
+        metrics[f"{name}_mean_rank"] = float(expected.mean()) + 1
+        metrics[f"{name}_median_rank"] = math.floor(float(expected.quantile(0.5))) + 1
         for k in RECALL_AT:
-            metrics[f"{name}_R@{k}"] = float((ranks < k).double().mean())
+            metrics[f"{name}_R@{k}"] = float(ranks.hits(k).mean())
     return metrics
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
-    """Return whether an evaluation is better than all earlier evaluations in ``results.jsonl``, or is the first.
+    """Return whether an evaluation is better than the model in ``best.pt``, whose metric is in ``results.jsonl``.
 
-    For losses and ranks, smaller is better. For other metrics, larger is better. Return False if ``metrics`` is empty.
+    Without such a model, every evaluation is better. For losses and ranks, smaller is better. For other metrics, larger is
+    better. Return False if ``metrics`` is empty.
+
+    Args:
+        folder: The run's ``checkpoints/``.
+        epoch: Number of completed epochs of the evaluated model.
     """
     if not metrics:
         return False
@@ -151,7 +178,13 @@ def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) ->
         logging.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
         return False
     sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
+    # An earlier evaluation may be better, but if its model could not be saved, it must not prevent this save.
+    saved = None
+    with contextlib.suppress(UsageError):
+        saved = load_model_file(folder / "best.pt", mmap=True)["epoch"]
     lines = [line for line in json_lines.read(folder / "results.jsonl") if line.get("epoch", epoch) < epoch]
-    earlier = [sign * line[metric] for line in lines if isinstance(line.get(metric), int | float)]
+    best = [
+        sign * line[metric] for line in lines if line["epoch"] == saved and isinstance(line.get(metric), int | float)
+    ]
     value = sign * metrics[metric]
-    return not math.isnan(value) and all(value > other or math.isnan(other) for other in earlier)
+    return not math.isnan(value) and all(value > other or math.isnan(other) for other in best)

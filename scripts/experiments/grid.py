@@ -213,13 +213,14 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
     """
     present, labels = classes_of(samples).unique(return_inverse=True)
     images, texts, prompts = training.embed(samples, samples.captions(), [names[number] for number in present])
-    labels = labels.to(images.device)
+    names_of_images = torch.stack([torch.arange(len(labels)), labels], dim=1)
+    same_name = (labels[:, None] == labels).nonzero()
     ranks = {
-        "name": ranks_of_best_match(images, prompts, labels, torch.arange(len(prompts), device=images.device), True),
-        "image-to-text": ranks_of_best_match(images, texts, labels, labels, True),
-        "text-to-image": ranks_of_best_match(texts, images, labels, labels, True),
+        "name": ranks_of_best_match(images, prompts, names_of_images),
+        "image-to-text": ranks_of_best_match(images, texts, same_name),
+        "text-to-image": ranks_of_best_match(texts, images, same_name),
     }
-    values = {metric: float((ranks[metric] < 1).double().mean()) for metric in METRICS}
+    values = {metric: float(ranks[metric].hits().mean()) for metric in METRICS}
     return values | {"mean": statistics.fmean(values.values())}
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,19 +18,20 @@ from openclip_ext.compare import comparison, plan, process_pool
 from openclip_ext.compare.comparison import Comparison, main, winners
 from openclip_ext.compare.config import parse
 from openclip_ext.compare.data import prepare
-from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, recall, unpack
+from openclip_ext.compare.pilot import RETRIEVAL, ComparePilot, pack, ranks, unpack
 from openclip_ext.compare.plan import SEEDS, Costs, Stage, equal_epochs, plan_next, plan_tuning
-from openclip_ext.compare.report import About, chance, conclude, make_report, markdown, page, tables
+from openclip_ext.compare.report import About, conclude, make_report, markdown, page, tables
 from openclip_ext.compare.runs import Contest, ResultsFile, Run
 from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
+from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest.manifest import Manifest
-from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.evaluation.statistics import Difference, paired_difference
 from openclip_ext.losses import registry
 from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training import flags
 from openclip_ext.training.model import with_loss_options
+from openclip_ext.training.validation import Validation
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
 from tests.data.test_reference import write_store
@@ -222,7 +222,9 @@ def test_the_report_shows_the_numbers_of_its_runs():
     contests, results = finished_contests()
     judged = {"batch": {"factor": 1.5, "factor_low": 1.0, "factor_high": 1234.0}, "temperature": 0.07, "samples": 1000}
     about = About("shards", "model", 10, 100, (), 1)
-    found = make_report(about, contests, results, judged, [*"abcdefghij"], lambda row: f"{row['family']} {row['seed']}")
+    found = make_report(
+        about, contests, results, judged, range(10), [*"abcdefghij"], lambda row: f"{row['family']} {row['seed']}"
+    )
     assert (
         "wrong by a factor of 1.5 (90 %: 1 to 1,200), compared with 1,000 training samples" in found.text_of_judgement
     )
@@ -260,29 +262,12 @@ def test_the_report_shows_the_numbers_of_its_runs():
     assert "<title>openclip: " in drawn and "<title>amorlip: " not in drawn
     of_seeds = [replace(contests[1].families["openclip"][0], seed=seed).id for seed in (1, 2)]
     results[of_seeds[1]] = results.pop(of_seeds[0]) | {"seed": 2}
-    drawn = page(make_report(about, contests, results, judged, [*"abcdefghij"], lambda row: ""))
+    drawn = page(make_report(about, contests, results, judged, range(10), [*"abcdefghij"], lambda row: ""))
     assert "<title>queueclip: 10 at 50 samples seen" in drawn  # the mean over the seeds 0 and 2
     # The own normalizers of a loss with a reference model are not measured.
     steered = replace(found.results[0], normalizers=found.results[1].normalizers)
     errors = tables(replace(found, results=(steered,)))["Errors of the trained models' normalizers"]
     assert errors[1][3:] == ["0.250", "-"]
-
-
-@pytest.mark.parametrize("groups", [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]])
-def test_guessing_finds_any_sample_of_an_equal_caption(groups):
-    random = torch.Generator().manual_seed(0)
-    captions = torch.tensor(groups)
-    numbers = captions.unique()
-    found = []
-    for _ in range(1500):  # score random embeddings like a run
-        image, text = (torch.randn(count, 3, generator=random) for count in (len(groups), len(numbers)))
-        image, text = (torch.nn.functional.normalize(part, dim=1) for part in (image, text))
-        ranks = {
-            RETRIEVAL[0]: ranks_of_best_match(image, text, captions, numbers),
-            RETRIEVAL[1]: ranks_of_best_match(text, image, numbers, captions)[captions],
-        }
-        found.append(recall(ranks))
-    assert chance(groups) == pytest.approx(statistics.fmean(found), abs=0.03)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -389,6 +374,18 @@ def test_a_run_that_diverged_is_scored(compared):
     assert row["steps"] in range(3, 10)  # of ten planned steps
     assert row["val"]["mean"] < 0.1  # every match ranks last
     assert not unpack(row["hits"][RETRIEVAL[0]]).any()
+
+
+def test_validation_in_training_gives_the_scores_of_a_run(compared):
+    """The validation samples repeat captions and images."""
+    training = PilotRun(compared.pilot.config, compared.pilot.data, make_run(BASELINE), CPU)
+    samples = compared.pilot.data.val
+    assert len({*samples.captions()}) < len({*samples.rows}) and len({*samples.image_hashes()}) < len({*samples.rows})
+    transforms = {"preprocess": training.built.preprocess_val, "tokenizer": training.texts}
+    loader = EvalLoader(samples, **transforms, batch_size=7)
+    metrics = Validation(loader, CPU).run(training.model.eval())
+    for name, found in ranks(training, samples).items():
+        assert 0 < float(found.hits().mean()) == pytest.approx(metrics[name])
 
 
 def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):

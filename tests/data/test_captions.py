@@ -11,9 +11,12 @@ from PIL import Image, ImageOps
 
 from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.hashing import hash_text
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import BadSampleError, RawSample, SampleKeys, decode_image
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import build, indices, progress_after, rest_of
-from tests.data.shards import image_bytes, sample_members, write_shards
+from tests.data.shards import image_bytes, sample_members, write_csv, write_shards
 
 SAMPLES, OTHERS = 24, 5
 SEVERAL = {"caption_key": "txt;json:captions", "draw_captions": True}
@@ -139,6 +142,31 @@ def test_a_hash_is_of_what_the_caption_says_now(shards: list[str]):
         assert batch["caption_hash"].dtype == torch.int64
         assert batch["caption_hash"].tolist() == [hash_text(caption) for caption in said]
     assert next(build(shards, preprocess=pixels, tokenizer=tokens).iterate(0)).keys() == {"image", "text", "index"}
+
+
+@pytest.mark.parametrize("kind", ["shards", "csv"])
+def test_equal_image_files_have_equal_hashes(kind: str, tmp_path: Path):
+    """Sample i has the image of sample i % 5."""
+    if kind == "csv":
+        data = write_csv(tmp_path, rows=20)
+        for row in range(20):
+            (tmp_path / f"{row}.jpg").write_bytes(image_bytes(row % 5))
+    else:
+        files = {n: [(f"{n:06d}.jpg", image_bytes(n % 5)), *sample_members(n, ["txt"])] for n in range(20)}
+        data = tmp_path / "00000.tar"
+        write_shards(tmp_path, [20], files)
+    settings = {"preprocess": pixels, "tokenizer": tokens}
+    trained = [*build(str(data), caption_hash=True, **settings).iterate(0)]
+    evaluated = [*EvalLoader(build_source(DataSpec(str(data)), pixels), **settings, batch_size=4)]
+    hashes = {}
+    for batch in trained + evaluated:
+        hashes |= dict(zip(batch["index"].tolist(), batch["image_hash"].tolist(), strict=True))
+        assert [hashes[index] for index in batch["index"].tolist()] == batch["image_hash"].tolist()
+    assert all((hashes[i] == hashes[j]) == (i % 5 == j % 5) for i in range(20) for j in range(20))
+    # Two hashed steps of two micro-batches, only in the first epoch.
+    loader = build(str(data), hashed_steps=2, accum_freq=2, batch_size=2, **settings)
+    assert ["image_hash" in batch for batch in loader.iterate(0)] == [True] * 4 + [False] * 6
+    assert not any("image_hash" in batch for batch in loader.iterate(1))
 
 
 def decoded(data: bytes) -> str:

@@ -38,7 +38,7 @@ def test_shards_come_whole_and_in_order(tmp_path: Path):
     loader = build(data)
     batches = list(loader)
     assert [len(batch["image"]) for batch in batches] == [8, 8, 8, 8, 3]
-    assert all(batch.keys() == {"image", "text"} for batch in batches)
+    assert all(batch.keys() == {"image", "text", "image_hash", "caption_hash"} for batch in batches)
     assert numbers(loader) == numbers(loader) == list(range(35))
     assert sorted(numbers(build(data, workers=2))) == list(range(35))
     assert sorted(numbers(build(data, workers=2, batch_size=100))) == list(range(35))

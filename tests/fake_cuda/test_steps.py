@@ -91,7 +91,7 @@ def _batch(number: int, loss: ContrastiveLoss, size: int) -> dict[str, torch.Ten
     like = tiny_batch(number, loss.views, size=size)
     batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
     if loss.needs_positives:
-        batch["caption_hash"] = torch.empty(like["index"].shape, dtype=torch.int64)
+        batch |= {name: torch.empty(like["index"].shape, dtype=torch.int64) for name in ("caption_hash", "image_hash")}
     return batch
 
 

@@ -53,6 +53,21 @@ def test_a_mask_gives_what_labels_give(name: str) -> None:
         torch.testing.assert_close(run_step(by_mask, step), expected, rtol=0, atol=0)
 
 
+def _captions_and_images(labels: list[Any]) -> list[tuple[int, int]]:
+    """Return two labels per sample: samples of an equal label form a chain, in which neighbors share one of the two."""
+    before = [labels[:place].count(label) for place, label in enumerate(labels)]
+    return [(10 * label + n // 2, 10 * label + (n + 1) // 2) for label, n in zip(labels, before, strict=True)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_samples_that_share_a_caption_or_an_image_are_equal(name: str) -> None:
+    by_one, by_two = _create(name).double(), _create(name).double()
+    for step in make_steps():
+        expected = run_step(by_one, step)
+        step.labels = _captions_and_images(step.labels)
+        torch.testing.assert_close(run_step(by_two, step), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_it_changes_nothing_where_all_captions_differ(name: str) -> None:
     tolerance = CASES[name].tolerance if name in CASES else 1e-9
@@ -100,7 +115,7 @@ def test_labels_are_checked(name: str) -> None:
     loss = create_loss(name, embed_dim=8, equal_captions="mask")
     for labels, message in (
         (None, "pass positives="),
-        (torch.arange(5), r"shape \(6,\) or bool of shape \(6, 6\), found \(5,\)"),
+        (torch.arange(5), r"shape \(6,\) or \(6, k\), or bool of shape \(6, 6\), found \(5,\)"),
         (torch.eye(6), r"found \(6, 6\) torch.float32"),
         ([0] * 6, "found 'list'"),
     ):
@@ -135,7 +150,8 @@ def _on_this_rank(choice: str, local_loss: bool) -> tuple[Tensor, list[Tensor]]:
         _openclip(choice)(*_inputs(), positives=torch.eye(6, dtype=torch.bool))
     own = slice(torch.distributed.get_rank() * 3, torch.distributed.get_rank() * 3 + 3)
     step = make_steps(2)[1]
-    part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, step.labels[own])
+    labels = _captions_and_images(step.labels)[own]
+    part = Step(step.images[own], step.texts[own], step.logit_scale, step.index[own], 0, labels)
     return run_step(_openclip(choice, local_loss=local_loss, gather_with_grad=True), part)
 
 

@@ -1,5 +1,6 @@
 """Validation metrics equal OpenCLIP's, ImageNet accuracies equal scikit-learn's, and wrong class folders are rejected."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torch import nn
 from openclip_ext.evaluation import imagenet
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.validation import Validation, retrieval_metrics
-from tests.training.runs import evaluation, results_of, run
+from tests.data.shards import image_bytes
+from tests.training.runs import evaluation, results_of, run, small_command
 
 
 def unit_rows(count: int, width: int, seed: int) -> torch.Tensor:
@@ -51,7 +53,11 @@ class ToyModel(nn.Module):
 
 def test_validation_averages_the_loss_over_samples_of_unequal_batches():
     images, texts = unit_rows(10, 4, seed=2), unit_rows(10, 4, seed=3)
-    batches = [{"image": images[:8], "text": texts[:8]}, {"image": images[8:], "text": texts[8:]}]
+    rows = torch.arange(10)
+    batches = [
+        {"image": images[part], "text": texts[part], "image_hash": rows[part], "caption_hash": rows[part]}
+        for part in (slice(0, 8), slice(8, 10))
+    ]
     metrics = Validation(batches, torch.device("cpu")).run(ToyModel().eval())
     expected = 0.0
     for rows in (slice(0, 8), slice(8, 10)):
@@ -62,6 +68,47 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
     assert metrics["num_samples"] == 10
     expected = float(F.cross_entropy(images.bfloat16().float(), texts.argmax(dim=1)))
     assert metrics["val_generative_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def write_pairs(path: Path, images: list[int], captions: list[str]) -> str:
+    """Write a CSV file with a row per pair; rows with the same number of an image have copies of one file."""
+    lines = ["filepath\ttitle"]
+    for row, (number, caption) in enumerate(zip(images, captions, strict=True)):
+        image = path.with_name(f"{path.stem}_{row}.jpg")
+        image.write_bytes(image_bytes(number))
+        lines.append(f"{image}\t{caption}")
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_equal_captions_and_images_are_right_answers_in_validation(tmp_path, caplog):
+    """Each of two images occurs with each of two captions, so no answer is wrong, even of an untrained model."""
+    path = write_pairs(tmp_path / "val.csv", [0, 0, 1, 1] * 3, ["a cat", "a dog"] * 6)
+    with caplog.at_level(logging.INFO):
+        assert run(evaluation(tmp_path, "run", "--val-data", path)) == 0
+    (metrics,) = results_of(tmp_path / "run")
+    for direction in ("image_to_text", "text_to_image"):
+        assert metrics[f"{direction}_R@1"] == metrics[f"{direction}_mean_rank"] == 1
+    assert metrics["num_samples"] == 12
+    assert "2 distinct captions and 2 distinct images" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("images", "captions", "more", "shares"),
+    [
+        (range(160), [f"a {number}" for number in range(160)], [], None),
+        (range(160), ["a cat"] * 160, [], "100% share their caption and 0% their image"),
+        ([7] * 160, [f"a {number}" for number in range(160)], [], "0% share their caption and 100% their image"),
+        (range(160), ["a cat", "a dog"] * 80, ["--equal-captions", "mask"], None),
+    ],
+)
+def test_the_log_reports_samples_that_repeat_in_a_batch(images, captions, more, shares, tmp_path, caplog):
+    path = write_pairs(tmp_path / "train.csv", [*images], captions)
+    with caplog.at_level(logging.INFO):
+        assert run([*small_command(path, tmp_path, "run", "openclip", "--epochs", "1"), *more]) == 0
+    reported = [message for message in caplog.messages if "--equal-captions" in message and "share" in message]
+    assert len(reported) == (shares is not None)
+    assert shares is None or shares in reported[0]
 
 
 # --- ImageNet ---------------------------------------------------------------------------------------------------------

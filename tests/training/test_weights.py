@@ -191,6 +191,7 @@ def test_a_resume_keeps_the_implementation_that_this_device_needs(tmp_path):
 
 def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert is_best({"top1": 0.1}, "top1", tmp_path, 1)
+    torch.save({"epoch": 1, "name": "run", "state_dict": {}}, tmp_path / "best.pt")
     lines = [{"top1": 0.3, "val_loss": 2.0, "epoch": 1}, {"top1": 0.2, "val_loss": math.nan, "epoch": 2}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert is_best({"top1": 0.31}, "top1", tmp_path, 3)
@@ -202,6 +203,20 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert not is_best({}, "top1", tmp_path, 3)
     assert not is_best({"top5": 0.3}, "top1", tmp_path, 3)
     assert "no such metric in this evaluation, found: top5" in caplog.text
+
+
+def test_a_best_model_that_could_not_be_saved_does_not_prevent_the_next(shards, tmp_path, caplog):
+    """The metric is the same in all epochs, so that no epoch is better than the first."""
+    metric = ["--val-data", shards, "--keep-best", "num_samples", "--resume", "latest"]
+    argv = small_command(shards, tmp_path, "run", "openclip", *metric)
+    assert run(argv, stop_after=3) == EXIT_AFTER_SIGTERM
+    best = tmp_path / "run" / "checkpoints" / "best.pt"
+    best.mkdir()  # no file can replace a folder
+    assert run(argv, stop_after=4) == EXIT_AFTER_SIGTERM  # two steps of the first epoch, and two of the second
+    assert len(results_of(tmp_path / "run")) == 1 and "best.pt could not be saved" in caplog.text
+    best.rmdir()
+    assert run(argv) == 0
+    assert torch.load(best, weights_only=True)["epoch"] == 2
 
 
 # --- arguments of the optimizer ---------------------------------------------------------------------------------------

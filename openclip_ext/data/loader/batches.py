@@ -17,7 +17,15 @@ from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.order import EpochOrder, Layout, Segment
 from openclip_ext.data.reference import REFERENCE_KEYS
-from openclip_ext.data.sources.source import MAX_CAPTION, BadSampleError, DecodedImage, ImageDecoder, RawSample, Source
+from openclip_ext.data.sources.source import (
+    MAX_CAPTION,
+    BadSampleError,
+    DecodedImage,
+    ImageDecoder,
+    RawSample,
+    Source,
+    decode_with_hash,
+)
 from openclip_ext.data.text_groups import group_texts, texts_of
 
 Transform = Callable[[Any], Tensor]
@@ -67,7 +75,8 @@ class BatchDataset(Dataset):
         if request.key != self._expected:
             self._stream = self._open_stream(request)
         with _generators_kept():
-            batch = self._make_batch(request.epoch)
+            is_hashed = request.epoch == 0 and request.batch < self._config.hashed_steps * self._config.accum_freq
+            batch = self._make_batch(request.epoch, is_hashed or self._config.caption_hash)
         self._expected = request._replace(batch=request.batch + self._layout.workers).key
         return batch
 
@@ -80,14 +89,17 @@ class BatchDataset(Dataset):
         start = request.batch // self._layout.workers * self._layout.batch_size + request.passed
         return _stream_shuffled(self._source, order, self._rank, worker, start)
 
-    def _make_batch(self, epoch: int) -> dict[str, Any]:
+    def _make_batch(self, epoch: int, is_hashed: bool) -> dict[str, Any]:
         """Make a batch of the next usable samples. The key ``is_short`` means that too few samples were left."""
-        images, indices, captions, negatives = [], [], [], []
+        images, indices, captions, negatives, hashes = [], [], [], [], []
         bad: list[BadSample] = []
         for raw in self._stream:
             try:
                 draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
-                image, caption = self._source.decode(raw, self._decoder, draw)
+                if is_hashed:
+                    image, caption, image_hash = decode_with_hash(self._source, raw, self._decoder, draw)
+                else:
+                    (image, caption), image_hash = self._source.decode(raw, self._decoder, draw), 0
                 if self._source.has_hard_negatives:
                     draw = self._hash(Purpose.HARD_NEGATIVE, epoch, raw.index)
                     negatives.append(self._source.hard_negative(raw, draw)[:MAX_CAPTION])
@@ -100,6 +112,7 @@ class BatchDataset(Dataset):
             images.append(pixels)
             indices.append(raw.index)
             captions.append(caption)
+            hashes.append(image_hash)
             if len(indices) == self._layout.batch_size:
                 break
         if len(indices) < self._layout.batch_size:
@@ -112,8 +125,9 @@ class BatchDataset(Dataset):
             batch["text_groups"] = group_texts(texts_of(batch), most, of_equal_size)
         if self._source.reference is not None:
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
-        if self._config.caption_hash:
+        if is_hashed:
             batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
+            batch["image_hash"] = torch.tensor(hashes)
         return batch | ({"bad": bad} if bad else {})
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:

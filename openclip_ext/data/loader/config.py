@@ -25,7 +25,9 @@ class TrainLoaderConfig:
         False,
         "in each epoch, use a random caption of each sample, from all fields of --caption-key and from lists in json",
     )
-    caption_hash: bool = False  # adds ``caption_hash`` to batches, equal for equal captions
+    # Adds ``caption_hash`` and ``image_hash`` to batches, which are equal for equal captions and for equal image files.
+    caption_hash: bool = False
+    hashed_steps: int = 0  # number of optimizer steps of the first epoch whose batches always have the two hashes
     text_groups: int = 0  # if > 0, adds ``text_groups``: the texts in up to this many groups of similar length
     equal_text_groups: bool = False  # whether the groups have equal sizes, for a compiled model
     pin_memory: bool = False

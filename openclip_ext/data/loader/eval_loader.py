@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from openclip_ext.data.hashing import hash_text
 from openclip_ext.data.loader.workers import leave_process_group, watched_batches
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import (
@@ -24,6 +25,7 @@ from openclip_ext.data.sources.source import (
     SampleKeys,
     Source,
     decode_image,
+    decode_with_hash,
     limited,
 )
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
@@ -38,9 +40,9 @@ class ShardStreams:
     storage: Storage = DEFAULT_STORAGE
     max_pixels: int | None = None  # as in Source
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder) -> tuple[DecodedImage, str]:
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         """Return the image and the caption, like :meth:`Source.decode`."""
-        return self.keys.decode(raw, limited(decoder, self.max_pixels))
+        return self.keys.decode(raw, limited(decoder, self.max_pixels), draw)
 
 
 def read_shard(url: str, wanted: frozenset[str], storage: Storage) -> Iterator[RawSample]:
@@ -82,12 +84,13 @@ class _EvalDataset(IterableDataset):
             usable, bad, reason = 0, 0, ""
             for raw in raws:
                 try:
-                    image, caption = self._samples.decode(raw, decode_image)
+                    image, caption, image_hash = decode_with_hash(self._samples, raw, decode_image)
                 except BadSampleError as error:
                     bad, reason = bad + 1, reason or f"sample {raw.index}: {error}"
                     continue
                 usable += 1
                 sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
+                sample |= {"image_hash": image_hash, "caption_hash": hash_text(sample["text"])}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
             if bad:
                 logging.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
@@ -123,7 +126,9 @@ class _EvalDataset(IterableDataset):
 
 
 class EvalLoader:
-    """Batches ``{"image", "text"}``, with ``"index"`` if the samples have indices. Bad samples are skipped and logged.
+    """Batches of ``image``, ``text``, and ``index`` if the samples have indices. Bad samples are skipped and logged.
+
+    ``image_hash`` and ``caption_hash`` ``(B,)`` int64 are equal for equal image files and equal captions.
 
     Args:
         samples: A source, or shards without a manifest.

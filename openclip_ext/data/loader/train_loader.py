@@ -238,7 +238,8 @@ class TrainLoader:
 
         Yields:
             ``image`` ``(batch_size, ...)``, ``text`` ``(batch_size, L)`` int64, ``index`` ``(batch_size,)`` int64,
-            and if configured ``caption_hash`` ``(batch_size,)`` int64 and ``hard_negative`` ``(batch_size, L)`` int64.
+            and if configured ``caption_hash`` and ``image_hash`` ``(batch_size,)`` int64 and ``hard_negative``
+            ``(batch_size, L)`` int64.
             With ``text_groups``, these texts are also in groups (:class:`TextGroups`), the hard negatives last.
 
         Raises:

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from openclip_ext.cli.messages import for_people
+from openclip_ext.data.hashing import hash_bytes
 from openclip_ext.data.order import EpochSequence, kept_samples, shuffled_rows
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.keys import BadSampleError, Key, captions_of, parse_keys
@@ -149,6 +150,24 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
         raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
+
+
+def decode_with_hash(
+    source: Any, raw: RawSample, decoder: ImageDecoder, draw: int = 0
+) -> tuple[DecodedImage, str, int]:
+    """Return the result of ``source.decode`` and the image's hash, which is equal for equal image files.
+
+    If the source does not decode files, the hash is equal for equal pixels.
+    """
+    hashes = []
+
+    def hashing(data: bytes | BinaryIO) -> DecodedImage:
+        content = data if isinstance(data, bytes) else data.read()
+        hashes.append(hash_bytes(content))
+        return decoder(content)
+
+    image, caption = source.decode(raw, hashing, draw)
+    return image, caption, hashes[-1] if hashes else hash_bytes(np.asarray(image).tobytes())
 
 
 def limited(decoder: ImageDecoder, max_pixels: int | None) -> ImageDecoder:
