@@ -41,6 +41,11 @@ from openclip_ext.training.validation import build_evaluators, run_evaluators
 
 # Flags that may differ between the ranks.
 _DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
+# Flags with paths, which may differ between nodes.
+_PATH_FLAGS = {
+    *("train_data", "val_data", "imagenet_val", "imagenet_v2", "eval_data_dir", "manifest", "reference", "cache_dir"),
+    *("resume", "log_path", "checkpoint_path", "tensorboard_path"),
+}
 
 
 def run(config: TrainingConfig) -> None:
@@ -86,16 +91,20 @@ def run(config: TrainingConfig) -> None:
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     """Raise UsageError on all ranks if a rank's flags differ from rank 0's. Paths may differ between nodes. Collective."""
-    compared = {
-        name: "PATH" if isinstance(value, Path) or os.sep in str(value) else value
-        for name, value in sorted(own.items())
-        if name not in _DIFFERING_FLAGS
-    }
+    compared = {name: _compared(name, value) for name, value in sorted(own.items()) if name not in _DIFFERING_FLAGS}
     first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
         if differing:
             raise UsageError(f"rank {rank} must have the flags of rank 0 (in parentheses): {', '.join(differing)}")
+
+
+def _compared(name: str, value: Any) -> Any:
+    """Return what must be equal on all ranks: a flag's value, or PATH if the value is a path."""
+    is_path = name in _PATH_FLAGS and value not in (None, "", "latest")
+    is_file = name == "pretrained" and os.path.exists(value or "")  # otherwise it is a tag
+    is_folder = name == "model" and value.startswith("local-dir:")
+    return "PATH" if is_path or is_file or is_folder else value
 
 
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:

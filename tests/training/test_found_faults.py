@@ -90,6 +90,8 @@ def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
         ([["--workers", "1"], ["--workers", "2"]], "workers 2 (1)"),
         ([["--resume", "latest"], []], "resume None (latest)"),
         ([[], ["--resume", "/a/epoch_1.pt"]], "resume PATH (None)"),
+        ([["--model", "ViT-B/32"], ["--model", "ViT-L/14"]], "model ViT-L/14 (ViT-B/32)"),
+        ([["--opt", "timm/lion", "--lr", "1"], ["--opt", "timm/sgd", "--lr", "1"]], "opt timm/sgd (timm/lion)"),
     ],
 )
 def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
