@@ -184,7 +184,7 @@ def _build_step(
     number, device = source.num_samples, built.device
     loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
     check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
-    models.initialize(built.model, loss, config.model.weights, "temperature" in config.loss.given, is_fresh)
+    models.initialize(built.model, loss, config.model.weights, is_fresh)
     model = parallel.distribute(built.model, config.parallel, device, keep_whole=config.evaluation.is_wanted)
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())
