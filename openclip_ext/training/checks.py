@@ -12,6 +12,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.processes import check_main_program
 from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
@@ -27,6 +28,7 @@ _LOWEST_BFLOAT16_LR = 2e-4
 
 def check(config: TrainingConfig) -> None:
     """Raise UsageError for the first mistake in a configuration. The message contains a fix."""
+    check_main_program(config.loading.workers)
     weights, data = config.model.pretrained, config.data
     if weights and os.path.isdir(weights):
         raise UsageError(

@@ -11,10 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
@@ -58,7 +60,7 @@ def run(config: TrainingConfig) -> None:
     if number > 1 and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0":
         say(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
     processes = argparse.Namespace(**{**config.flags, "device": config.device or "cuda"})
-    device = compat.init_device(processes)
+    device = _connect(processes)
     distributed.set_patience(distributed.START_PATIENCE)
     handlers = list(logging.root.handlers)
     try:
@@ -87,6 +89,20 @@ def run(config: TrainingConfig) -> None:
             logging.root.removeHandler(handler)
             handler.close()
         distributed.shutdown()
+
+
+def _connect(processes: argparse.Namespace) -> torch.device:
+    """Connect the processes and return the device. Raise UsageError if the port is in use, or the ranks do not connect."""
+    try:
+        return compat.init_device(processes)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise UsageError(f"MASTER_PORT {port} is in use: set another port, the same for all ranks") from error
+        raise UsageError(
+            f"the ranks do not connect to MASTER_ADDR {address}, MASTER_PORT {port} ({one_line(error)}): check both, and "
+            "start WORLD_SIZE ranks"
+        ) from error
 
 
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
