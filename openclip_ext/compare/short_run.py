@@ -13,6 +13,7 @@ from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.compare.decoded_data import Cache, KnownTexts, PilotData
 from openclip_ext.compare.process_pool import threads_of_each
 from openclip_ext.compare.runs import Run
+from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
@@ -109,8 +110,7 @@ class PilotRun:
 
     def prepare(self) -> None:
         """Set the initial state of the model and the loss."""
-        has_temperature = "temperature" in self.run.setting.get("options", {})
-        initialize(self.model, self.loss, self.config.model.weights, has_temperature)
+        initialize(self.model, self.loss, self.config.model.weights)
 
     def logit_scale_lr(self) -> float | None:
         """Return the learning rate of the model's logit scale; None means the encoders' learning rate."""
@@ -138,7 +138,7 @@ class PilotRun:
         """Train until the end or until too many skipped steps; after each step, yield the number of steps so far."""
         length = self.config.length
         number = 0
-        self.model.train()
+        set_training_mode(self.model)
         for epoch in range(self.run.epochs):
             self.loss.start_epoch(epoch)
             batches = self.loader.iterate(epoch)
@@ -191,5 +191,6 @@ class PilotRun:
             for some in texts:
                 tokens = self.texts(some).to(self.device).split(_CHUNK)
                 found.append(torch.cat([model.encode_text(part, normalize=True).float() for part in tokens]))
-        self.model.train(was_training)
+        if was_training:
+            set_training_mode(self.model)
         return found

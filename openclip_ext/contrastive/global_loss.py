@@ -113,6 +113,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.uses_logit_scale = temperature.uses_logit_scale
         self.learns_logit_scale = temperature.learns_logit_scale
         self.initial_logit_scale = temperature.initial_logit_scale
+        self.logit_scale_bounds = temperature.logit_scale_bounds
         self.logit_scale_lr = temperature.logit_scale_lr
         self.normalizers_include_positive = objective.estimand.includes_positive
         self._last: _Report | None = None
@@ -309,6 +310,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
         with torch.no_grad():
             self.temperature.finish_logit_scale_step(parameter, before)
+        super().finish_logit_scale_step(parameter, before)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call, for the logs. Synchronizes with the device.

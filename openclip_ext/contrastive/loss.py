@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,9 @@ from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
+_LOG = logging.getLogger(__name__)
 # Name of the model's output with the embeddings of hard negatives: captions that are similar, but do not match the image.
 HARD_NEGATIVES = "hard_negative_features"
-# OpenCLIP's bounds of log(1/τ), which keep the temperature τ in [0.01, 1].
-_OPENCLIP_BOUNDS = (0.0, math.log(100))
 
 
 class StateSize(NamedTuple):
@@ -55,11 +55,14 @@ class ContrastiveLoss(nn.Module):
         uses_logit_scale: whether the value of the loss depends on the model's ``logit_scale``.
         learns_logit_scale: whether the model's ``logit_scale`` gets a gradient. If not, freeze it, because
             DistributedDataParallel fails on a parameter without a gradient.
+        given: names of the options that the user gave. The other options have their defaults.
         initial_logit_scale: initial value of OpenCLIP's parameter ``log(1/τ)``. None means the model's value.
+        logit_scale_bounds: lower and upper bound of OpenCLIP's parameter ``log(1/τ)`` after an optimizer step.
         initial_logit_bias: initial value of OpenCLIP's ``logit_bias``. None means the model's value.
         uses_logit_bias: whether the model's ``logit_bias`` gets a gradient. If not, freeze it.
         trains_captions: whether ``forward`` also trains the captions of a captioner, such as CoCa.
         trains_captions_only: whether only a captioner's captions are trained, so that the embeddings get no gradient.
+        smallest_batch: smallest global batch from which the loss learns. A contrastive loss needs a second pair as a negative.
         views: 1 for images and texts. 2 for two views of each image, passed as ``image_features`` and ``text_features``.
         logit_scale_lr: constant learning rate of ``logit_scale``. None means the encoders' learning rate with its schedule.
         follows_autocast: whether the loss computes under the caller's autocast. If not, it disables autocast.
@@ -78,9 +81,12 @@ class ContrastiveLoss(nn.Module):
     depends_on_epoch = False
     expects_unit_norm = True
     uses_logit_scale = True
+    smallest_batch = 2
     views = 1
     learns_logit_scale = True
+    given: frozenset[str] = frozenset()
     initial_logit_scale: float | None = None
+    logit_scale_bounds: tuple[float, float] = (0.0, math.log(100))  # OpenCLIP's, which keep τ in [0.01, 1]
     initial_logit_bias: float | None = None
     uses_logit_bias = False
     trains_captions = False
@@ -223,7 +229,22 @@ class ContrastiveLoss(nn.Module):
     @torch.no_grad()
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None = None) -> None:
         """Clamp the model's parameter ``log(1/τ)`` after ``optimizer.step()``; ``before`` is its value before the step."""
-        parameter.clamp_(*_OPENCLIP_BOUNDS)
+        parameter.clamp_(*self.logit_scale_bounds)
+
+    def include_in_bounds(self, logit_scale: float) -> None:
+        """Widen the bounds of ``log(1/τ)`` to include the value of a trained model, except for bounds that the user gave."""
+        lower, upper = self.logit_scale_bounds
+        if "temperature_max" not in self.given:
+            lower = min(lower, logit_scale)
+        if "temperature_min" not in self.given:
+            upper = max(upper, logit_scale)
+        if (lower, upper) != self.logit_scale_bounds:
+            self.logit_scale_bounds = lower, upper
+            if distributed.is_master():
+                _LOG.info(
+                    f"Temperature bounds: {math.exp(-upper):.4g} to {math.exp(-lower):.4g}, to include the temperature of the "
+                    "trained model."
+                )
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call, for the logs. Synchronizes with the device."""

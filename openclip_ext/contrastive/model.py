@@ -18,8 +18,11 @@ LOGIT_SCALE = "logit_scale"
 SCALARS = (LOGIT_SCALE, "logit_bias")
 
 
-def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) -> None:
-    """Freeze parameters that the loss does not train. With ``set_logit_scale``, also set the initial temperature and bias.
+def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = False) -> None:
+    """Set the initial temperature and bias of a model, and freeze parameters that the loss does not train.
+
+    A trained model (``is_trained``) keeps its temperature and bias if the loss trains the temperature, and the user did not
+    give an initial temperature. The loss's bounds of the temperature are then widened to include the model's temperature.
 
     Parameters are frozen because DistributedDataParallel fails if a trainable parameter has no gradient.
 
@@ -40,16 +43,19 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
         )
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
+    keeps_own = is_trained and loss.learns_logit_scale and "temperature" not in loss.given
     if loss.initial_logit_bias is not None:
         if logit_bias is None:
             raise ValueError(
                 f"{type(loss).__name__} trains a bias: expected a model with the parameter logit_bias, such as OpenCLIP's "
                 f"with init_logit_bias={loss.initial_logit_bias:g}"
             )
-        if set_logit_scale:
+        if not keeps_own:
             with torch.no_grad():
                 logit_bias.fill_(loss.initial_logit_bias)
-    if set_logit_scale and loss.initial_logit_scale is not None:
+    if keeps_own:
+        loss.include_in_bounds(logit_scale.item())
+    elif loss.initial_logit_scale is not None:
         with torch.no_grad():
             logit_scale.fill_(loss.initial_logit_scale)
     if not loss.learns_logit_scale:
@@ -62,6 +68,22 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, set_logit_scale: bool) 
     if loss.views > 1:  # such a loss uses only images, so only the visual tower is trained
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("visual."))
+
+
+def set_training_mode(model: nn.Module) -> None:
+    """Set a model to training mode, except for modules whose parameters are all frozen: these stay in evaluation mode.
+
+    So the BatchNorm statistics of frozen layers do not change, and their dropout does not act.
+    """
+    model.train()
+    for module in frozen_modules(model):
+        module.eval()
+
+
+def frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that have parameters, but no trained parameters."""
+    trains = {module: [parameter.requires_grad for parameter in module.parameters()] for module in model.modules()}
+    return [module for module, flags in trains.items() if flags and not any(flags)]
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ class TemperatureScheme(nn.Module):
         regularized: whether the temperature is learned with the objective's regularizer ``ρ``.
         logit_scale_lr: constant learning rate of the model's parameter ``log(1/τ)``. None means the encoders' learning rate.
         initial_logit_scale: initial value of the model's parameter ``log(1/τ)``. None means the model's value.
+        logit_scale_bounds: lower and upper bound of the model's parameter ``log(1/τ)``.
     """
 
     needs_index: ClassVar[bool] = False
@@ -44,6 +45,7 @@ class TemperatureScheme(nn.Module):
     regularized: ClassVar[bool] = False
     logit_scale_lr: float | None = None
     initial_logit_scale: float | None = None
+    logit_scale_bounds: tuple[float, float] = (-math.inf, math.inf)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         """Return the anchors' temperatures of this step, before any update: ``(2, B)``."""
@@ -60,7 +62,10 @@ class TemperatureScheme(nn.Module):
         return None
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Adjust the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its value before the step."""
+        """Adjust the model's parameter ``log(1/τ)`` after the optimizer step; ``before`` is its value before the step.
+
+        Afterwards, the loss clamps the parameter to its bounds.
+        """
 
     def metrics(self, epoch: int) -> dict[str, float]:
         rho = self.rho(epoch)
@@ -109,16 +114,12 @@ class UnregularizedTemperature(TemperatureScheme):
     ) -> None:
         super().__init__()
         check_bounds(temperature_min, temperature_max)
-        self.bounds = (temperature_min, temperature_max)
+        self.logit_scale_bounds = (-math.log(temperature_max), -math.log(temperature_min))
         self.logit_scale_lr = lr_tau
         self.initial_logit_scale = log_inverse(temperature)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         return global_temperatures(batch)
-
-    def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
-        lower, upper = self.bounds
-        parameter.clamp_(-math.log(upper), -math.log(lower))
 
 
 class GlobalTemperature(UnregularizedTemperature):
@@ -154,4 +155,3 @@ class GlobalTemperature(UnregularizedTemperature):
             # Without weight decay, a third of AdamW's step equals a step with a third of the learning rate.
             factor = torch.where(before >= -math.log(_SLOW_BELOW), _SLOW_FACTOR, 1.0)
             parameter.copy_(before + factor * (parameter - before))
-        super().finish_logit_scale_step(parameter, before)

@@ -132,7 +132,7 @@ class Doctor:
             few = min(self.samples or 1, _FEW_SAMPLES)
             loss = build_loss(config.loss, config.model.name, built.model, few, meta, self.reference)
         check_combination(config, loss, self.world_size, compat.is_captioner(built.model))
-        prepare_for(loss, built.model, set_logit_scale=False)
+        prepare_for(loss, built.model)
         optimizer = create_optimizer(built.model, config.optimizer, loss.logit_scale_lr, loss.model_head())
         create_schedule(config.schedule, optimizer, self.steps, loss.logit_scale_lr)
         count = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])

@@ -105,13 +105,15 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     """Return ``CLIPConfig``'s arguments: sizes from the weights, attention heads and activation from OpenCLIP's ``config``."""
+    projection = len(weights["visual_projection.weight"])
     activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
 
     def tower(name: str, width: int, heads: int) -> dict[str, Any]:
         layers = {key.split(".")[3] for key in weights if key.startswith(f"{name}.encoder.layers.")}
         inner = weights[f"{name}.encoder.layers.0.mlp.fc1.weight"].shape[0]
         sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": len(layers)}
-        return sizes | {"num_attention_heads": heads, "hidden_act": activation}
+        # CLIPModel reads projection_dim from the whole configuration, the models of one tower from the tower's configuration.
+        return sizes | {"num_attention_heads": heads, "hidden_act": activation, "projection_dim": projection}
 
     vocabulary, text_width = weights["text_model.embeddings.token_embedding.weight"].shape
     vision_width, _, patch, _ = weights["vision_model.embeddings.patch_embedding.weight"].shape
@@ -125,7 +127,7 @@ def _clip_config(model: Any, config: dict[str, Any], weights: dict[str, Tensor])
     return {
         "text_config": {**text, **special, "vocab_size": vocabulary},
         "vision_config": {**vision, "image_size": height, "patch_size": patch},
-        "projection_dim": len(weights["visual_projection.weight"]),
+        "projection_dim": projection,
     }
 
 

@@ -1,5 +1,7 @@
 """Use a loss with a model in any training loop."""
 
+import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from openclip_ext.contrastive.model import LOGIT_SCALE, prepare_for, symmetric_c
 from openclip_ext.data.indexed import INDEX
 from openclip_ext.files.schema import checked_dict
 
+_LOG = logging.getLogger(__name__)
+
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a batch into the model's inputs and the loss's inputs (``index``, ``positives``, ``reference``)."""
@@ -21,13 +25,32 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return {name: value for name, value in batch.items() if name not in for_loss}, for_loss
 
 
+def _has_trained_temperature(model: Any) -> bool:
+    """Return whether a model's ``logit_scale`` differs from the initial values of OpenCLIP and ``transformers``."""
+    scale = model.get_parameter(LOGIT_SCALE).detach()
+    configured = getattr(getattr(model, "config", None), "logit_scale_init_value", None)
+    # CLIP, SigLIP in OpenCLIP, and SigLIP in transformers, whose configurations of other models have the value.
+    initial = [math.log(1 / 0.07), math.log(10), 0.0] + ([] if configured is None else [configured])
+    precision = max(1e-4, torch.finfo(scale.dtype).eps)  # transformers rounds log(1/0.07) to 2.6592
+    if any(math.isclose(scale.item(), value, rel_tol=precision, abs_tol=1e-6) for value in initial):
+        return False
+    _LOG.info(
+        f"The model's temperature {math.exp(-scale.item()):.4g} is not a usual initial value, so it counts as trained. A loss "
+        "that trains the temperature keeps it. To set another one, use create_loss(..., temperature=...)."
+    )
+    return True
+
+
 class ModelLoss:
     """A loss of a model's outputs, which also sets the model's temperature: initial value, learning rate and bounds.
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is set to the loss's initial value, if the
-            loss has one, and frozen if the loss does not train it.
+        model: Model with the parameter ``logit_scale``, ``log(1/τ)``. The parameter is frozen if the loss does not train it.
+        is_trained: Whether ``logit_scale`` (and ``logit_bias``) are trained. A trained model keeps them if the loss trains the
+            temperature and was created without ``temperature=``. Otherwise, they are set to the loss's initial values, if the
+            loss has any. None (default) means trained if ``logit_scale`` differs from the initial values of OpenCLIP and
+            ``transformers``.
         averages: Whether DistributedDataParallel averages the gradient of ``logit_scale``. If not, this class averages it.
 
     Raises:
@@ -42,7 +65,9 @@ class ModelLoss:
         >>> model_loss.step(optimizer)
     """
 
-    def __init__(self, loss: ContrastiveLoss, model: nn.Module, averages: bool = True) -> None:
+    def __init__(
+        self, loss: ContrastiveLoss, model: nn.Module, averages: bool = True, is_trained: bool | None = None
+    ) -> None:
         if loss.model_head() is not None or loss.views > 1:
             raise ValueError(
                 f"{type(loss).__name__} trains its own modules or compares two views of an image, which this class does not "
@@ -57,7 +82,7 @@ class ModelLoss:
             raise ValueError(
                 f"{type(loss).__name__} would ignore the captioner of {type(model).__name__}: use create_loss('openclip')"
             )
-        prepare_for(loss, model, set_logit_scale=True)
+        prepare_for(loss, model, _has_trained_temperature(model) if is_trained is None else is_trained)
         self.loss = loss
         self.logit_scale = model.get_parameter(LOGIT_SCALE)
         self._logit_bias = getattr(model, "logit_bias", None)
@@ -188,3 +213,4 @@ class ModelLoss:
         self.loss.restore_state(state["loss"], tables, "the saved loss")
         with torch.no_grad():
             self.logit_scale.copy_(state[LOGIT_SCALE])
+        self.loss.include_in_bounds(self.logit_scale.item())

@@ -45,7 +45,7 @@ class GlobalContrastiveLoss(nn.Module):
         self.model = model
         self.micro_batch_size = micro_batch_size
         self.logit_scale = nn.Parameter(torch.tensor(scale).log())
-        self.model_loss = ModelLoss(loss, self, averages=False)
+        self.model_loss = ModelLoss(loss, self, averages=False, is_trained=False)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
         """Return the loss of a batch, 0-d.

@@ -194,7 +194,9 @@ def create_loss(
         if sizes[size] is None:
             raise ValueError(f"the loss {composition.title!r} needs {size}=, {_REQUIREMENTS[size]}")
         sizes[size] = _checked_size(size, sizes[size], _REQUIREMENTS[size])
-    return composition.create(values, sizes, reference_dim or 0)
+    loss = composition.create(values, sizes, reference_dim or 0)
+    loss.given = frozenset(options)
+    return loss
 
 
 def _checked_size(name: str, value: Any, meaning: str) -> int:

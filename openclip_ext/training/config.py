@@ -62,8 +62,8 @@ class LoraConfig:
 class ModelConfig:
     """OpenCLIP's flags for building the model. Most fields are named as in ``open_clip``'s factory.
 
-    A locked tower is frozen, except for the last ``unlocked`` layer groups. Separate flags freeze the tower's BatchNorm
-    statistics or LayerNorm parameters.
+    A locked tower is frozen, except for the last ``unlocked`` layer groups. A separate flag freezes the text tower's LayerNorm
+    parameters.
     """
 
     name: str = flag(dest="model")
@@ -91,7 +91,6 @@ class ModelConfig:
     siglip_start: bool = flag(False, dest="siglip")
     lock_image: bool = flag(False)
     lock_image_unlocked_groups: int = flag(0, needs="lock_image", minimum=0)
-    lock_image_freeze_bn_stats: bool = flag(False, needs="lock_image")
     lock_text: bool = flag(False)
     lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")

@@ -169,6 +169,7 @@ def _check_together(args: argparse.Namespace) -> None:
             opt in ("adamw", "lamb") or opt.startswith("timm/")
         ),
         f"--opt {args.opt} needs both --beta1 and --beta2, or neither": (args.beta1 is None) != (args.beta2 is None),
+        "--lock-image-freeze-bn-stats needs --lock-image": args.lock_image_freeze_bn_stats and not args.lock_image,
         "--lookahead-steps needs --opt timm/lookahead_NAME": args.lookahead_steps and "lookahead" not in opt,
         f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,

@@ -23,6 +23,9 @@ from openclip_ext.training import parallel
 LAG = 2
 # Suffix of names in a ``state_dict`` whose values are counters on the host, not tensors on the device.
 _EXTRA_STATE = "_extra_state"
+# Above this norm, squares in float32 overflow, as in Adam: the parameter would never change again. The norm of a single number
+# (the temperature) does not overflow.
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 # Tensors up to this many elements are copied together, to launch fewer kernels.
 _SMALL = 1 << 22
 
@@ -191,9 +194,9 @@ def _all_finite(parameters: list[nn.Parameter]) -> Tensor:
     shards = [gradient for gradient in gradients if gradient.numel()]
     if not shards:
         return torch.ones((), dtype=torch.bool, device=parameters[0].device)
-    # Norms are ten times faster than isfinite on a CPU. A norm also overflows if the squares in Adam would overflow.
+    # Norms are ten times faster than isfinite on a CPU.
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(shards)])
-    return (norms < math.inf).all()  # NaN also gives False
+    return (norms < _LARGEST_NORM).all()  # NaN also gives False
 
 
 def _copy(value: Any) -> Any:

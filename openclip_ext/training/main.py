@@ -4,6 +4,7 @@ The command line is parsed before PyTorch and OpenCLIP are imported, so mistakes
 """
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ def main(argv: list[str]) -> None:
 
     Raise UsageError for a wrong command line, data or checkpoint. Raise SystemExit after ``--help``, SIGTERM or SIGINT.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A process that multiprocessing has started only imports the main program. The run that started it says why.
+        raise SystemExit(1)
     if isinstance(argv, str):
         raise UsageError("main takes a list of words: expected main(shlex.split(...)), found a text")
     config = parse(argv)

@@ -103,7 +103,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     if config.lock_image:
         flag = f"--lock-image-unlocked-groups {groups}" if groups else "--lock-image"
         with _locking(model, flag, "image"):
-            model.visual.lock(unlocked_groups=groups, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+            model.visual.lock(unlocked_groups=groups)
     if config.lock_text:
         flag = f"--lock-text-unlocked-layers {layers}" if layers else "--lock-text"
         with _locking(model, flag, "text"):
@@ -112,6 +112,8 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         if not (config.weights or config.pretrained_image) and distributed.is_master():
             logging.warning("--lora-rank freezes random weights here: add --pretrained.")
         add_adapters(model, config.lora, config.weights)
+    if distributed.is_master() and (config.lock_image or config.lock_text or config.lora.rank is not None):
+        logging.info("Frozen layers stay in evaluation mode: no update of BatchNorm statistics, no dropout.")
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
@@ -208,6 +210,7 @@ def build_loss(
     if reference is not None and "steer" in config.given:
         options["reference_dim"] = reference.width
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
+    loss.given = frozenset(config.given)
     if compat.is_captioner(model) and not loss.trains_captions:
         raise UsageError(
             f"--loss {config.name} would ignore the captioner of {model_name}: use --loss openclip without other parts"
@@ -232,20 +235,17 @@ def _check_head(loss: str, head: nn.Module | None) -> None:
         )
 
 
-def initialize(
-    model: nn.Module, loss: ContrastiveLoss, weights: str | None, has_temperature: bool, is_fresh: bool = True
-) -> None:
+def initialize(model: nn.Module, loss: ContrastiveLoss, weights: str | None, is_fresh: bool = True) -> None:
     """Set the initial temperature and projection heads of a new run, and freeze what the loss does not train.
 
     Args:
-        weights: Tag or file of pretrained weights, or None. The pretrained temperature is kept if the loss trains it.
-        has_temperature: Whether the user gave an initial temperature, which replaces the pretrained temperature.
-        is_fresh: Whether the run is new. In a resumed run, the checkpoint sets the temperature and the heads.
+        weights: Tag or file of pretrained weights, or None. If the loss trains the temperature, the pretrained temperature is
+            kept, unless the user gave an initial temperature.
+        is_fresh: Whether the run is new. In a resumed run, the checkpoint later sets the temperature and the heads.
     """
     if is_fresh and weights:
         _load_pretrained_heads(loss, weights)
-    keeps_own = bool(weights) and not has_temperature and loss.learns_logit_scale
-    prepare_for(loss, model, set_logit_scale=is_fresh and not keeps_own)
+    prepare_for(loss, model, is_trained=bool(weights))
 
 
 def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:

@@ -6,6 +6,7 @@ full model for an evaluation.
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ _LOOKAHEAD = "lookahead_"
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
     """Wrap the model for several processes. For ``keep_whole``, see :class:`ShardedDataParallel`."""
     if distributed.world_size() == 1:
+        if config.fsdp:
+            logging.warning("--fsdp has no effect with a single process: start several with torchrun, or remove it.")
         return model
     if config.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

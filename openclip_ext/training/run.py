@@ -11,10 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
@@ -28,7 +30,7 @@ from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checkpoint.format import Position, RunIdentity
-from openclip_ext.training.checks import check, check_combination, check_device, other_batch
+from openclip_ext.training.checks import check, check_combination, check_device, other_batch, rounded_updates
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
@@ -42,6 +44,11 @@ from openclip_ext.training.validation import build_evaluators, run_evaluators
 
 # Flags that may differ between the ranks.
 _DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
+# Flags with paths, which may differ between nodes.
+_PATH_FLAGS = {
+    *("train_data", "val_data", "imagenet_val", "imagenet_v2", "eval_data_dir", "manifest", "reference", "cache_dir"),
+    *("resume", "log_path", "checkpoint_path", "tensorboard_path"),
+}
 
 
 def run(config: TrainingConfig) -> None:
@@ -54,7 +61,7 @@ def run(config: TrainingConfig) -> None:
     if number > 1 and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0":
         say(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
     processes = argparse.Namespace(**{**config.flags, "device": config.device or "cuda"})
-    device = compat.init_device(processes)
+    device = _connect(processes)
     distributed.set_patience(distributed.START_PATIENCE)
     handlers = list(logging.root.handlers)
     try:
@@ -87,18 +94,36 @@ def run(config: TrainingConfig) -> None:
         distributed.shutdown()
 
 
+def _connect(processes: argparse.Namespace) -> torch.device:
+    """Connect the processes and return the device. Raise UsageError if the port is in use, or the ranks do not connect."""
+    try:
+        return compat.init_device(processes)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise UsageError(f"MASTER_PORT {port} is in use: set another port, the same for all ranks") from error
+        raise UsageError(
+            f"the ranks do not connect to MASTER_ADDR {address}, MASTER_PORT {port} ({one_line(error)}): check both, and "
+            "start WORLD_SIZE ranks"
+        ) from error
+
+
 def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     """Raise UsageError on all ranks if a rank's flags differ from rank 0's. Paths may differ between nodes. Collective."""
-    compared = {
-        name: "PATH" if isinstance(value, Path) or os.sep in str(value) else value
-        for name, value in sorted(own.items())
-        if name not in _DIFFERING_FLAGS
-    }
+    compared = {name: _compared(name, value) for name, value in sorted(own.items()) if name not in _DIFFERING_FLAGS}
     first, *others = distributed.all_gather_object(compared)
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
         if differing:
             raise UsageError(f"rank {rank} must have the flags of rank 0 (in parentheses): {', '.join(differing)}")
+
+
+def _compared(name: str, value: Any) -> Any:
+    """Return what must be equal on all ranks: a flag's value, or PATH if the value is a path."""
+    is_path = name in _PATH_FLAGS and value not in (None, "", "latest")
+    is_file = name == "pretrained" and os.path.exists(value or "")  # otherwise it is a tag
+    is_folder = name == "model" and value.startswith("local-dir:")
+    return "PATH" if is_path or is_file or is_folder else value
 
 
 def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
@@ -151,7 +176,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         changed = restoring.changed_settings(start.checkpoint, identity)
         settings_warning = changed and f"The run continues with changed settings: {'; '.join(changed)}."
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
-        for warning in filter(None, (settings_warning, batch_warning, reference and reference.warning)):
+        warnings = (settings_warning, batch_warning, rounded_updates(config), reference and reference.warning)
+        for warning in filter(None, warnings):
             logging.warning(warning)
         _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
@@ -178,7 +204,7 @@ def _build_step(
     number, device = source.num_samples, built.device
     loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
     check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
-    models.initialize(built.model, loss, config.model.weights, "temperature" in config.loss.given, is_fresh)
+    models.initialize(built.model, loss, config.model.weights, is_fresh)
     model = parallel.distribute(built.model, config.parallel, device, keep_whole=config.evaluation.is_wanted)
     temperature_lr = _temperature_lr(config, loss, steps)
     optimizer = create_optimizer(model, config.optimizer, temperature_lr, loss.model_head())

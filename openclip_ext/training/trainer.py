@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
+from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interrupted
 from openclip_ext.data.loader.workers import WorkerError
@@ -117,7 +118,7 @@ class Trainer:
 
     def _train_epoch(self, signals: SignalRequests) -> None:
         epoch = self.position.epoch
-        self.model.train()
+        set_training_mode(self.model)
         self.loss.train()
         self.loss.start_epoch(epoch)
         if distributed.is_master():

@@ -1,5 +1,6 @@
 """``openclip-ext plan`` predicts the sizes of real states, and the communication of two real ranks."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -240,22 +241,7 @@ def test_mistakes_are_named():
 
 @pytest.mark.parametrize("given", [["--samples", "1e4"], ["--train-data"]])
 def test_the_flags_of_train_describe_the_run(given, shards, capsys):
-    flags = [
-        "--model",
-        "demo-vit",
-        "--batch-size",
-        "8",
-        "--accum-freq",
-        "2",
-        "--world-size",
-        "2",
-        "--precision",
-        "fp32",
-        "--lr",
-        "1e-3",
-        "--epochs",
-        "3",
-    ]
+    flags = shlex.split("--model demo-vit --batch-size 8 --accum-freq 2 --world-size 2 --precision fp32 --lr 1e-3")
     data = [shards] if given == ["--train-data"] else []
     plan.main([*flags, *given, *data])
     samples = "84" if data else "10,000"

@@ -138,6 +138,15 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     with torch.no_grad():
         theirs = clip(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], pixel_values=images)
     assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
+    image_tower = transformers.CLIPVisionModelWithProjection.from_pretrained(tmp_path / "hf").eval()
+    text_tower = transformers.CLIPTextModelWithProjection.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        image, text = (
+            image_tower(images).image_embeds,
+            text_tower(inputs["input_ids"], inputs["attention_mask"]).text_embeds,
+        )
+    towers = torch.nn.functional.normalize(torch.cat([image, text]), dim=-1)
+    assert (towers - expected).abs().max() < TOLERANCE
     # The processor of transformers resizes with another library, which rounds differently.
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
 

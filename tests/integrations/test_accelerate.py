@@ -1,6 +1,10 @@
 """accelerate, and ``ModelLoss``: two processes train as one, and resuming is bitwise exact."""
 
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +141,16 @@ def test_a_loss_goes_on_with_any_number_of_processes():
         saved = torch.cat(state["tables"][name])
         torch.testing.assert_close(saved, table.rows(0, SAMPLES), rtol=0, atol=0, equal_nan=True)
     assert one.loss.calls == 1
+
+
+def test_the_documented_launcher_starts_two_connected_processes(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    (command,) = re.findall(r"^\| accelerate \| `(torchrun .+? train\.py)`", page, re.MULTILINE)
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate import Accelerator; print('processes:', Accelerator(cpu=True).num_processes)")
+    words = ["torch.distributed.run", *command.split()[1:-1], str(script)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("processes: 2") == 2, done.stderr[-2000:]
 
 
 def _with_own_average() -> tuple[float, float]:

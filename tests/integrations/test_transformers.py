@@ -1,5 +1,6 @@
 """``transformers.Trainer``: resuming is bitwise exact, and the loss receives the temperature and the index."""
 
+import math
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -10,14 +11,14 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import CLIPConfig, CLIPModel, TrainingArguments, set_seed
+from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel, TrainingArguments, set_seed
 
 from openclip_ext.integrations.micro_batches import in_micro_batches
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LOSS_FILE, ContrastiveTrainer
 from openclip_ext.losses.registry import create_loss
 from tests.integrations import towers
-from tests.integrations.towers import BATCH, STEPS, pairs, stateful_loss
+from tests.integrations.towers import BATCH, SAMPLES, STEPS, pairs, stateful_loss
 from tests.training.tiny import CONTEXT, IMAGE, VOCABULARY, WIDTH
 
 
@@ -168,6 +169,45 @@ def test_a_model_that_the_trainer_would_replace_is_refused(tmp_path):
     arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, report_to="none", use_cpu=True)
     with pytest.raises(ValueError, match="pass model="):
         ContrastiveTrainer(args=arguments, model_init=clip, contrastive_loss=stateful_loss())
+
+
+def siglip() -> SiglipModel:
+    tower = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "projection_size": WIDTH}
+    return SiglipModel(
+        SiglipConfig(text_config=tower | text, vision_config=tower | {"image_size": IMAGE, "patch_size": 8})
+    )
+
+
+TRAINED = math.log(112)  # as in SigLIP's released models; OpenCLIP's losses bound 1/τ by 100
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "model", "scale", "expected"),
+    [
+        ("siglip", {}, siglip, None, math.log(10)),
+        ("siglip", {}, siglip, TRAINED, TRAINED),
+        ("openclip", {}, clip, None, math.log(1 / 0.07)),
+        ("openclip", {}, clip, TRAINED, TRAINED),
+        ("fastclip", {"num_samples": SAMPLES, "temperature": 0.05}, clip, None, math.log(20)),
+        ("fastclip", {"num_samples": SAMPLES}, clip, TRAINED, TRAINED),
+        ("fastclip", {"num_samples": SAMPLES, "temperature": 0.05}, clip, TRAINED, math.log(20)),
+        ("fastclip", {"num_samples": SAMPLES, "temperature_min": 0.02}, clip, TRAINED, math.log(50)),
+        ("queueclip", {"temperature": 0.05}, clip, TRAINED, math.log(20)),
+    ],
+)
+def test_a_trained_temperature_is_kept_and_in_the_bounds(name, options, model, scale, expected):
+    """A fresh model gets the loss's initial value. An option that the user gives wins, and so does a constant temperature."""
+    model, loss = model(), create_loss(name, embed_dim=WIDTH, **options)
+    if scale is not None:
+        torch.nn.init.constant_(model.logit_scale, scale)
+        if name == "siglip":
+            torch.nn.init.constant_(model.logit_bias, -16.5)
+    optimizer, model_loss = torch.optim.SGD(model.parameters(), lr=0.0), ModelLoss(loss, model)
+    model_loss.separate_rate(optimizer)
+    model_loss.step(optimizer)
+    assert model.logit_scale.item() == pytest.approx(expected, rel=1e-4)
+    assert name != "siglip" or model.logit_bias.item() == (-10 if scale is None else -16.5)
 
 
 def test_a_head_is_refused():

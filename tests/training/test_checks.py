@@ -1,12 +1,16 @@
 """Unsupported models, losses and data raise a one-sentence error. ``test_mistakes.py`` tests wrong flags."""
 
+import json
+
+import open_clip
 import pytest
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.checks import check_combination, other_batch
 from tests.training.commands import config_of
-from tests.training.runs import run, small_command
+from tests.training.runs import metrics_of, run, small_command
+from tests.training.test_models import CAPTIONER
 
 
 def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
@@ -53,6 +57,50 @@ LOCKED = "--lock-image --lock-text --lock-text-freeze-layer-norm --temperature-s
 def test_what_the_model_the_loss_or_the_data_cannot_do_is_told(shards, tmp_path, loss, flags, message):
     with pytest.raises(ValueError, match=message):
         run(small_command(shards, tmp_path, "run", loss, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "flags", "is_refused"),
+    [
+        ("openclip", "", True),
+        ("siglip", "", True),
+        ("queueclip", "", True),
+        ("openclip", "--accum-freq 2", False),
+        ("openclip", "--model CAPTIONER", False),
+        ("openclip", "--hard-negative-key txt", False),
+    ],
+)
+def test_a_global_batch_of_one_pair_is_refused_if_the_loss_learns_nothing(shards, tmp_path, loss, flags, is_refused):
+    """A captioner's captions and hard negatives also train with one pair."""
+    (tmp_path / "captioner.json").write_text(json.dumps(CAPTIONER))
+    open_clip.add_model_config(tmp_path)
+    argv = small_command(
+        shards, tmp_path, "run", loss, "--batch-size", "1", "--epochs", "1", "--train-num-samples", "4"
+    )
+    argv += ["--force-patch-dropout", "0", *flags.replace("CAPTIONER", "captioner").split()]
+    if not is_refused:
+        assert run(argv) == 0
+        assert metrics_of(tmp_path / "run")[0]["loss"] > 0
+        return
+    with pytest.raises(UsageError, match=r"--batch-size.*--accum-freq"):
+        run(argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--fsdp", "--fsdp"),
+        ("--precision pure_bf16 --lr 1e-6", "amp_bf16"),
+        ("--precision bf16 --lr 1e-4", "amp_bf16"),
+        ("--precision pure_bf16 --lr 5e-4", None),
+        ("--precision pure_bf16 --lr 1e-6 --lr-text 1e-3", None),
+    ],
+)
+def test_a_flag_without_the_expected_effect_warns(shards, tmp_path, caplog, flags, word):
+    more = ["--epochs", "1", "--force-patch-dropout", "0", *flags.split()]
+    assert run(small_command(shards, tmp_path, "run", "openclip", *more)) == 0
+    for known in ("--fsdp", "amp_bf16"):
+        assert (known in caplog.text) == (known == word)
 
 
 @pytest.mark.parametrize("mistake", [["--batch-size", "100"], ["--max-bad-fraction", "0", "--image-key", "nope"]])

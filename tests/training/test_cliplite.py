@@ -75,16 +75,16 @@ def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
 def test_a_run_starts_from_the_heads_of_its_pretrained_checkpoint(checkpoint, caplog):
     add_model_configs()
     model, loss = open_clip.create_model("demo-vit"), create_loss("cliplite", embed_dim=64)
-    initialize(model, loss, str(checkpoint), has_temperature=False)
+    initialize(model, loss, str(checkpoint))
     stored = read_heads(checkpoint).state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loss.projections.state_dict().items())
     with pytest.raises(UsageError, match=r"'projection_dim': 64.*this run has.*'projection_dim': 32"):
         other = create_loss("cliplite", embed_dim=64, projection_dim=32)
-        initialize(model, other, str(checkpoint), has_temperature=False)
+        initialize(model, other, str(checkpoint))
     with caplog.at_level(logging.WARNING):
-        initialize(model, create_loss("openclip"), str(checkpoint), has_temperature=False)
+        initialize(model, create_loss("openclip"), str(checkpoint))
     assert "has projection heads 'cliplite', which this loss does not use" in caplog.text
-    initialize(model, create_loss("openclip"), "laion2b", has_temperature=False)
+    initialize(model, create_loss("openclip"), "laion2b")
 
 
 def test_projections_are_in_the_optimizer_with_openclips_decay():

@@ -4,8 +4,12 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +26,7 @@ from tests.data.loading import build, indices, preprocess, train_with_a_fork_ser
 from tests.data.shards import undecodable, write_shards
 from tests.distributed.pool import two_ranks
 from tests.training.programs import is_alive, wait_until
-from tests.training.runs import command, run
+from tests.training.runs import command, run, small_command
 from tests.training.tiny import tiny_model
 
 
@@ -78,6 +82,9 @@ def test_ranks_repeat_nothing_where_one_loses_the_end_of_an_epoch(tmp_path: Path
     assert lost.isdisjoint(together)
 
 
+GUARD = 'if __name__ == "__main__": '
+
+
 def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
     with pytest.raises(UsageError) as refused:
         run([*argv, *own[int(os.environ["RANK"])]])
@@ -90,12 +97,55 @@ def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
         ([["--workers", "1"], ["--workers", "2"]], "workers 2 (1)"),
         ([["--resume", "latest"], []], "resume None (latest)"),
         ([[], ["--resume", "/a/epoch_1.pt"]], "resume PATH (None)"),
+        ([["--model", "ViT-B/32"], ["--model", "ViT-L/14"]], "model ViT-L/14 (ViT-B/32)"),
+        ([["--opt", "timm/lion", "--lr", "1"], ["--opt", "timm/sgd", "--lr", "1"]], "opt timm/sgd (timm/lion)"),
     ],
 )
 def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     first, second = two_ranks().run(train_with_other_flags, argv, own, group=False)
     assert first == second == f"rank 1 must have the flags of rank 0 (in parentheses): {said}"
+
+
+def test_a_port_in_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (ranks | {"MASTER_PORT": other.getsockname()[1]}).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(UsageError, match="MASTER_PORT"):
+            run(command("none.tar", tmp_path, "run", "openclip"))
+
+
+def test_a_run_in_a_thread_trains_without_signal_handlers(
+    shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    handler = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as thread:
+        argv = small_command(shards, tmp_path, "run", "openclip", "--epochs", "1", "--workers", "1")
+        assert thread.submit(run, argv).result() == 0
+    assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
+    assert signal.getsignal(signal.SIGTERM) is handler and caplog.text.count("main thread") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "guard", "is_refused"), [("spawn", "", True), ("forkserver", "", True), ("spawn", GUARD, False)]
+)
+def test_a_script_without_a_guard_is_refused_where_processes_do_not_fork(
+    shards: str, tmp_path: Path, method: str, guard: str, is_refused: bool
+):
+    """Otherwise, a worker that fails in the import of the script never reads its data, and the run waits forever."""
+    argv = [*command(shards, tmp_path, "run", "openclip", "--epochs", "1"), "--workers", "1"]
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\nfrom openclip_ext.training.main import main\n"
+        f"{guard}multiprocessing.set_start_method({method!r}, force=True), main({argv!r})\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) == is_refused, done.stderr[-2000:]
+    assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file() != is_refused
+    assert (GUARD.strip() in done.stderr and "--workers 0" in done.stderr) == is_refused
 
 
 def train_on_csv(folder: Path, content: bytes) -> None:

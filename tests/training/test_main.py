@@ -81,16 +81,20 @@ def test_logs_have_a_line_for_each_step_and_evaluation(finished):
     assert [line["step"] for line in metrics_of(finished) if "evaluation" in line] == [5, 10]
 
 
-def test_openclips_own_script_resumes_from_a_checkpoint_of_its_loss(shards, tmp_path):
-    """This package and OpenCLIP's script use the same optimizer groups, so users can switch between the programs."""
+@pytest.mark.parametrize(
+    ("loss", "flags"),
+    [("openclip", ["--resume"]), ("siglip", ["--siglip", "--resume"]), ("queueclip", ["--pretrained"])],
+)
+def test_openclips_own_script_continues_from_a_checkpoint(shards, tmp_path, loss, flags):
+    """With OpenCLIP's losses, both programs use the same optimizer groups. Other losses give OpenCLIP only their weights."""
     from open_clip_train import main as script
 
-    assert run(command(shards, tmp_path, "ours", "openclip", "--epochs", "1")) == 0
+    assert run(command(shards, tmp_path, "ours", loss, "--epochs", "1")) == 0
     checkpoint = tmp_path / "ours" / "checkpoints" / "epoch_1.pt"
     argv = ["--model", "demo-vit", "--precision", "fp32", "--device", "cpu", "--dataset-type", "synthetic"]
     argv += ["--train-num-samples", "16", "--batch-size", "8", "--epochs", "2", "--workers", "0", "--lr", "1e-3"]
     root_handlers = list(logging.root.handlers)
-    script.main([*argv, "--resume", str(checkpoint), "--logs", str(tmp_path), "--name", "theirs"])
+    script.main([*argv, "--logs", str(tmp_path), "--name", "theirs", *flags, str(checkpoint)])
     logging.root.handlers[:] = root_handlers
     assert torch.load(tmp_path / "theirs" / "checkpoints" / "epoch_2.pt", weights_only=True)["epoch"] == 2
 

@@ -31,6 +31,7 @@ MISTAKES = [
     ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
     ("--aug-cfg foo=3", "--aug-cfg: got an unexpected keyword argument 'foo'"),
     ("--lock-text-unlocked-layers 3", "--lock-text-unlocked-layers needs --lock-text"),
+    ("--lock-image-freeze-bn-stats", "--lock-image-freeze-bn-stats needs --lock-image"),
     ("--device gpu", "--device gpu: expected cpu, cuda or cuda:N"),
     ("--device cuda:0", "--device cuda:0: PyTorch finds 0 GPUs on this machine; use cpu"),
     ("--opt timm/sgdd --lr 1e-3", "--opt timm/sgdd: "),

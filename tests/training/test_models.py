@@ -25,7 +25,7 @@ from openclip_ext.training.config import LossConfig
 from openclip_ext.training.model import MODEL_CONFIG, build_loss, build_model
 from tests.distributed.pool import two_ranks
 from tests.training.commands import config_of
-from tests.training.runs import command, evaluation, losses_of, metrics_of, run
+from tests.training.runs import EXIT_AFTER_SIGTERM, command, evaluation, losses_of, metrics_of, run
 
 VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 20, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
@@ -78,17 +78,45 @@ def test_a_captioner_trains_only_with_openclips_loss(shards, configs, tmp_path):
 TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "avg", "timm_proj": "linear"}
 
 
-def model_folder(path: Path, vision: dict) -> str:
-    """Write a model folder in the format of the Hugging Face hub, with τ = 0.01; return the value for ``--model``."""
+def model_folder(path: Path, vision: dict, scale: float = 100.0, bias: float | None = None) -> str:
+    """Write a model folder in the format of the Hugging Face hub, with τ = 1/scale; return the value for ``--model``."""
     path.mkdir()
     config = {"embed_dim": 32, "custom_text": True, "vision_cfg": vision, "text_cfg": TEXT}
+    if bias is not None:
+        config["init_logit_bias"] = 0
     content = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
     (path / "open_clip_config.json").write_text(json.dumps(content))
     name = f"local-dir:{path}"
     state = open_clip.create_model(name, load_weights=False).state_dict()
-    state["logit_scale"].fill_(math.log(100))
+    state["logit_scale"].fill_(math.log(scale))
+    if bias is not None:
+        state["logit_bias"].fill_(bias)
     torch.save(state, path / "open_clip_pytorch_model.bin")
     return name
+
+
+@pytest.mark.parametrize(
+    ("loss", "bias", "flags", "expected"),
+    [
+        ("siglip", -16.5, "", 1 / 112),
+        ("openclip", None, "", 1 / 112),
+        ("fastclip", None, "", 1 / 112),
+        ("fastclip", None, "--temperature-min 0.02", 0.02),
+        ("fastclip", None, "--temperature 0.05", 0.05),
+    ],
+)
+def test_a_pretrained_temperature_outside_of_the_bounds_is_kept(shards, tmp_path, loss, bias, flags, expected):
+    """Released SigLIP models have 1/τ of about 112, but OpenCLIP's bound is 100. After a resume, the bounds are the same."""
+    name = model_folder(tmp_path / "folder", VISION, 112, bias)
+    argv = command(shards, tmp_path, "run", loss, "--model", name, "--force-patch-dropout", "0", *flags.split())
+    argv += ["--lr", "1e-9", "--loss-option=lr_tau=1e-9"] if loss == "fastclip" else ["--lr", "1e-9"]
+    assert run([*argv, "--resume", "latest"], stop_after=2) == EXIT_AFTER_SIGTERM
+    assert run([*argv, "--resume", "latest"]) == 0
+    state = torch.load(tmp_path / "run" / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
+    assert math.exp(-state["logit_scale"]) == pytest.approx(expected, rel=1e-5)
+    assert bias is None or float(state["logit_bias"]) == pytest.approx(bias)
+    is_widened = not flags
+    assert ("Temperature bounds" in (tmp_path / "run" / "out.log").read_text()) == is_widened
 
 
 def test_evaluations_use_the_preprocessing_of_a_pretrained_tag(shards, tmp_path, monkeypatch):
@@ -250,10 +278,10 @@ def test_parameters_of_a_loss_that_nothing_trains_are_named(recwarn):
     model = open_clip.create_model("demo-vit")
     loss = _LossWithHead()
     with pytest.warns(UserWarning, match="_LossWithHead: no optimizer updates layer.weight, layer.bias"):
-        prepare_for(loss, model, set_logit_scale=True)
+        prepare_for(loss, model)
     recwarn.clear()
-    prepare_for(loss.requires_grad_(False), model, set_logit_scale=True)
+    prepare_for(loss.requires_grad_(False), model)
     for name in registry.list_losses():
         if name != "siglip":  # this model has no bias
-            prepare_for(registry.create_loss(name, embed_dim=64, num_samples=8), model, set_logit_scale=True)
+            prepare_for(registry.create_loss(name, embed_dim=64, num_samples=8), model)
     assert not recwarn.list

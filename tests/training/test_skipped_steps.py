@@ -125,6 +125,18 @@ def test_gradients_that_overflow_are_skipped_and_the_scale_falls():
     assert (step.samples, step.are_bad) == (tiny_batch(0)["index"].tolist(), False)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_single_gradient_whose_square_overflows_is_skipped(on_device):
+    """Adam's average of squares would become infinite, and the parameter would never change again."""
+    run = TinyTraining("openclip", Way(on_device=on_device))
+    run.take(0)
+    before = run.state()
+    run.model.logit_scale.register_hook(lambda gradient: torch.full_like(gradient, 3e19))
+    run.take(1)
+    assert [item for item in differences(before, run.state()) if not item.endswith(HOST_COUNTERS)] == []
+    assert [step.number for step in run.step.guard.poll_outcomes(wait=True)] == [1]
+
+
 def test_the_guard_changes_nothing_in_good_steps():
     """Good steps with the decision on the device are bitwise equal to good steps with the decision on the host."""
     runs = [TinyTraining("neuclip", Way(tower="resnet", on_device=on_device)) for on_device in (False, True)]

@@ -89,5 +89,5 @@ def test_evaluation_leaves_the_projector_out(finished):
 def test_a_locked_image_tower_stays_locked():
     model = open_clip.create_model("demo-vit")
     model.lock_image_tower()
-    prepare_for(create_loss("simclr", embed_dim=64), model, set_logit_scale=False)
+    prepare_for(create_loss("simclr", embed_dim=64), model)
     assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -75,7 +75,7 @@ def prepare(model: nn.Module, loss: ContrastiveLoss) -> None:
     """Prepare a model as training does: set the initial temperature, and freeze parameters that the loss does not train."""
     if loss.initial_logit_bias is not None:
         model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, loss.initial_logit_bias))
-    prepare_for(loss, model, set_logit_scale=True)
+    prepare_for(loss, model)
 
 
 def tiny_batch(number: int, views: int = 1, dtype: torch.dtype = torch.float32, size: int = IMAGE) -> Batch:

@@ -2,9 +2,11 @@
 
 import ctypes
 import enum
+import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -53,7 +55,8 @@ class SignalRequests:
 
     A signal may reach only one rank. The other ranks receive it in :meth:`poll_ranks`. A second Ctrl-C ends the run
     immediately, except under torchrun: there, the terminal and torchrun both send each Ctrl-C. ``exit_status`` is the
-    shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal.
+    shell's exit status for the signal, or SIGTERM's exit status if only another rank received the signal. In other threads
+    than the main thread, Python cannot handle signals, so signals are not stored.
     """
 
     def __init__(self) -> None:
@@ -64,6 +67,11 @@ class SignalRequests:
         self.exit_status = EXIT_AFTER_SIGTERM
 
     def __enter__(self) -> "SignalRequests":
+        if threading.current_thread() is not threading.main_thread():
+            logging.warning(
+                "Signals do not save a checkpoint of this run, because it does not run in the process's main thread."
+            )
+            return self
         for number in _REQUESTS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # started with nohup
                 continue
