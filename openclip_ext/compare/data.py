@@ -122,7 +122,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
     if spec.resolved_type == "webdataset":
         assert spec.source is not None
         files += expand_shards(spec.source)
-    elif spec.resolved_type == "csv":
+    elif spec.resolved_type in ("csv", "table"):
         source: Any = build_source(spec, preprocess=str)  # type: ignore[arg-type]
         files += source.files()
     found: list[Sequence[Any]] = []

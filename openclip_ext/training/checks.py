@@ -168,6 +168,8 @@ def _check_evaluation(config: EvaluationConfig) -> None:
 
 def _local_files(spec: DataSpec) -> list[str]:
     assert spec.source is not None, "a data set that is not synthetic has a source"
+    if spec.resolved_type == "table":
+        return []
     if spec.resolved_type == "csv":
         return [spec.source] if isinstance(spec.source, str) else list(spec.source)
     # Only expand the names. Rank 0 later rejects a shard that is given twice, because this needs access to every file.

@@ -133,6 +133,8 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         if len(paths) != 1:
             raise ValueError(f"expected one CSV file, got {list(paths)}")
         source = CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+    elif kind == "table":
+        source = _table(spec)
     else:
         manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
         urls = [shard.url for shard in manifest.shards]
@@ -145,6 +147,19 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     if spec.reference is not None:
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source
+
+
+def _table(spec: DataSpec) -> Source:
+    try:
+        from openclip_ext.data.sources.table import TableSource
+
+        (path,) = [spec.source] if isinstance(spec.source, str) else spec.source or ()
+        # OpenCLIP's default columns are for CSV files.
+        image = None if spec.csv_image_key == DataSpec.csv_image_key else spec.csv_image_key
+        caption = None if spec.csv_caption_key == DataSpec.csv_caption_key else spec.csv_caption_key
+        return TableSource(path, image, caption, spec.caption_template)
+    except ImportError as error:
+        raise ValueError(f"{spec.source} needs the package {error.name}: pip install datasets") from error
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:

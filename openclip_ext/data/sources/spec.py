@@ -9,6 +9,9 @@ from openclip_ext.cli.options import check_config, flag, from_flags
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
+# The loaders of the library ``datasets``, by the ending of the file.
+TABLE_LOADERS = {"parquet": "parquet", "jsonl": "json", "json": "json"}
+
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -31,6 +34,7 @@ class DataSpec:
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
     csv_caption_key: str = flag("title")
+    caption_template: str = flag("a photo of a {}", "caption of the images in a class folder; {} is the folder's name")
     manifest: str | os.PathLike[str] | None = flag(
         None, "manifest of the training shards; it may exclude samples (default: found next to them, or created)"
     )
@@ -84,8 +88,8 @@ class DataSpec:
 
     @property
     def keys(self) -> dict[str, str]:
-        """``image_key`` and ``caption_key``: fields of shards, or columns of a CSV file."""
-        if self.resolved_type == "csv":
+        """``image_key`` and ``caption_key``: fields of shards, or columns of a CSV file or table."""
+        if self.resolved_type in ("csv", "table"):
             return {"image_key": self.csv_image_key, "caption_key": self.csv_caption_key}
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
@@ -102,7 +106,7 @@ class DataSpec:
 
     @property
     def resolved_type(self) -> str:
-        """``webdataset``, ``csv`` or ``synthetic``. For ``auto``, the extension decides. Raise ValueError if unknown."""
+        """``webdataset``, ``csv``, ``table`` or ``synthetic``. For ``auto``, the path decides. Raise ValueError if unknown."""
         if self.dataset_type == "synthetic":
             return self.dataset_type
         if not self.source:
@@ -110,6 +114,8 @@ class DataSpec:
         text = self.source if isinstance(self.source, str) else self.source[0]
         if self.dataset_type != "auto" and not os.path.isdir(text):
             return self.dataset_type
+        if is_table(text):
+            return "table"
         ending = text.rstrip(" -\"'").rpartition(".")[2]
         if ending in ("csv", "tsv"):
             return "csv"
@@ -120,3 +126,24 @@ class DataSpec:
             f"{found}; if it is a CSV file, add --dataset-type csv. Otherwise name its shards, such as 'FOLDER/*.tar', or "
             "make some with webdataset's ShardWriter or img2dataset --input_format parquet (or jsonl)"
         )
+
+
+def is_table(path: str) -> bool:
+    """Return whether a path is a table: a Parquet or JSON-lines file, or a folder that is no folder of shards."""
+    if os.path.isdir(path):
+        return is_saved(path) or bool(class_folders(path))
+    return path.rpartition(".")[2] in TABLE_LOADERS
+
+
+def is_saved(folder: str) -> bool:
+    """Return whether ``datasets`` has saved a data set in the folder (``save_to_disk``)."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_info.json", "dataset_dict.json"))
+
+
+def class_folders(folder: str) -> list[str]:
+    """Return the names of the subfolders, unless the folder contains tar files."""
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    if any(".tar" in entry.name for entry in found):
+        return []
+    return [entry.name for entry in found if entry.is_dir() and not entry.name.startswith(".")]

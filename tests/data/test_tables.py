@@ -1,0 +1,168 @@
+"""Parquet and JSON-lines files, saved Hugging Face data sets and class folders as training data."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from openclip_ext.data.sources.source import decode_image
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.data.sources.table import TableSource
+from tests.data.loading import assert_equal, build, by_index, indices, progress_after, rest_of
+from tests.training.runs import metrics_of, run
+
+datasets = pytest.importorskip("datasets")
+ROWS = 30
+
+
+def picture(number: int) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def columns(**more: list) -> dict[str, list]:
+    """Return columns of ``ROWS`` images with captions such as 'sample 3'."""
+    images = [{"bytes": picture(number), "path": f"{number}.png"} for number in range(ROWS)]
+    return {"image": images, "caption": [f"sample {number}" for number in range(ROWS)], **more}
+
+
+def write_parquet(folder: Path) -> str:
+    datasets.Dataset.from_dict(columns()).to_parquet(folder / "pairs.parquet")
+    return str(folder / "pairs.parquet")
+
+
+def save_data_set(folder: Path) -> str:
+    table = datasets.Dataset.from_dict(columns(number=list(range(ROWS))))
+    table.cast_column("image", datasets.Image()).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def write_json_lines(folder: Path) -> str:
+    lines = []
+    for number in range(ROWS):
+        (folder / f"{number}.png").write_bytes(picture(number))
+        lines.append(json.dumps({"path": f"{number}.png", "text": f"sample {number}"}))
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return str(folder / "pairs.jsonl")
+
+
+def write_patterned_parquet(folder: Path) -> str:
+    for part in range(3):
+        rows = {name: values[part * 10 : part * 10 + 10] for name, values in columns().items()}
+        datasets.Dataset.from_dict(rows).to_parquet(folder / f"part-{part}.parquet")
+    return str(folder / "part-*.parquet")
+
+
+TABLES = [write_parquet, save_data_set, write_json_lines, write_patterned_parquet]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("write", TABLES)
+def test_a_table_has_its_rows_in_order(write, tmp_path):
+    source = TableSource(write(tmp_path))
+    reader = source.reader()
+    assert source.num_samples == ROWS and not source.several_captions
+    for row in range(ROWS):
+        image, caption = source.decode(reader(row), decode_image)
+        assert caption == f"sample {row}"
+        assert np.array_equal(np.asarray(image), np.asarray(decode_image(picture(row))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_has_each_row_once_and_resumes(workers, tmp_path):
+    path = write_parquet(tmp_path)
+    loader = build(path, workers=workers)
+    whole = list(loader.iterate(0))
+    assert len({*indices(whole)}) == 28 and indices(whole) != sorted(indices(whole))
+    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in whole)
+    assert_equal(rest_of(loader, 0, progress_after(loader, 3)), whole[3:])
+    pixels = by_index(whole)
+    for rank in range(2):
+        seen = by_index(list(build(path, batch_size=3, world_size=2, rank=rank).iterate(0)))
+        assert all(torch.equal(seen[index], pixels[index]) for index in seen.keys() & pixels.keys())
+
+
+def write_class_folders(folder: Path) -> str:
+    for number in range(12):
+        place = folder / "photos" / ("coffee_mug", "kettle")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.png").write_bytes(picture(number))
+    return str(folder / "photos")
+
+
+def test_class_folders_have_captions_of_a_template(tmp_path):
+    spec = DataSpec(write_class_folders(tmp_path))
+    assert spec.resolved_type == "table"
+    source = TableSource(spec.source, template="a picture of my {}")
+    found = {source.decode(source.reader()(row), decode_image)[1] for row in range(12)}
+    assert found == {"a picture of my coffee mug", "a picture of my kettle"}
+
+
+@pytest.mark.parametrize(
+    ("more", "column"),
+    [
+        ({"caption": [[f"sample {row}", " ", f"other {row}"] for row in range(ROWS)]}, None),
+        ({"second": [f"other {row}" for row in range(ROWS)]}, "caption;second"),
+    ],
+)
+def test_one_of_several_captions_is_drawn(more, column, tmp_path):
+    datasets.Dataset.from_dict(columns() | more).to_parquet(tmp_path / "pairs.parquet")
+    source = TableSource(str(tmp_path / "pairs.parquet"), caption_column=column)
+    assert source.several_captions
+    raw = source.reader()(3)
+    assert [source.decode(raw, decode_image, draw)[1] for draw in range(3)] == ["sample 3", "other 3", "sample 3"]
+
+
+def test_bad_rows_are_counted_with_their_cause(tmp_path):
+    rows = columns()
+    rows["image"][4] = {"bytes": None, "path": "gone.png"}
+    rows["image"][5] = {"bytes": b"no image", "path": None}
+    rows["caption"][6] = " "
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    loader = build(str(tmp_path / "pairs.parquet"), batch_size=9, max_bad_fraction=0.2)
+    for epoch in range(2):
+        assert {4, 5, 6}.isdisjoint(indices(list(loader.iterate(epoch))))
+    assert loader.bad.counts()[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "message"),
+    [
+        ({"title": ["a"] * ROWS}, {}, r"several columns with captions: caption, title.*--csv-caption-key"),
+        ({"photo": columns()["image"]}, {}, r"several columns with images: image, photo.*--csv-img-key"),
+        ({}, {"caption_column": "captoin"}, "no column 'captoin'; did you mean caption"),
+    ],
+)
+def test_unclear_columns_are_refused(more, arguments, message, tmp_path):
+    datasets.Dataset.from_dict(columns(**more)).to_parquet(tmp_path / "pairs.parquet")
+    with pytest.raises(ValueError, match=message):
+        TableSource(str(tmp_path / "pairs.parquet"), **arguments)
+
+
+def test_what_is_no_table_is_one_sentence(tmp_path):
+    (tmp_path / "pairs.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="cannot be read as a table"):
+        TableSource(str(tmp_path / "pairs.parquet"))
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(columns())).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"give one of them, .*both/train"):
+        TableSource(str(tmp_path / "both"))
+
+
+def test_a_run_trains_and_validates_on_tables(tmp_path):
+    data = ["--train-data", write_parquet(tmp_path), "--val-data", write_class_folders(tmp_path)]
+    model = "--model demo-vit --precision fp32 --device cpu --workers 1 --batch-size 10 --epochs 2 --warmup 1 --loss fastclip"
+    assert run([*data, *model.split(), "--logs", str(tmp_path / "logs"), "--name", "run"]) == 0
+    lines = metrics_of(tmp_path / "logs" / "run")
+    assert sum("loss" in line for line in lines) > 0
+    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
+    assert evaluations[-1]["num_samples"] == 12
