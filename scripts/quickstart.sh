@@ -52,8 +52,8 @@ say "3/4 Zero-shot classification and retrieval on the test split"
 "$python" -m eval.shapes --model demo-resnet --checkpoint "${checkpoints[@]}" --untrained \
   --data-dir demo/test --device cpu --json demo/shapes.json
 
-say "4/4 Curves"
-"$python" -m openclip_ext.diagnostics.curves demo/runs/*/ --output demo/curves.png
+say "4/4 Curves and a report"
+"$python" -m eval.report demo/runs/*/ --output demo
 
 say "Done. The curves are in demo/curves.png. Stock OpenCLIP loads the checkpoints:
     open_clip.add_model_config('demo/runs/${losses[0]}/model_config')

@@ -114,7 +114,7 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["plot", "run", "--output", os.fsdecode(b"\xff")], "udcff' is not UTF-8.*: rename"),
+        (["report", "run", "--output", os.fsdecode(b"\xff")], "udcff' is not UTF-8.*: rename"),
         (["plan", "--samples=9", "--loss="], "--loss=: the value is empty: remove the flag, or set the shell's"),
         (["plan", "--samples=inf"], "--samples: inf: expected a positive whole number"),
         (["plan", "--samples=ten"], "--samples: ten: expected a positive whole number"),

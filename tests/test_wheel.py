@@ -77,5 +77,5 @@ def test_a_run_from_data_to_export(program, tmp_path):
     checkpoint = "logs/run/checkpoints/epoch_1.pt"
     sh(program, "export", checkpoint, "--to", "safetensors", "--output", "exported", cwd=tmp_path)
     assert {"README.md", "open_clip_config.json"} <= {path.name for path in (tmp_path / "exported").iterdir()}
-    sh(program, "plot", "logs/run", "--output", "curves.png", cwd=tmp_path)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    sh(program, "report", "logs/run", "--output", "report", cwd=tmp_path)
+    assert (tmp_path / "report" / "curves.png").stat().st_size > 10_000

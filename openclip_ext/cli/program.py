@@ -34,7 +34,6 @@ COMMANDS = {
         "openclip_ext.diagnostics.estimation_error", "compare a run's log-normalizers with exact values"
     ),
     "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, mismatched pairs and false negatives"),
-    "plot": Command("openclip_ext.diagnostics.curves", "draw the curves of one or more runs"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
     "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
     "download": Command("openclip_ext.evaluation.download", "download DataComp's evaluation sets, and check them"),

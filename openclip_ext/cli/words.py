@@ -35,6 +35,7 @@ COMMANDS = {
     "fine-tune": "train --pretrained TAG_OR_FILE",
     "eval": "evaluate",
     "test": "evaluate",
+    "plot": "report",
     "resume": "train --resume latest --name NAME",
 }
 LOSSES = {"clip": "openclip", "infonce": "openclip", "cliploss": "openclip", "sigmoid": "siglip"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from openclip_ext.checkpoint.format import checksum
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import for_people, without_secrets
 from openclip_ext.cli.options import option_as_words
@@ -33,7 +34,6 @@ from openclip_ext.evaluation.statistics import half_width, linked_groups
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_text
 from openclip_ext.losses.options import OPTIONS
-from openclip_ext.training.checkpoint.format import checksum
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.runtime.run_folder import versions
 

@@ -34,8 +34,8 @@ from openclip_ext.data.sources.source import (
 )
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.results import config_digest
+from openclip_ext.evaluation.text_tower import find_causal_tower, shrink
 from openclip_ext.files.writing import write_text
-from openclip_ext.text_tower import find_causal_tower, shrink
 
 # Maximum length of a stored image's shorter side, in units of the model's input side. With 2, crops lose no visible detail.
 _LARGEST = 2

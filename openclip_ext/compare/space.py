@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.checkpoint.format import checksum
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import REFERENCE_OPTIONS
-from openclip_ext.training.checkpoint.format import checksum
 
 BASELINE = "openclip"
 DEFAULT_LOSSES = (BASELINE, "fastclip", "neuclip", "queueclip", "amorlip")

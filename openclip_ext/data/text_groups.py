@@ -1,7 +1,7 @@
 """Divide the texts of a batch into groups of similar length, so that a causal text tower computes less padding.
 
 A causal tower that pools at the end-of-text token ignores all later positions. OpenCLIP computes them, although a caption
-fills 8 to 30 of 77 positions. ``openclip_ext.text_tower`` encodes the groups.
+fills 8 to 30 of 77 positions. ``openclip_ext.evaluation.text_tower`` encodes the groups.
 """
 
 import itertools

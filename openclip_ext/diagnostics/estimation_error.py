@@ -285,7 +285,7 @@ def checkpoints_of(run: Path, names: str) -> list[str]:
 
 def plot(results: Sequence[Mapping[str, Any]], output: Path) -> None:
     """Draw the errors of each run's loss and of the run's mini-batch estimate over the number of samples seen."""
-    from openclip_ext.diagnostics.curves import draw
+    from openclip_ext.evaluation.report.curves import draw
     from openclip_ext.pages.charts import Chart, Curve
 
     runs = list(dict.fromkeys(result["run"] for result in results))

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from openclip_ext import compat
+from openclip_ext.checkpoint.finding import scan
+from openclip_ext.checkpoint.format import Checkpoint, checksum, read, verify
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import MASK
@@ -26,8 +28,6 @@ from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checkpoint.finding import scan
-from openclip_ext.training.checkpoint.format import Checkpoint, checksum, read, verify
 from openclip_ext.training.checkpoint.restoring import load_model, restore_loss, unmerged
 from openclip_ext.training.config import ModelConfig, model_config
 from openclip_ext.training.ema import TRAINED_KEY

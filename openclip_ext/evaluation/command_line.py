@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
+from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.cli.command_line import count, count_or_zero
 from openclip_ext.cli.command_line import device as device_name
 from openclip_ext.data.processes import available_cores
 from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precision
 from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model, model_of_run
 from openclip_ext.evaluation.run_folder import read_config
-from openclip_ext.training.checkpoint.finding import checkpoint_file
 
 MODEL_HELP = "OpenCLIP's model name; hf-hub: and local-dir: names are accepted"
 

@@ -19,7 +19,7 @@ from openclip_ext.data.images import split_transform
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.evaluation.data import DataError, SampleFormat, Samples, StoredSample, read_batch
 from openclip_ext.evaluation.models import ImageTextModel
-from openclip_ext.text_tower import TextEncoder
+from openclip_ext.evaluation.text_tower import TextEncoder
 
 PRECISIONS = ("datacomp", "fp32", "amp")
 

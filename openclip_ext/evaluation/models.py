@@ -15,13 +15,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checkpoint.finding import checkpoint_file
 
 # Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
 MODEL_OPTIONS = (

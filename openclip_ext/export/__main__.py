@@ -12,19 +12,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from openclip_ext import compat
+from openclip_ext.checkpoint.finding import checkpoint_file
+from openclip_ext.checkpoint.format import read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.diagnostics.curves import plot
 from openclip_ext.diagnostics.finished_run import open_model
 from openclip_ext.evaluation.models import weights_digest
+from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
-from openclip_ext.training.checkpoint.finding import checkpoint_file
-from openclip_ext.training.checkpoint.format import read
 from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.model import MODEL_CONFIG
@@ -73,7 +73,7 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     end = getattr(loaded.position, unit)
     lines = [line for line in read_log(run).steps if line[unit] < end]
     if lines:
-        plot({config["flags"]["name"]: TrainingLog({}, lines)}, output / CURVES)
+        plot({config["flags"]["name"]: [TrainingLog({}, lines)]}, output / CURVES)
     results = evaluations(run, loaded, weights_digest(model))
     card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
     write_text(output / "README.md", card)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.checkpoint.format import Checkpoint
 from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, read_results
 from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.format import Checkpoint
 from openclip_ext.training.config import model_config
 
 CURVES = "curves.png"

@@ -8,6 +8,7 @@ from pathlib import Path
 import open_clip
 
 from openclip_ext import compat, distributed
+from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
@@ -18,7 +19,6 @@ from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
-from openclip_ext.training.checkpoint.finding import checkpoint_file
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
 

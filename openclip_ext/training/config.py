@@ -249,9 +249,6 @@ class RunLength:
     accum_freq: int = flag(1)
     log_every: int = flag(100, dest="log_every_n_steps", minimum=1)
     max_skipped_steps: int = flag(50, "stop after N consecutive steps with non-finite gradients", minimum=1)
-    profile: int = flag(
-        0, "trace N optimizer steps after the first 12; writes to profile/ in the run folder", minimum=0
-    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.checkpoint.format import Position, RunIdentity
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -29,7 +30,6 @@ from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
-from openclip_ext.training.checkpoint.format import Position, RunIdentity
 from openclip_ext.training.checks import check, check_combination, check_device, other_batch, rounded_updates
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.ema import ModelEma

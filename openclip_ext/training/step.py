@@ -16,7 +16,7 @@ from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE, SCALARS, frozen_batchnorm_statistics
 from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.data.text_groups import texts_of
-from openclip_ext.text_tower import accept_groups
+from openclip_ext.evaluation.text_tower import accept_groups
 from openclip_ext.training import parallel
 from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma

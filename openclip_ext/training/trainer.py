@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
+from openclip_ext.checkpoint import format as ckpt
+from openclip_ext.checkpoint.format import Position, RunIdentity
 from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interrupted
@@ -21,14 +23,11 @@ from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import lora, parallel
-from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint import saving
-from openclip_ext.training.checkpoint.format import Position, RunIdentity
 from openclip_ext.training.config import RunLength, SavePolicy
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
-from openclip_ext.training.runtime.profiling import profiled
 from openclip_ext.training.runtime.repeats import MEASURED_STEPS, RepeatReport
 from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
@@ -98,11 +97,7 @@ class Trainer:
             TrainingDiverged: Parameters are not finite at a save, or too many consecutive steps (or all) were skipped.
             BadDataError, WorkerError: Too many samples are bad, or data workers failed. All ranks first save a checkpoint.
         """
-        folder = None if self.policy.folder is None else self.policy.folder.parent
-        with (
-            SignalRequests() as signals,
-            profiled(self.length.profile, folder) as self._profile_step,
-        ):
+        with SignalRequests() as signals:
             if evaluate_first:
                 self._evaluate()
             while self.position.epoch < self.length.epochs:
@@ -159,7 +154,6 @@ class Trainer:
             has_loss = all(step.has_loss for step in skipped if step.number == position.step)
             self._report(terms, global_batch, has_loss, padding)
         self.reporter.advance()
-        self._profile_step()
         position.step += 1
         position.step_in_epoch += 1
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
@@ -20,7 +21,6 @@ from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
 from openclip_ext.evaluation.ranks import image_text_ranks, repeats
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.format import load_model_file
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 

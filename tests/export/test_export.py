@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.command_line import load_encoder
 from openclip_ext.evaluation.datacomp import parse_args
@@ -21,7 +22,6 @@ from openclip_ext.export import __main__ as program
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.model import write_model_config
 from openclip_ext.training.runtime.run_folder import write_settings
 from tests.training.commands import config_of
@@ -253,7 +253,7 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
 def test_wrong_places_are_refused(tmp_path):
     torch.save({}, tmp_path / "alone.pt")
     for checkpoint, output, message in (
-        ("epoch_9.pt", "exported", "no checkpoint in .*epoch_9.pt: expected a run folder"),
+        ("epoch_9.pt", "exported", "no checkpoint .*epoch_9.pt: expected a run folder"),
         ("alone.pt", "exported", r"has no config\.json"),
         ("alone.pt", ".", "is not empty"),
     ):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from openclip_ext import distributed
+from openclip_ext.checkpoint import format as ckpt
+from openclip_ext.checkpoint.format import Position, RunIdentity
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.state.sharded_table import ShardedTable
 from openclip_ext.training.checkpoint import finding, restoring, saving
-from openclip_ext.training.checkpoint import format as ckpt
-from openclip_ext.training.checkpoint.format import Position, RunIdentity
 from tests.training.runs import contents, flip_a_bit
 
 IDENTITY = RunIdentity(model="demo-vit", loss="neuclip", optimizer="adamw", num_samples=100, global_batch=8, seed=0)

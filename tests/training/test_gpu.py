@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from openclip_ext import distributed
+from openclip_ext.checkpoint.format import random_state, set_random_state
 from openclip_ext.contrastive.loop_checks import CHECKED_CALLS
 from openclip_ext.training import parallel
-from openclip_ext.training.checkpoint.format import random_state, set_random_state
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from openclip_ext import model_configs
+from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.training.checkpoint import format as ckpt
 from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
 from openclip_ext.training.ema import TRAINED_KEY, ModelEma

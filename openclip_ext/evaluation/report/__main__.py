@@ -5,6 +5,7 @@ from pathlib import Path
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
+from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.report.page import build_page
 from openclip_ext.evaluation.report.runs import read_runs
 from openclip_ext.evaluation.report.tables import build_rows, comma_separated, markdown
@@ -12,13 +13,15 @@ from openclip_ext.evaluation.report.training import training_tables
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.pages.rendering import markdown_table
 
+CURVES = "curves.png"
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, training time, curves, validation, and DataComp's tasks "
-        "if they were evaluated. Writes report.md, report.csv and report.html (one file that needs no network). Differences "
-        "are relative to the first run.",
+        "if they were evaluated. Writes report.md, report.csv, curves.png and report.html (one file that needs no network). "
+        "Differences are relative to the first run.",
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
@@ -48,6 +51,9 @@ def main(argv: list[str]) -> None:
     files["report.md"] = "\n".join(tables)
     for name, content in files.items():
         write_text(args.output / name, content)
+    if logs := {run.name: run.logs for run in runs if any(log.steps for log in run.logs)}:
+        plot(logs, args.output / CURVES)
+        files[CURVES] = ""
     if evaluated:
         tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
     say("\n".join(tables))

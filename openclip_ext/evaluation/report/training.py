@@ -51,7 +51,8 @@ def _overview(runs: Sequence[EvaluatedRun]) -> Table:
     def row(title: str, value: Callable[[TrainingLog], float | None], show: Callable[[float], str]) -> list[str]:
         cells = []
         for run in runs:
-            found = [number for log in run.logs if (number := value(log)) is not None]
+            logs = [log for log in run.logs if log.steps]
+            found = [number for log in logs if (number := value(log)) is not None]
             cells.append(show(statistics.fmean(found)) if found else "-")
         return [title, *cells]
 

@@ -1,16 +1,16 @@
-"""Find and verify checkpoints: the checkpoint that a run starts from, or whose model is evaluated or exported."""
+"""Find the checkpoint that a run starts from."""
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from openclip_ext import distributed
+from openclip_ext.checkpoint.finding import scan
+from openclip_ext.checkpoint.format import Checkpoint, read, verify
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.files import json_lines
-from openclip_ext.training.checkpoint.format import LATEST, NAME, Checkpoint, load_model_file, read, verify
 from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
 
@@ -60,59 +60,3 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
         logging.WARNING if hint else logging.INFO, f"No checkpoint in {config.folder}: starting from scratch{hint}"
     )
     return None, unreadable
-
-
-def checkpoint_file(path: Path) -> Path:
-    """Return a file of weights to load: ``path``, or the newest good checkpoint of the run folder ``path``.
-
-    Files with a ``.state`` folder are verified. Other files, such as ``best.pt`` or another program's, have no checksums.
-
-    Raises:
-        UsageError: The file is corrupt, or the folder contains no good checkpoint.
-    """
-    if not path.is_dir():
-        if path.with_suffix(".state").is_dir():
-            verify(path)
-        return path
-    newest, _ = scan(path / "checkpoints")
-    if newest is None:
-        raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
-    return newest
-
-
-def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
-    """Return the newest good checkpoint in a folder, if any, and the unreadable checkpoints. Log a warning for each of these.
-
-    Checkpoints that are older than the newest good one are not verified. Raise UsageError if the folder cannot be read, or if
-    it contains checkpoints and none of them can be read.
-    """
-    try:
-        names = sorted(os.listdir(folder)) if folder.exists() else []
-    except OSError as error:
-        raise UsageError(f"cannot read {folder} ({error}): make it readable, or use another --name") from error
-    candidates: list[tuple[int, int, Path]] = []
-    unreadable: dict[Path, str] = {}
-    for path in (folder / name for name in names if name.endswith(".pt")):
-        if path.stem != LATEST and not NAME.match(path.stem):
-            continue
-        try:
-            content = load_model_file(path, mmap=True)
-            candidates.append((content["epoch"], content.get("step", 0), path))
-        except UsageError as error:
-            unreadable[path] = str(error)
-    newest = None
-    for *_, path in sorted(candidates, reverse=True):
-        try:
-            verify(path)
-            newest = path
-            break
-        except UsageError as error:
-            unreadable[path] = str(error)
-    for reason in unreadable.values():
-        logging.warning(f"Checkpoint skipped: {reason}")
-    if newest is None and unreadable:
-        raise UsageError(
-            f"none of the checkpoints in {folder} can be read ({'; '.join(unreadable.values())}). Nothing was changed: "
-            "restore a checkpoint, or use another --name"
-        )
-    return newest, frozenset(unreadable)

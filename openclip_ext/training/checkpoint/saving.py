@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import distributed
+from openclip_ext.checkpoint import format as ckpt
+from openclip_ext.checkpoint.format import ADAPTER, Position, RunIdentity
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.losses.heads import HEADS_KEY
 from openclip_ext.state.table_files import write_table
 from openclip_ext.training import lora
-from openclip_ext.training.checkpoint import format as ckpt
-from openclip_ext.training.checkpoint.format import ADAPTER, Position, RunIdentity
 
 # Seconds to wait for files of other nodes, which a network file system may show with a delay.
 _NODE_SECONDS = 30.0

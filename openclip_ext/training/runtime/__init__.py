@@ -1,1 +1,1 @@
-"""Services of a training run: signals, heartbeats, run folder, logs and profiles."""
+"""Services of a training run: signals, heartbeats, run folder, and logs."""

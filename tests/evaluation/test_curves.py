@@ -1,12 +1,13 @@
-"""``openclip-ext plot`` draws the training curves of several runs."""
+"""``openclip-ext report`` draws the training curves of several runs."""
 
 import json
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from openclip_ext.diagnostics import curves
+from openclip_ext.evaluation.report.__main__ import main
+from openclip_ext.evaluation.report.curves import plot
+from openclip_ext.evaluation.training_log import read_log
 from openclip_ext.pages.charts import PALETTE
 
 
@@ -28,25 +29,13 @@ def test_curves_of_several_runs_are_drawn(tmp_path):
     write_run(tmp_path / "openclip", range(0, 100, 20))
     with (tmp_path / "neuclip" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 99, "lo')  # the run was killed during this write
-    output = tmp_path / "pictures" / "curves.png"
-    curves.main([*(str(tmp_path / name) for name in ("neuclip", "openclip")), "--output", str(output)])
-    pixels = np.asarray(Image.open(output).convert("RGB")).reshape(-1, 3)
+    main([*(str(tmp_path / name) for name in ("neuclip", "openclip")), "--output", str(tmp_path / "report")])
+    pixels = np.asarray(Image.open(tmp_path / "report" / "curves.png").convert("RGB")).reshape(-1, 3)
     colors = [[int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in PALETTE[:2]]  # of the two runs
     assert all((np.abs(pixels - np.array(color)).max(axis=1) < 3).sum() > 500 for color in colors)
 
 
 def test_the_legend_has_a_run_whose_name_starts_with_an_underscore(tmp_path):
     write_run(tmp_path / "_first", range(3))
-    curves.main([str(tmp_path / "_first"), "--output", str(tmp_path / "x.svg")])
+    plot({"_first": [read_log(tmp_path / "_first")]}, tmp_path / "x.svg")
     assert "_first" in (tmp_path / "x.svg").read_text()
-
-
-def test_a_run_that_stopped_before_its_first_step_is_not_drawn(tmp_path, caplog):
-    write_run(tmp_path / "run", range(3))
-    (tmp_path / "stopped").mkdir()
-    curves.main([str(tmp_path / "run"), str(tmp_path / "stopped"), "--output", str(tmp_path / "x.png")])
-    assert "no training step is logged in stopped" in caplog.text
-    assert (tmp_path / "x.png").is_file()
-    for names in (["stopped"], ["run", "none"]):  # no run has a step, or a run has no folder
-        with pytest.raises(ValueError, match=f"no training step is logged in {names[-1]}: expected LOGS/NAME"):
-            curves.main([*(str(tmp_path / name) for name in names), "--output", str(tmp_path / "y.png")])

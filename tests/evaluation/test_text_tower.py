@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from openclip_ext.data.text_groups import group_texts
+from openclip_ext.evaluation.text_tower import TextEncoder, accept_groups, find_causal_tower, shrink
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.text_tower import TextEncoder, accept_groups, find_causal_tower, shrink
 from tests.evaluation.datasets import tiny_model_config
 
 TEXTS = ["a photo of a cat", "owl", "a photo of the very large and rather unusual number seven on a wall"]

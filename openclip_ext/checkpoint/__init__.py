@@ -1,0 +1,1 @@
+"""The files of checkpoints: their format, checksums, and the newest good one."""
