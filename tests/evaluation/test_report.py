@@ -342,4 +342,4 @@ def test_a_folder_with_evaluations_only_is_a_run(tmp_path: Path) -> None:
     line = {"step": 0, "epoch": 0, "evaluation": {"image_to_text_R@1": 0.25}}
     (tmp_path / "before" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     main([str(tmp_path / "before"), "--output", str(tmp_path / "report")])
-    assert "image_to_text_R@1" in (tmp_path / "report" / "index.html").read_text()
+    assert "image_to_text_R@1" in (tmp_path / "report" / "report.html").read_text()
