@@ -1,5 +1,7 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
+import argparse
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +29,25 @@ from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
+from openclip_ext.training.config import model_config as training_model_config
 from openclip_ext.training.model import MODEL_CONFIG
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
 
 
-def export(checkpoint: Path, to: str, output: Path) -> None:
+def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) -> None:
     """Write a folder that ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` loads, with a model card.
 
     Args:
         checkpoint: A file in a run's ``checkpoints/``, or the run folder, which means the newest checkpoint.
         to: A key of :data:`FORMATS`.
         output: A new or empty folder.
+        interpolate: Weight α of the trained weights. With α < 1, the exported weights are (1 − α) · initial weights + α ·
+            trained weights (WiSE-FT, Wortsman et al. 2022). The initial weights are those of the run's ``--pretrained``.
 
     Raises:
-        UsageError: The checkpoint or run is missing, the folder is not empty, or the format does not support the model.
+        UsageError: The checkpoint or run is missing, the folder is not empty, the format does not support the model, or the
+            run did not start from pretrained weights.
     """
     checkpoint = checkpoint_file(checkpoint)
     if output.exists() and any(output.iterdir()):
@@ -61,6 +67,8 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     # The model was loaded in the run's precision, which may be half precision. Load the weights again in float32, because
     # half precision rounds the average of --model-ema-decay.
     load_model(model, loaded.model_file["state_dict"], checkpoint)
+    if interpolate != 1:
+        _mix_with_initial(model, training_model_config(config["flags"]), interpolate)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     output.mkdir(parents=True, exist_ok=True)
     if to == "hf":
@@ -74,14 +82,28 @@ def export(checkpoint: Path, to: str, output: Path) -> None:
     lines = [line for line in read_log(run).steps if line[unit] < end]
     if lines:
         plot({config["flags"]["name"]: [TrainingLog({}, lines)]}, output / CURVES)
-    results = evaluations(run, loaded, weights_digest(model))
-    card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf")
+    results = evaluations(run, loaded, weights_digest(model)) if interpolate == 1 else {}
+    card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf", interpolate)
     write_text(output / "README.md", card)
     # The weights are written last, so that nothing can load a folder whose other files are incomplete.
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(weights, output / HF_SAFE_WEIGHTS_NAME)
     for path in output.glob("*.safetensors"):  # safetensors ignores the umask: only the owner could read its files
         path.chmod((output / "README.md").stat().st_mode)
+
+
+def _mix_with_initial(model: Any, settings: ModelConfig, weight: float) -> None:
+    """Replace the weights by ``(1 − weight)`` times the run's initial weights plus ``weight`` times the trained weights."""
+    if not settings.weights:
+        raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
+    with command_line.without_warnings():
+        initial, *_ = replace(settings, precision="fp32").create(torch.device("cpu"))
+    start = initial.state_dict()
+    mixed = {
+        name: torch.lerp(start[name].float(), value, weight) if value.is_floating_point() else value
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(mixed)
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
@@ -97,6 +119,13 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
         )
 
 
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = command_line.Parser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
@@ -104,9 +133,11 @@ def main(argv: list[str] | None = None) -> None:
     formats = "; ".join(f"{name}: {purpose}" for name, purpose in FORMATS.items())
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
     parser.add_argument("--output", type=output_path, required=True, help="new or empty folder")
+    help = "weight α of the trained weights; below 1, the weights of --pretrained keep the share 1 − α (default: 1)"
+    parser.add_argument("--interpolate", type=_share, default=1.0, metavar="α", help=help)
     args = parser.parse_args(argv)
     try:
-        export(args.checkpoint, args.to, args.output)
+        export(args.checkpoint, args.to, args.output, args.interpolate)
     except SafetensorError as error:  # the disk is full
         raise OSError(f"{args.output} could not be written: {error}") from error
     print(f"To publish the folder: hf upload YOU/NAME {args.output}")

@@ -33,6 +33,7 @@ def model_card(
     logged: Mapping[str, Any] | None,
     results: Mapping[str, float],
     with_transformers: bool,
+    interpolate: float = 1.0,
 ) -> str:
     """Return the card as Markdown. It contains no paths of this machine.
 
@@ -41,12 +42,14 @@ def model_card(
         logged: The last line of ``metrics.jsonl`` before the checkpoint. None means no such line, and no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a ``CLIPModel``.
+        interpolate: Weight of the trained weights; the rest are the initial weights.
     """
     flags, loss = config["flags"], config["loss"]
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
     facts: dict[str, Any] = {
         "architecture": model_config(flags).file_name,
         "checkpoint": checkpoint.path.name,
+        "weight of the trained weights in the interpolation": None if interpolate == 1 else interpolate,
         "samples in the data set": identity.get("num_samples"),  # including excluded samples
         "global batch": identity.get("global_batch"),
         "completed epochs": checkpoint.position.epoch,

@@ -10,7 +10,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.cli.errors import UsageError
@@ -100,6 +100,30 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     assert torch.equal(embeddings(model, images, texts), embeddings(original, images, texts))
     assert images.shape[-1] == 64 or "size" not in flags
     assert str(tmp_path) not in (tmp_path / "exported" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("flags", ["", "--precision pure_bf16"])
+def test_weights_are_interpolated_with_the_initial_weights(flags, weight, tmp_path):
+    add_model_configs()
+    torch.manual_seed(1)
+    start = open_clip.create_model("demo-resnet").state_dict()
+    torch.save(start, tmp_path / "start.pt")
+    checkpoint = make_run(tmp_path, "demo-resnet", *flags.split(), "--pretrained", str(tmp_path / "start.pt"))
+    trained = torch.load(checkpoint, weights_only=True)
+    for value in trained["state_dict"].values():
+        value += torch.ones_like(value)
+    torch.save(trained, checkpoint)
+    main([str(checkpoint), "--interpolate", str(weight), "--output", str(tmp_path / "exported")])
+    exported = load_file(tmp_path / "exported" / "open_clip_model.safetensors")
+    for name, value in trained["state_dict"].items():
+        expected = (1 - weight) * start[name] + weight * value if value.is_floating_point() else value
+        torch.testing.assert_close(exported[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_a_run_from_random_weights_has_nothing_to_interpolate_with(tmp_path):
+    with pytest.raises(UsageError, match="--interpolate"):
+        export(make_run(tmp_path, "demo-vit"), "safetensors", tmp_path / "exported", 0.5)
 
 
 @pytest.mark.parametrize(
