@@ -189,6 +189,32 @@ def test_shards_with_special_characters_in_their_names(shards: list[str], tmp_pa
     assert [shard.url for shard in found.shards] == [shard.url for shard in made.shards]
 
 
+@pytest.mark.parametrize("folder", ["[v1]", "{a,b}", "a*", "[v1]/{x}"])
+def test_existing_folders_are_no_patterns(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+):
+    """A pattern after such a folder is expanded. The working directory may also have such a name."""
+    there = tmp_path / folder
+    there.mkdir(parents=True)
+    moved = [shutil.move(shard, there) for shard in shards]
+    for pattern in ("{00000..00002}.tar", "*.tar", "0000[0-2].tar"):
+        assert expand_shards(f"{there}/{pattern}") == expand_shards(f"file://{there}/{pattern}") == moved
+    monkeypatch.chdir(there)
+    assert expand_shards("*.tar") == expand_shards(f"../{Path(folder).name}/*.tar") == moved
+    assert expand_shards(f"{there}/missing.tar") == [f"{there}/missing.tar"]
+
+
+def test_in_a_c_locale_a_utf8_path_is_not_to_be_renamed(shards: list[str], tmp_path: Path):
+    folder = tmp_path / "bücher"
+    shutil.move(tmp_path / "data", folder)
+    command = [sys.executable, "-m", "openclip_ext.data.manifest", str(folder / "*.tar")]
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    found = subprocess.run(command, env=os.environ | environment, capture_output=True)
+    assert found.returncode == 1
+    assert b"export LC_ALL=C.UTF-8" in found.stderr and b"rename" not in found.stderr
+    assert subprocess.run(command, env=os.environ | environment | {"LC_ALL": "C.UTF-8"}).returncode == 0
+
+
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):
     """Samples 3 to 5 are overwritten, including their headers."""
     (path,) = write_shards(tmp_path, [20])
