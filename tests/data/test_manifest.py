@@ -107,7 +107,7 @@ PAIRS = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
 # Shards without usable samples: bytes, or members of a tar, and the cause and fix that the error must report.
 UNUSABLE = {
     "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
-    "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
+    "parquet": (b"PAR1" + bytes(600), "a Parquet file; expected shards.* or a CSV"),
     "nothing": (b"", "it is empty; remove it"),
     "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
     # All images come first, and then all captions.
@@ -118,18 +118,21 @@ UNUSABLE = {
         [(f"{name}2", b"x") for pair in PAIRS for name, _ in pair],
         r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
     ),
-    "folder": (None, "it is a folder; give its shards"),
+    "folder": (None, "it is a folder; expected shards"),
+    "of_shards": (None, r"it is a folder; give its shards: '.*of_shards.tar/\*.tar'"),
+    "table": (b"filepath,title\n0.jpg,a\n", "a CSV file, which needs no manifest"),
     "gone": (None, "cannot be read: No such file"),
 }
 
 
 def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], tmp_path: Path):
     (tmp_path / "folder.tar").mkdir()
+    write_shards(tmp_path / "of_shards.tar", [1])
     for name, (content, message) in UNUSABLE.items():
-        path = tmp_path / f"{name}.tar"
+        path = tmp_path / f"{name}.{'csv' if name == 'table' else 'tar'}"
         if content is not None:
             path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
-        with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{name}.tar: .*{message}"):
+        with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{path.name}: .*{message}"):
             Manifest.scan([*shards, str(path)])
     empty = [str(write_tar(tmp_path / name, [])) for name in ("empty.tar", "empty too.tar")]
     with pytest.raises(ValueError, match="the data set is empty"):

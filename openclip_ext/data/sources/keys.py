@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
+DATA_FORMATS = "expected shards, such as 'FOLDER/*.tar', or a CSV file of image paths and captions"
 # Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
 # JSON can contain half of a surrogate pair. This is not valid text, and tokenizers raise an error.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openclip_ext.cli.options import check_config, flag, from_flags
-from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.sources.keys import DATA_FORMATS, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
 
@@ -115,8 +115,7 @@ class DataSpec:
             return "csv"
         if ".tar" in text or text.endswith(".tgz"):
             return "webdataset"
-        found = f"{text} is a folder" if os.path.isdir(text) else f"{text}: found the ending {ending!r}"
         raise ValueError(
-            f"{found}; if it is a CSV file, add --dataset-type csv. Otherwise name its shards, such as 'FOLDER/*.tar', or "
-            "make some with webdataset's ShardWriter or img2dataset --input_format parquet (or jsonl)"
+            f"{text}{' is a folder' if os.path.isdir(text) else ''}: {DATA_FORMATS} (--dataset-type csv if it has another "
+            "ending). Folders of images, Parquet files and names of data sets are not read"
         )
