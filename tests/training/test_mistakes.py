@@ -128,6 +128,20 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     assert "usage:" not in told
 
 
+@pytest.mark.parametrize("flag", ["--train-data", "--val-data"])
+@pytest.mark.parametrize(
+    ("table", "word"),
+    [("image,caption,text\n0.png,a,b\n", "--csv-separator ,"), ("path,title\nhttps://x.org/0.png,a\n", "img2dataset")],
+)
+def test_a_table_is_checked_before_the_model_is_built(flag, table, word, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
+    (tmp_path / "t.csv").write_text(table)
+    told = errors_of(
+        ["--dataset-type", "auto", "--train-data", "t.csv", flag, str(tmp_path / "t.csv")], monkeypatch, capsys
+    )
+    assert flag in told and word in told
+
+
 @pytest.mark.parametrize("number", [{}, {"WORLD_SIZE": "1", "SLURM_NTASKS": "4"}])
 def test_a_single_process_tells_its_mistake_in_each_task(number, monkeypatch, capsys):
     for name, value in (number | {"SLURM_PROCID": "2"}).items():

@@ -129,10 +129,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         # Imported only here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
-        paths = [given] if isinstance(given, str) else given
-        if len(paths) != 1:
-            raise ValueError(f"expected one CSV file, got {list(paths)}")
-        source = CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+        source = CsvSource(*check_csv(spec))
     else:
         manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
         urls = [shard.url for shard in manifest.shards]
@@ -145,6 +142,18 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     if spec.reference is not None:
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source
+
+
+def check_csv(spec: DataSpec) -> tuple[str, str, str, str]:
+    """Return the path, columns and separator of a CSV file; raise ValueError if its header or first rows cannot be used."""
+    from openclip_ext.data.sources.csv import check_first_rows
+
+    paths = [spec.source] if isinstance(spec.source, str) else [*(spec.source or ())]
+    if len(paths) != 1:
+        raise ValueError(f"expected one CSV file, got {paths}")
+    table = paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator
+    check_first_rows(*table)
+    return table
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:

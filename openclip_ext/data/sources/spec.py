@@ -84,9 +84,9 @@ class DataSpec:
 
     @property
     def keys(self) -> dict[str, str]:
-        """``image_key`` and ``caption_key``: fields of shards, or columns of a CSV file."""
+        """``image_key`` and ``caption_key`` of shards. A CSV file has none: its digest covers its columns."""
         if self.resolved_type == "csv":
-            return {"image_key": self.csv_image_key, "caption_key": self.csv_caption_key}
+            return {}
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
     def check_type(self) -> None:
