@@ -1,6 +1,8 @@
 """Errors that a user can fix, and checks of the words of a command line."""
 
+import contextlib
 import itertools
+import os
 import pickle
 import re
 from collections.abc import Sequence
@@ -24,6 +26,9 @@ def check_encoding(words: Sequence[str]) -> None:
     """Raise UsageError for an argument or path that is not UTF-8. Logs, checkpoints and reports could not contain it."""
     for word in words:
         if not word.isprintable() and (found := word.encode(errors="backslashreplace").decode()) != word:
+            with contextlib.suppress(UnicodeError):
+                found = os.fsencode(word).decode("utf-8")
+                raise UsageError(f"{found!r} needs a UTF-8 locale: export LC_ALL=C.UTF-8")
             raise UsageError(f"{found!r} is not UTF-8, which all output files need: rename the file or folder")
 
 

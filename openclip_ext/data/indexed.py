@@ -53,7 +53,7 @@ def with_index(
         A data set of the same kind. A map-style set is wrapped in :class:`IndexedDataset`.
 
     Raises:
-        TypeError: The data set is of a different kind.
+        TypeError: The data set is of a different kind, such as an ``IterableDataset``, whose ``__iter__`` sets the order.
         ValueError: The samples already have an ``"index"``, or the shards of a pipeline are unknown.
 
     Example:
@@ -72,12 +72,30 @@ def with_index(
         import numpy as np  # imported late, because the help of training needs no numpy
 
         return dataset.add_column(INDEX, np.arange(len(dataset)))
+    if _has_own_order(dataset):
+        raise TypeError(
+            f"a {type(dataset).__name__} has its own __iter__, which may shuffle or divide the samples, and with_index would "
+            "bypass it: return the index from its __getitem__ instead, as sample | {'index': position}"
+        )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
         return IndexedDataset(dataset)
     raise TypeError(
         f"a {type(dataset).__name__} has no stable index: expected a data set with __getitem__ and __len__, a "
         "datasets.Dataset (one split, not streaming), or a WebDataset pipeline"
     )
+
+
+def _has_own_order(dataset: Any) -> bool:
+    """Return whether ``__iter__`` may set another order than the positions, as in mosaicml's StreamingDataset.
+
+    DataLoader ignores ``__iter__`` of PyTorch's map-style sets.
+    """
+    from torch.utils.data import Dataset, IterableDataset
+
+    if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        return False
+    has_positions = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_positions and hasattr(dataset, "__iter__") and not isinstance(dataset, Mapping | Sequence)
 
 
 def unique_index(batches: Iterable[Any], key: str | int | None = None) -> Iterator[Any]:

@@ -196,8 +196,10 @@ class Storage:
                 continue
             # The unfinished copy of NAME is called ``.NAME.RANDOM.partial``.
             name = path.name[1:].rsplit(".", 2)[0] if path.suffix == ".partial" else path.name
-            with contextlib.suppress(Timeout), FileLock(folder / f"{name}.lock", timeout=0):
+            lock = folder / f"{name}.lock"
+            with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
                 path.unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)  # a process that waits for the removed lock makes a complete copy, too
                 excess -= size
 
 

@@ -13,6 +13,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.data.loader.build import check_csv
 from openclip_ext.data.processes import check_main_program
 from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
@@ -58,6 +59,7 @@ def check(config: TrainingConfig) -> None:
         files = _local_files(data)
         if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
+        _check_table("--train-data", data)
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
     if config.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
@@ -164,6 +166,16 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         missing = [file for file in files if not os.path.isfile(file)]
         if missing:
             raise UsageError(f"--val-data: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
+        _check_table("--val-data", config.val_data)
+
+
+def _check_table(flag: str, spec: DataSpec) -> None:
+    """Raise UsageError if the header or the first rows of a CSV file cannot be used."""
+    if spec.resolved_type == "csv":
+        try:
+            check_csv(spec)
+        except ValueError as error:
+            raise UsageError(f"{flag}: {error}") from error
 
 
 def _local_files(spec: DataSpec) -> list[str]:
@@ -171,6 +183,7 @@ def _local_files(spec: DataSpec) -> list[str]:
     if spec.resolved_type == "table":
         return []
     if spec.resolved_type == "csv":
-        return [spec.source] if isinstance(spec.source, str) else list(spec.source)
+        paths = [spec.source] if isinstance(spec.source, str) else spec.source
+        return [local_path(path) if is_local(path) else path for path in paths]
     # Only expand the names. Rank 0 later rejects a shard that is given twice, because this needs access to every file.
     return [local_path(url) for urls in expand_components(spec.source) for url in urls if is_local(url)]

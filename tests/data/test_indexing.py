@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import webdataset
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from openclip_ext.data import unique_index, with_index
 from openclip_ext.data.manifest.manifest import Manifest
@@ -30,11 +30,35 @@ def test_what_has_no_place_for_an_index_is_refused():
         (iter([1]), TypeError, "a list_iterator has no stable index"),
         ({0: "a"}, TypeError, "a dict has no stable index"),
         (webdataset.DataPipeline(), ValueError, "the shards of the pipeline are unknown"),
-        (torch.arange(3), TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
+        ([torch.arange(3)], TypeError, "a sample is a Tensor: expected a dictionary or a tuple"),
         ([{"index": 7}], ValueError, "already have 'index'"),
     ):
         with pytest.raises(error, match=message):
             with_index(dataset)[0]
+
+
+class Ordered:
+    """A data set that reads its positions in reverse order if it is iterated."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, position: int) -> dict[str, int]:
+        return {"number": position}
+
+    def __iter__(self) -> Any:
+        return map(self.__getitem__, reversed(range(4)))
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [(IterableDataset, True), (object, True), (Dataset, False)])
+def test_a_data_set_with_an_order_of_its_own_is_refused(kind: type, is_refused: bool):
+    """DataLoader calls ``__iter__`` of an IterableDataset, which an index by position would bypass, but not of a Dataset."""
+    dataset: Any = type("Own", (Ordered, kind), {})()
+    if is_refused:
+        with pytest.raises(TypeError, match="__iter__"):
+            with_index(dataset)
+    else:
+        assert [int(batch["index"]) for batch in DataLoader(with_index(dataset))] == [0, 1, 2, 3]
 
 
 def test_an_index_that_recurs_is_refused():

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +120,55 @@ def test_a_list_of_uids_leaves_the_others_out(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "00001.tar").unlink()
     with pytest.raises(FileNotFoundError, match=r"00001\.tar"):  # samples of an unavailable shard are not excluded
         keep_listed(manifest, read_uids(tmp_path / "subset.npy"), DEFAULT_STORAGE)
+
+
+UIDS = [f"{number:032x}" for number in (1, 1 << 70, (1 << 128) - 1, 12)]
+HALVES = np.array([(int(uid[:16], 16), int(uid[16:], 16)) for uid in UIDS], dtype="u8,u8")
+
+
+GOOD_LISTS = {
+    "halves.npy": HALVES[:2],
+    "columns.npy": HALVES[:2].view("u8").reshape(2, 2),
+    "texts.npy": np.array(UIDS[:2]),
+    "bytes.npy": np.array(UIDS[:2], dtype="S"),
+    "list.json": json.dumps(UIDS[:2]),
+    "list.txt": "\n".join(UIDS[:2]) + "\n\n",
+    "windows.txt": "\ufeff" + "\r\n".join(UIDS[:2]).upper(),
+    "hyphens.txt": "\n".join(str(uuid.UUID(uid)) for uid in UIDS[:2]),
+    "short.txt": "\n".join(uid.lstrip("0") for uid in UIDS[:2]),
+}
+BAD_LISTS = {
+    "objects.npy": np.array(UIDS[:2], dtype=object),
+    "numbers.json": "[1, 2]",
+    "object.json": "{",
+    "header.txt": "uid\n1",
+    "long.txt": "1" * 33,
+    "empty.txt": "",
+    "raw.npy": HALVES[:2].tobytes(),
+    "truncated.npy": b"\x93NUMPY\x01",
+}
+
+
+@pytest.mark.parametrize("name", [*GOOD_LISTS, *BAD_LISTS])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_formats_of_uid_lists(tmp_path: Path, capsys: pytest.CaptureFixture, caplog: Any, name: str, zeros: bool):
+    """The samples' uids may lack leading zeros, too. A list in another format raises an error that names the flag."""
+    uids = [uid if zeros else uid.lstrip("0") for uid in UIDS]
+    contents = [json.dumps({"uid": uid}).encode() for uid in [*uids, "nothing"]]
+    write_shards(tmp_path, [5], {number: _with_json(number, content) for number, content in enumerate(contents)})
+    path, listed = tmp_path / name, (GOOD_LISTS | BAD_LISTS)[name]
+    if isinstance(listed, np.ndarray):
+        np.save(path, listed, allow_pickle=True)
+    else:
+        path.write_bytes(listed.encode() if isinstance(listed, str) else listed)
+    status = main([str(tmp_path / "00000.tar"), "--output", str(tmp_path / "m.json"), "--uids", str(path)])
+    error = capsys.readouterr().err
+    if name in BAD_LISTS:
+        assert status == 1 and f"--uids {path}" in error and "pickle" not in error
+    else:
+        assert status == 0, error
+        assert Manifest.load(tmp_path / "m.json").left_out.tolist() == [2, 3, 4]
+        assert "1 of 5 samples have no hexadecimal uid" in caplog.text
 
 
 def _with_json(number: int, content: bytes) -> list[tuple[str, bytes]]:

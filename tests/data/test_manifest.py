@@ -107,7 +107,7 @@ PAIRS = [sample_members(number, ["jpg", "txt"]) for number in range(3)]
 # Shards without usable samples: bytes, or members of a tar, and the cause and fix that the error must report.
 UNUSABLE = {
     "page": (b"\n<!DOCTYPE html><html>please sign in</html>", "a page of HTML or XML; download it again"),
-    "parquet": (b"PAR1" + bytes(600), "img2dataset --input_format parquet"),
+    "parquet": (b"PAR1" + bytes(600), "a Parquet file; expected shards.* or a CSV"),
     "nothing": (b"", "it is empty; remove it"),
     "garbage": (b"no tar" * 1000, "corrupt, or not a tar.*begins with b'no tarno"),
     # All images come first, and then all captions.
@@ -118,18 +118,21 @@ UNUSABLE = {
         [(f"{name}2", b"x") for pair in PAIRS for name, _ in pair],
         r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
     ),
-    "folder": (None, "it is a folder; give its shards"),
+    "folder": (None, "it is a folder; expected shards"),
+    "of_shards": (None, r"it is a folder; give its shards: '.*of_shards.tar/\*.tar'"),
+    "table": (b"filepath,title\n0.jpg,a\n", "a CSV file, which needs no manifest"),
     "gone": (None, "cannot be read: No such file"),
 }
 
 
 def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], tmp_path: Path):
     (tmp_path / "folder.tar").mkdir()
+    write_shards(tmp_path / "of_shards.tar", [1])
     for name, (content, message) in UNUSABLE.items():
-        path = tmp_path / f"{name}.tar"
+        path = tmp_path / f"{name}.{'csv' if name == 'table' else 'tar'}"
         if content is not None:
             path.write_bytes(content) if isinstance(content, bytes) else write_tar(path, content)
-        with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{name}.tar: .*{message}"):
+        with pytest.raises(ValueError, match=f"(?s)1 of 4 shards have no sample with both.*{path.name}: .*{message}"):
             Manifest.scan([*shards, str(path)])
     empty = [str(write_tar(tmp_path / name, [])) for name in ("empty.tar", "empty too.tar")]
     with pytest.raises(ValueError, match="the data set is empty"):
@@ -187,6 +190,32 @@ def test_shards_with_special_characters_in_their_names(shards: list[str], tmp_pa
     assert made.num_samples == 10
     found = Manifest.load(tmp_path / "data" / "manifest.json")
     assert [shard.url for shard in found.shards] == [shard.url for shard in made.shards]
+
+
+@pytest.mark.parametrize("folder", ["[v1]", "{a,b}", "a*", "[v1]/{x}"])
+def test_existing_folders_are_no_patterns(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+):
+    """A pattern after such a folder is expanded. The working directory may also have such a name."""
+    there = tmp_path / folder
+    there.mkdir(parents=True)
+    moved = [shutil.move(shard, there) for shard in shards]
+    for pattern in ("{00000..00002}.tar", "*.tar", "0000[0-2].tar"):
+        assert expand_shards(f"{there}/{pattern}") == expand_shards(f"file://{there}/{pattern}") == moved
+    monkeypatch.chdir(there)
+    assert expand_shards("*.tar") == expand_shards(f"../{Path(folder).name}/*.tar") == moved
+    assert expand_shards(f"{there}/missing.tar") == [f"{there}/missing.tar"]
+
+
+def test_in_a_c_locale_a_utf8_path_is_not_to_be_renamed(shards: list[str], tmp_path: Path):
+    folder = tmp_path / "bücher"
+    shutil.move(tmp_path / "data", folder)
+    command = [sys.executable, "-m", "openclip_ext.data.manifest", str(folder / "*.tar")]
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    found = subprocess.run(command, env=os.environ | environment, capture_output=True)
+    assert found.returncode == 1
+    assert b"export LC_ALL=C.UTF-8" in found.stderr and b"rename" not in found.stderr
+    assert subprocess.run(command, env=os.environ | environment | {"LC_ALL": "C.UTF-8"}).returncode == 0
 
 
 def test_samples_that_are_gone_are_estimated(tmp_path: Path):

@@ -2,15 +2,20 @@
 
 import gzip
 import os
+import re
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.sources.source import BadDataError, decode_image
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import CAPTION
-from tests.data.loading import assert_equal, build, by_index, indices, progress_after, rest_of
+from tests.data.loading import assert_equal, build, by_index, indices, preprocess, progress_after, rest_of
 from tests.data.shards import write_csv, write_shards, write_sizes
 
 COUNTS = [20, 11, 9]
@@ -99,6 +104,92 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
     assert build(str(path)).num_samples == 30
 
 
+@pytest.mark.parametrize(
+    ("header", "flags", "found"),
+    [
+        ("filepath\ttitle", {}, ("filepath", "title")),
+        ("filepath\ttitle\tpath\ttext", {}, ("filepath", "title")),
+        ("path,title,description", {}, ("path", "title")),
+        ("Image;Caption", {}, ("Image", "Caption")),
+        ("file_name|id|text", {}, ("file_name", "text")),
+        ("path,a,b", {"csv_caption_key": "b"}, ("path", "b")),
+        ("a,b", {"csv_separator": ",", "csv_image_key": "a", "csv_caption_key": "b"}, ("a", "b")),
+        ("path,caption,text", {}, "--csv-separator , --csv-img-key path --csv-caption-key caption"),
+        ("path,image,text", {"csv_separator": ","}, "add --csv-img-key path --csv-caption-key text"),
+        ("a;b;text", {}, "--csv-separator ';' --csv-img-key COLUMN --csv-caption-key text"),
+        ("path,title", {"csv_caption_key": "text"}, "--csv-caption-key COLUMN"),
+        ("path,title", {"csv_separator": ";"}, "--csv-img-key COLUMN"),
+    ],
+)
+def test_separator_and_columns_of_a_csv_file(
+    tmp_path: Path, caplog: Any, header: str, flags: dict[str, str], found: Any
+):
+    """Unique names are detected and logged. Otherwise, the error has the finished flags. Given flags win."""
+    caplog.set_level("INFO")
+    separator = next(mark for mark in "\t,;|" if mark in header)
+    columns = header.split(separator)
+    expected = [str(tmp_path / "0.png"), "sample 0"]
+    Image.new("RGB", (8, 8)).save(expected[0])
+    values = dict(zip(found, expected, strict=True)) if isinstance(found, tuple) else {}
+    row = separator.join(values.get(name, "x") for name in columns)
+    (tmp_path / "t.csv").write_text(f"{header}\n{row}\n")
+    spec = DataSpec(str(tmp_path / "t.csv"), **flags)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=re.escape(found)):
+            build_source(spec, preprocess)
+        return
+    source = build_source(spec, preprocess)
+    assert [*source.describe(source.reader()(0))] == expected
+    was_detected = {"csv_image_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"} | flags != {
+        "csv_image_key": found[0],
+        "csv_caption_key": found[1],
+        "csv_separator": separator,
+    }
+    assert (f"{found[0]!r}" in caplog.text) == was_detected
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "sub/../{}", "file://FOLDER/{}", "file:FOLDER/{}", "~/data/{}", "FOLDER/{}", ".\\{}"]
+)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_forms_of_image_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, in_folder: bool):
+    """Paths are relative to the working directory or, if there is no such file, to the table's folder."""
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(folder if in_folder else tmp_path)
+    table = folder / "t.tsv"
+    name = "a%20b.png" if form.startswith("file:") else "a b.png"
+    table.write_text("filepath\ttitle\n" + form.replace("FOLDER", str(folder)).format(name) + "\tsample 0\n")
+    Image.new("RGB", (8, 8), "red").save(folder / "a b.png")
+    source = build_source(DataSpec(str(table)), preprocess)
+    image, _ = source.decode(source.reader()(0), decode_image)
+    assert image.getpixel((0, 0)) == (255, 0, 0)
+    assert Path(source.files()[1]).samefile(folder / "a b.png")
+
+
+@pytest.mark.parametrize(
+    ("image", "caption", "word"),
+    [
+        ("https://example.com/{}.png", "a", "img2dataset"),
+        ("s3://bucket/{}.png", "a", "img2dataset"),
+        ("C:\\images\\{}.png", "a", "table's folder"),
+        ("missing/{}.png", "a", "table's folder"),
+        ("0.png", '["red {}", "crimson"]', "one caption per row"),
+        ("0.png", "['red {}', 'crimson']", "one caption per row"),
+    ],
+)
+def test_first_rows_that_cannot_be_read_are_refused(tmp_path: Path, image: str, caption: str, word: str):
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    rows = [{"filepath": image.format(row), "title": caption.format(row)} for row in range(30)]
+    pd.DataFrame(rows).to_csv(tmp_path / "t.csv", sep="\t", index=False)
+    with pytest.raises(ValueError, match=word):
+        build(str(tmp_path / "t.csv"))
+    rows[3] |= {"filepath": "0.png", "title": "[red]"}  # single rows only count as bad
+    pd.DataFrame(rows).to_csv(tmp_path / "t.csv", sep="\t", index=False)
+    assert build(str(tmp_path / "t.csv")).num_samples == 30
+
+
 def test_bad_rows(tmp_path: Path):
     path = write_csv(tmp_path)
     (tmp_path / "6.jpg").unlink()
@@ -133,10 +224,6 @@ def test_synthetic_data():
 
 
 def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
-    path = str(write_csv(tmp_path, separator=";", columns=("image", "text")))
-    with pytest.raises(ValueError, match=r"no column .filepath. but \[.*set --csv-separator.*--csv-img-key"):
-        build(path)
-    assert build(path, csv_separator=";", csv_image_key="image", csv_caption_key="text").num_samples == 30
     with pytest.raises(ValueError, match="the data set is empty"):
         build(str(write_csv(tmp_path, rows=0)))
     # pandas would take the first field of each row as its name, and shift the others.

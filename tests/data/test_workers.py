@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def test_a_worker_that_does_not_answer_is_named_and_ended(tmp_path: Path, batch:
     with pytest.raises(WorkerError, match=message) as ended:
         list(build(data, workers=1, tokenizer=hang, patience=patience).iterate(0))
     assert not is_alive(int(re.search(message, str(ended.value)).group(1)))
+
+
+def test_the_workers_are_watched_by_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The number of threads does not depend on the number of batches."""
+    loader = build(write_shards(tmp_path, [100]), workers=1, patience=60)
+    assert len(list(loader.iterate(0))) == 25
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
+    assert len(list(loader.iterate(1))) == 25
+    assert len(started) <= 1
 
 
 @pytest.mark.parametrize("at", ["in an epoch", "between epochs"])

@@ -85,8 +85,10 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
     assert build_source(DataSpec(table, reference=tmp_path / "csv"), tiny.preprocess).reference is not None
     columns = tmp_path / "columns.csv"
     columns.write_text(Path(table).read_text().replace("title", "caption", 1))
-    with pytest.raises(UsageError, match="expected caption_key caption, found title"):
-        build_source(DataSpec(str(columns), csv_caption_key="caption", reference=tmp_path / "csv"), tiny.preprocess)
+    for options in ({}, {"csv_caption_key": "caption"}):  # the content of the columns counts, not their names
+        build_source(DataSpec(str(columns), reference=tmp_path / "csv", **options), tiny.preprocess)
+    with pytest.raises(UsageError, match="expected data"):
+        build_source(DataSpec(str(columns), csv_caption_key="number", reference=tmp_path / "csv"), tiny.preprocess)
 
 
 def killed(argv: list[str], after: int) -> None:

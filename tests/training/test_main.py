@@ -159,6 +159,22 @@ def test_state_of_each_sample_is_not_used_for_other_data(shards, tmp_path, caplo
         load_run(tmp_path / "fastclip", "epoch_1.pt", train_data=others)
 
 
+def test_a_resume_with_more_data_or_another_batch_names_the_cure(shards, tmp_path, caplog):
+    """One message. Its cure works: the same global batch, or a new run from the weights."""
+    fewer = shards.replace("6}", "5}")
+    first = small_command(fewer, tmp_path, "first", "openclip", "--resume", "latest", "--epochs", "1")
+    assert run(first, stop_after=2) == EXIT_AFTER_SIGTERM
+    with pytest.raises(UsageError, match=r"--global-batch 16.*--accum-freq.*full epoch.*--name"):
+        run([*first, "--batch-size", "8"])
+    assert run([*first, "--batch-size", "8", "--global-batch", "16"]) == 0
+    weights = str(tmp_path / "first" / "checkpoints" / "epoch_1.pt")
+    more = small_command(shards, tmp_path, "first", "openclip", "--epochs", "2")
+    with pytest.raises(UsageError, match=f"checkpoint 72, run 84.*--pretrained {weights}"):
+        run([*more, "--resume", "latest"])
+    assert "same size" not in caplog.text
+    assert run([*more, "--name", "more", "--pretrained", weights, "--epochs", "1"]) == 0
+
+
 def fail(self, model):
     raise RuntimeError("the data server is down")
 

@@ -48,8 +48,9 @@ MISTAKES = [
     ("--recipe cc3", "unknown recipe 'cc3'; did you mean cc3m"),
     ("--recipe dfn14m --loss amorlip", "no published settings for the loss 'amorlip'"),
     ("--loss neuclip --loss-option leave_own_out=true", "--loss-option leave_own_out: not used by the loss 'neuclip'"),
-    ("--dataset-type auto --train-data x.txt", "found the ending 'txt'; if it is a CSV file, add --dataset-type csv"),
-    ("--dataset-type auto --train-data tests", "tests is a folder"),
+    ("--dataset-type auto --train-data x.txt", "or a CSV file of image paths and captions (--dataset-type csv"),
+    ("--dataset-type auto --train-data tests", "tests is a folder: expected shards"),
+    ("--dataset-type auto --train-data user/pairs.parquet", "pairs.parquet: expected shards"),
     ("--dataset-type webdataset --train-data /no/{0..3}.tar", "none of the 4 files exists, the first is /no/0.tar"),
     ("--dataset-type webdataset --train-data data/{00..10", "Unbalanced braces"),
     ("--dataset-type webdataset --train-data x.tar --manifest no.json", "--manifest no.json not found"),
@@ -125,6 +126,20 @@ def test_a_mistake_is_one_line_and_status_2(flags, message, monkeypatch, capsys)
     told = errors_of(flags.split(), monkeypatch, capsys).strip()
     assert told.splitlines()[-1].startswith("error: ") and message in told.splitlines()[-1]
     assert "usage:" not in told
+
+
+@pytest.mark.parametrize("flag", ["--train-data", "--val-data"])
+@pytest.mark.parametrize(
+    ("table", "word"),
+    [("image,caption,text\n0.png,a,b\n", "--csv-separator ,"), ("path,title\nhttps://x.org/0.png,a\n", "img2dataset")],
+)
+def test_a_table_is_checked_before_the_model_is_built(flag, table, word, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
+    (tmp_path / "t.csv").write_text(table)
+    told = errors_of(
+        ["--dataset-type", "auto", "--train-data", "t.csv", flag, str(tmp_path / "t.csv")], monkeypatch, capsys
+    )
+    assert flag in told and word in told
 
 
 @pytest.mark.parametrize("number", [{}, {"WORLD_SIZE": "1", "SLURM_NTASKS": "4"}])

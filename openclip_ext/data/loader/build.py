@@ -129,10 +129,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
         # Imported only here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
-        paths = [given] if isinstance(given, str) else given
-        if len(paths) != 1:
-            raise ValueError(f"expected one CSV file, got {list(paths)}")
-        source = CsvSource(paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator)
+        source = CsvSource(*check_csv(spec))
     elif kind == "table":
         source = _table(spec)
     else:
@@ -160,6 +157,18 @@ def _table(spec: DataSpec) -> Source:
         return TableSource(path, image, caption, spec.caption_template)
     except ImportError as error:
         raise ValueError(f"{spec.source} needs the package {error.name}: pip install datasets") from error
+
+
+def check_csv(spec: DataSpec) -> tuple[str, str, str, str]:
+    """Return the path, columns and separator of a CSV file; raise ValueError if its header or first rows cannot be used."""
+    from openclip_ext.data.sources.csv import check_first_rows
+
+    paths = [spec.source] if isinstance(spec.source, str) else [*(spec.source or ())]
+    if len(paths) != 1:
+        raise ValueError(f"expected one CSV file, got {paths}")
+    table = paths[0], spec.csv_image_key, spec.csv_caption_key, spec.csv_separator
+    check_first_rows(*table)
+    return table
 
 
 def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:

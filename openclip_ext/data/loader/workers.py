@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 
-# A timeout consists of this many waits. While the run is stopped (SIGSTOP), only one wait can pass.
+# A timeout consists of this many intervals. While the run is stopped (SIGSTOP), only one of them can pass.
 _INTERVALS = 10
 _EXIT_SECONDS = 2.0  # timeout for the exit of a worker whose sockets are closed
 # Timeout factor for the first batch of each worker, which waits until the shuffle buffer is full.
@@ -70,13 +71,13 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
         WorkerError: A worker exited, did not answer, or has no shared memory for a batch.
     """
     received, workers = 0, _workers(getattr(loader, "_iterator", None))  # workers of an earlier pass, if any
-    first = None if patience is None else patience * _FIRST_FACTOR
+    watchdog = _Watchdog(patience)
     try:
-        with _killed_after(first, workers):
+        with watchdog.limit(workers, _FIRST_FACTOR):
             batches = start_workers(loader)
         workers = _workers(batches)
         while True:
-            with _killed_after(first if received < len(workers) else patience, workers):
+            with watchdog.limit(workers, _FIRST_FACTOR if received < len(workers) else 1):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -91,38 +92,62 @@ def watched_batches(loader: DataLoader[Any], patience: float | None) -> Iterator
         if reason is None:
             raise
         raise WorkerError(reason) from error
+    finally:
+        watchdog.ended.set()
 
 
-@contextmanager
-def _killed_after(seconds: float | None, workers: list[Any]) -> Iterator[None]:
-    """Kill all workers and raise WorkerError if the block takes longer than ``seconds``. None means no limit.
+class _Watchdog:
+    """A thread that kills the workers if a wait for them takes too long. It starts with the first wait.
 
     DataLoader's own timeout does not end a wait for a stopped process. All workers are killed, because DataLoader may wait
     for any of them.
     """
-    if seconds is None or not workers:
-        yield
-        return
-    answered, is_late = threading.Event(), threading.Event()
 
-    def watch() -> None:
-        if not any(answered.wait(seconds / _INTERVALS) for _ in range(_INTERVALS)):
-            is_late.set()
-            for worker in workers:
-                worker.kill()
+    def __init__(self, patience: float | None) -> None:
+        self.ended = threading.Event()
+        self._patience = patience
+        self._wait: _Wait | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    except _EXIT_ERRORS as error:
-        if not is_late.is_set():
-            raise
-        raise WorkerError(
-            f"a data worker (process {' or '.join(str(worker.pid) for worker in workers)}) did not answer for {seconds:g} s "
-            "(--rank-patience). Check what it reads: the file server may hang, or an image or caption may be huge"
-        ) from error
-    finally:
-        answered.set()
+    @contextmanager
+    def limit(self, workers: list[Any], factor: int) -> Iterator[None]:
+        """Kill all workers and raise WorkerError if the block takes longer than ``factor`` times the patience."""
+        if self._patience is None or not workers:
+            yield
+            return
+        wait = self._wait = _Wait(workers, factor * _INTERVALS)
+        if self._thread.ident is None:
+            self._thread.start()
+        try:
+            yield
+        except _EXIT_ERRORS as error:
+            if not wait.is_late:
+                raise
+            raise WorkerError(
+                f"a data worker (process {' or '.join(str(worker.pid) for worker in workers)}) did not answer for "
+                f"{factor * self._patience:g} s (--rank-patience). Check what it reads: the file server may hang, or an image "
+                "or caption may be huge"
+            ) from error
+        finally:
+            self._wait = None
+
+    def _watch(self) -> None:
+        assert self._patience is not None, "without a limit, the thread does not start"
+        while not self.ended.wait(self._patience / _INTERVALS):
+            if (wait := self._wait) is not None:
+                wait.intervals_left -= 1
+                wait.is_late = wait.intervals_left < 0
+                for worker in wait.workers if wait.is_late else ():
+                    worker.kill()
+
+
+@dataclass
+class _Wait:
+    """A wait for a batch of workers."""
+
+    workers: list[Any]
+    intervals_left: int
+    is_late: bool = False
 
 
 def _reason(error: BaseException, workers: list[Any]) -> str | None:

@@ -47,7 +47,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=Storage.patience,
         help="seconds for which a failing remote file is retried (default: %(default)g)",
     )
-    add("--uids", metavar="FILE.npy", help="exclude samples whose uid is not in this DataComp list")
+    add("--uids", metavar="FILE", help="exclude samples whose uid is not in this list: DataComp's .npy, .json or .txt")
     return parser.parse_args(argv)
 
 
@@ -57,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_words(sys.argv[1:] if argv is None else argv)
         sizes = checked_dict(json.loads(Path(args.sizes).read_bytes()), args.sizes, int) if args.sizes else None
+        uids = read_uids(args.uids) if args.uids else None
         urls = expand_shards(args.shards)
         output = Path(args.output) if args.output else _place_next_to(urls, args.image_key, args.caption_key)
         _check_output(output)
         journal, storage = output.with_name(f".{output.name}.journal"), Storage(args.remote_patience)
         manifest = Manifest.scan(urls, args.image_key, args.caption_key, sizes, args.workers, storage, journal)
-        if args.uids:
-            manifest = keep_listed(manifest, read_uids(args.uids), storage, args.workers)
+        if uids is not None:
+            manifest = keep_listed(manifest, uids, storage, args.workers)
         manifest.save(output)
         journal.unlink(missing_ok=True)
     except (OSError, ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.keys import parse_keys
+from openclip_ext.data.sources.keys import DATA_FORMATS, parse_keys
 from openclip_ext.data.storage import Storage, is_local
 
 _MAX_MEMBERS = 10_000
@@ -21,7 +21,7 @@ _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer; run git lfs pull",
     b"<": f"a page of HTML or XML; {_AGAIN}, signed in if the server requires it",
     b"PK\x03\x04": f"a zip archive; {_CONVERT}",
-    b"PAR1": "a parquet file; make shards of it with img2dataset --input_format parquet",
+    b"PAR1": f"a Parquet file; {DATA_FORMATS}",
     b"{": "a JSON file; give the shards that it describes",
     b"[": "a JSON file; give the shards that it describes",
     b"\x5d\x00\x00": f"an LZMA-compressed file (.lzma); {_DECOMPRESS}",
@@ -34,7 +34,10 @@ _SIGNATURES = {
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
     """Return why no sample of a shard has both an image and a caption, and a fix. ``error`` is from the shard's scan."""
     if is_local(url) and os.path.isdir(url):
-        return f"it is a folder; give its shards, such as '{url}/*.tar'"
+        has_shards = any(name.endswith(".tar") for name in os.listdir(url))
+        return f"it is a folder; give its shards: '{url}/*.tar'" if has_shards else f"it is a folder; {DATA_FORMATS}"
+    if url.lower().endswith((".csv", ".tsv")):
+        return "it is a CSV file, which needs no manifest; pass it to --train-data, with --dataset-type csv or auto"
     if error.startswith("cannot be read"):
         return f"it {error}"
     images, captions = parse_keys(image_key, allow_json=False), parse_keys(caption_key, allow_json=True)

@@ -37,17 +37,30 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
 def _expand(component: str) -> list[str]:
     urls: list[str] = []
-    for url in braceexpand(component):
+    folder = _existing_folder(component)
+    for rest in braceexpand(component[len(folder) :]):
+        url = folder + rest
         if not is_local(url):
             urls.extend(list_remote(url) if _REMOTE_GLOB.search(url) else [url])
             continue
         path = local_path(os.path.expandvars(url))
-        is_pattern = _GLOB.search(path) and not os.path.exists(path)
-        matches = sorted(glob.glob(path)) if is_pattern else [path]
+        known = os.path.commonpath([path, local_path(os.path.expandvars(folder))])
+        is_pattern = _GLOB.search(path[len(known) :]) and not os.path.exists(path)
+        matches = sorted(glob.glob(glob.escape(known) + path[len(known) :])) if is_pattern else [path]
         if not matches:
             raise ValueError(f"no file matches {url!r}")
         urls.extend(matches)
     return urls
+
+
+def _existing_folder(component: str) -> str:
+    """Return the beginning of a text that is an existing local folder, whose name may contain ``[...]`` or ``{...}``."""
+    folder = ""
+    for end in (found.end() for found in re.finditer("/", component) if is_local(component)):
+        if not os.path.isdir(local_path(os.path.expandvars(component[:end]))):
+            break
+        folder = component[:end]
+    return folder
 
 
 def expand_shards(shards: str | Sequence[str]) -> list[str]:

@@ -1,15 +1,35 @@
 """CSV data sets: each row contains the path of an image and its caption. The index of a sample is its row number."""
 
+import ast
+import contextlib
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
 
+from openclip_ext.cli.messages import for_people
+from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
-from openclip_ext.data.storage import open_local
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.data.storage import is_local, local_path, open_local
+
+_SEPARATORS = ("\t", ",", ";", "|")
+_FIRST_ROWS = 20
+
+
+class _Format(NamedTuple):
+    """How to read a table."""
+
+    image_column: str
+    caption_column: str
+    separator: str
 
 
 class _Texts:
@@ -26,38 +46,31 @@ class _Texts:
 
 
 class CsvSource(Source):
-    """Rows of a CSV file. Image paths are relative to the working directory; a blank caption counts as missing.
+    """Rows of a CSV file. A blank caption counts as missing.
+
+    Image paths are relative to the working directory or, if there is no such file, to the table's folder. If the default
+    separator and columns do not fit, they are detected.
 
     Raises:
         FileNotFoundError, ValueError: The file, a column or all rows are missing, or an unbalanced quote hides rows.
     """
 
-    def __init__(self, path: str, image_column: str, caption_column: str, separator: str = "\t") -> None:
-        separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' as a backslash and a t
-        if len(separator) != 1:  # pandas would read a longer separator as a regular expression
-            raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
-        # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
-        try:
-            table = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
-        except (ValueError, EOFError) as error:  # EOFError: an incomplete .csv.gz
-            raise ValueError(
-                f"{path} is not UTF-8 text or not CSV ({error}): check its encoding, quotes and --csv-separator"
-            ) from error
-        for column in (image_column, caption_column):
-            if column not in table.columns:
-                raise ValueError(
-                    f"{path} has no column {column!r} but {list(table.columns)}; set --csv-separator (now {separator!r}), or "
-                    "name the columns with --csv-img-key and --csv-caption-key"
-                )
-        if not isinstance(table.index, pd.RangeIndex):  # pandas reads surplus fields as row names
-            raise ValueError(
-                f"{path}: the first row has more fields than the header {list(table.columns)}: "
-                f"quote fields that contain {separator!r}, or set --csv-separator"
-            )
+    def __init__(
+        self,
+        path: str,
+        image_column: str = DataSpec.csv_image_key,
+        caption_column: str = DataSpec.csv_caption_key,
+        separator: str = DataSpec.csv_separator,
+    ) -> None:
+        given = _Format(image_column, caption_column, separator)
+        image_column, caption_column, separator = found = _find_format(path, given)
+        if found != given:
+            logging.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
+        table = _read(path, separator)
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
         _refuse_hidden_rows(path, table, image_column, separator)
-        self._path = os.path.abspath(path)
+        self._path = local_path(path)
         self._images = _Texts(table[image_column].tolist())
         self._captions = _Texts(table[caption_column].tolist())
         missing = (table[image_column] == "") | (table[caption_column].str.strip() == "")
@@ -77,14 +90,14 @@ class CsvSource(Source):
         if not path or not caption.strip():
             raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
         try:
-            with open_local(path) as file:
+            with open_local(_located(path, self._path)) as file:
                 return limited(decoder, self.max_pixels)(file), caption
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
 
     def files(self) -> list[str]:
         """Return the paths of the CSV file and of the images in it."""
-        return [self._path, *(self._images[row] for row in range(self.num_samples))]
+        return [self._path, *(_located(self._images[row], self._path) for row in range(self.num_samples))]
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         return self._images[raw.index], self._captions[raw.index]
@@ -95,6 +108,103 @@ class CsvSource(Source):
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
         return len(self._missing), f"{self._path}, for example rows {rows}" if rows else ""
+
+
+def check_first_rows(path: str, image_column: str, caption_column: str, separator: str) -> None:
+    """Raise ValueError if a table has no readable columns, or if no image of its first rows exists. Reads only these rows."""
+    found = _find_format(path, _Format(image_column, caption_column, separator))
+    table = _read(path, found.separator, _FIRST_ROWS)
+    images = [image for image in table[found.image_column] if image]
+    if images and not any(os.path.isfile(_located(image, path)) for image in images):
+        raise ValueError(for_people(f"{path}: {_unreadable(images)}"))
+    captions = [caption for caption in table[found.caption_column] if caption.strip()]
+    if captions and all(map(_is_list, captions)):
+        raise ValueError(
+            f"{path}: the column {found.caption_column!r} contains lists, which are not split: write one caption per row, or "
+            "shards with --caption-key json:ENTRY"
+        )
+
+
+def _unreadable(images: Sequence[str]) -> str:
+    if not is_local(images[0]):
+        return f"images such as {images[0]} are URLs, which are not read: make shards of them with img2dataset"
+    return (
+        f"none of the first {len(images)} images exists, such as {images[0]}: write paths that are absolute, or relative to "
+        "the working directory or the table's folder"
+    )
+
+
+def _is_list(caption: str) -> bool:
+    """Return whether a caption is a list of texts, in JSON or as Python prints it."""
+    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        value = ast.literal_eval(caption) if caption.startswith("[") else None
+        return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return False
+
+
+def _located(image: str, table: str) -> str:
+    """Return the existing file that a table's path of an image means; if there is none, the path."""
+    return next(filter(os.path.exists, _possible_paths(image, os.path.dirname(local_path(table)))), image)
+
+
+def _possible_paths(image: str, folder: str) -> Iterator[str]:
+    yield image
+    is_url = image.startswith("file:")
+    name = unquote(re.sub("^file:(//(localhost)?(?=/))?", "", image)) if is_url else os.path.expanduser(image)
+    for path in (name, name.replace("\\", "/")):  # Windows writes backslashes
+        yield path
+        yield os.path.join(folder, path)
+
+
+def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
+    """Return a table of texts, or only its first rows; raise ValueError if it is not a CSV file."""
+    # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
+    try:
+        file = local_path(path) if is_local(path) else path
+        table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, nrows=rows)
+    except (ValueError, EOFError) as error:  # EOFError: an incomplete .csv.gz
+        raise ValueError(
+            f"{path} is not UTF-8 text or not CSV ({error}): check its encoding, quotes and --csv-separator"
+        ) from error
+    if len(table) and not isinstance(table.index, pd.RangeIndex):  # pandas reads surplus fields as row names
+        raise ValueError(
+            f"{path}: the first row has more fields than the header {list(table.columns)}: quote fields that contain "
+            f"{separator!r}, or set --csv-separator"
+        )
+    return table
+
+
+def _find_format(path: str, given: _Format) -> _Format:
+    """Return the given separator and columns, or others that fit the header in place of defaults.
+
+    Raises:
+        ValueError: Nothing fits.
+    """
+    separator = "\t" if given.separator == r"\t" else given.separator  # most shells pass '\t' as a backslash and a t
+    if len(separator) != 1:  # pandas would read a longer separator as a regular expression
+        raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
+    others = _SEPARATORS if separator == DataSpec.csv_separator else ()
+    headers, candidates = {}, {}
+    for each in dict.fromkeys((separator, *others)):
+        header = headers[each] = [*_read(path, each, 0).columns]
+        images = _matching(header, given.image_column, DataSpec.csv_image_key, IMAGE_COLUMNS)
+        captions = _matching(header, given.caption_column, DataSpec.csv_caption_key, CAPTION_COLUMNS)
+        if len(images) == len(captions) == 1:
+            return _Format(images[0], captions[0], each)
+        candidates[each] = [*images, "COLUMN"][0], [*captions, "COLUMN"][0]
+    best = max(headers, key=lambda each: len(headers[each]))
+    image, caption = map(shlex.quote, candidates[best])
+    flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
+    raise ValueError(
+        f"{path}: the header {headers[best]} does not show the columns of image paths and captions: add {flag}--csv-img-key "
+        f"{image} --csv-caption-key {caption}"
+    )
+
+
+def _matching(header: Sequence[str], given: str, default: str, known: Collection[str]) -> list[str]:
+    if given in header or given != default:
+        return [given] if given in header else []
+    return [column for column in header if column.strip().lower() in known]
 
 
 def _refuse_hidden_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 DEFAULT_IMAGE_KEY = "jpg;png;jpeg;webp"
 DEFAULT_CAPTION_KEY = "txt"
+DATA_FORMATS = "expected shards, such as 'FOLDER/*.tar', or a CSV, Parquet or JSON-lines file of images and captions"
+# Names of columns that are accepted, in lower case, if the user named no column and the table has exactly one of them.
+IMAGE_COLUMNS = frozenset({"filepath", "path", "image", "img", "image_path", "file_name", "filename"})
+CAPTION_COLUMNS = frozenset({"title", "caption", "captions", "text"})
 # Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
 # JSON can contain half of a surrogate pair. This is not valid text, and tokenizers raise an error.

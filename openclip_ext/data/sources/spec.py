@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openclip_ext.cli.options import check_config, flag, from_flags
-from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
+from openclip_ext.data.sources.keys import DATA_FORMATS, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
 # The loaders of the library ``datasets``, by the ending of the file.
@@ -88,9 +88,9 @@ class DataSpec:
 
     @property
     def keys(self) -> dict[str, str]:
-        """``image_key`` and ``caption_key``: fields of shards, or columns of a CSV file or table."""
+        """``image_key`` and ``caption_key`` of shards. CSV files and tables have none: their digests cover the columns."""
         if self.resolved_type in ("csv", "table"):
-            return {"image_key": self.csv_image_key, "caption_key": self.csv_caption_key}
+            return {}
         return {"image_key": self.image_key, "caption_key": self.caption_key}
 
     def check_type(self) -> None:
@@ -121,10 +121,9 @@ class DataSpec:
             return "csv"
         if ".tar" in text or text.endswith(".tgz"):
             return "webdataset"
-        found = f"{text} is a folder" if os.path.isdir(text) else f"{text}: found the ending {ending!r}"
         raise ValueError(
-            f"{found}; if it is a CSV file, add --dataset-type csv. Otherwise name its shards, such as 'FOLDER/*.tar', or "
-            "make some with webdataset's ShardWriter or img2dataset --input_format parquet (or jsonl)"
+            f"{text}{' is a folder' if os.path.isdir(text) else ''}: {DATA_FORMATS} (--dataset-type csv if it has another "
+            "ending). Names of data sets on a hub are not read"
         )
 
 

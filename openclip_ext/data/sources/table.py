@@ -5,18 +5,15 @@ The index of a sample is its row number. ``datasets`` maps the rows from disk, s
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli.options import nearest
+from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
 from openclip_ext.data.sources.spec import TABLE_LOADERS, is_saved
 from openclip_ext.data.storage import open_local
-
-# Usual names of columns with the paths of images, and with captions.
-_IMAGES = ("image", "img", "filepath", "path", "file_name", "filename", "image_path", "file")
-_CAPTIONS = ("title", "caption", "captions", "text", "txt", "description", "sentences", "alt_text")
 
 
 class TableSource(Source):
@@ -149,7 +146,7 @@ def _holds_image(name: str, feature: Any) -> bool:
     if isinstance(feature, dict):
         return "bytes" in feature
     if isinstance(feature, Value):
-        return feature.dtype in ("binary", "large_binary") or (_is_text(feature) and _is_usual(name, _IMAGES))
+        return feature.dtype in ("binary", "large_binary") or (_is_text(feature) and name.lower() in IMAGE_COLUMNS)
     return isinstance(feature, Image)
 
 
@@ -158,15 +155,11 @@ def _holds_caption(name: str, feature: Any) -> bool:
 
     inner = getattr(feature, "feature", None)  # of a list of texts
     is_text = _is_text(feature) or (inner is not None and _is_text(inner))
-    return isinstance(feature, ClassLabel) or (is_text and _is_usual(name, _CAPTIONS))
+    return isinstance(feature, ClassLabel) or (is_text and name.lower() in CAPTION_COLUMNS)
 
 
 def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
-
-
-def _is_usual(name: str, usual: Collection[str]) -> bool:
-    return name.lower() in usual
 
 
 def _bytes_and_path(value: Any) -> tuple[bytes | None, str]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,30 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
     compared = {key for key, value in asked.items() if value is not None and found.get(key) is not None} - {"settings"}
     if checkpoint.position.step_in_epoch == 0:
         compared.discard("global_batch")
-    if not keeps_samples and "data" in compared and found["data"] != asked["data"]:
-        compared.discard("data")
+    differing = [key for key in sorted(compared) if found[key] != asked[key]]
+    if "data" in differing and "num_samples" in differing:
+        differing.remove("data")  # follows from the number of samples
+    if differing == ["data"] and not keeps_samples:
         logging.warning(
             f"{checkpoint.path} was trained on other data of the same size. The run continues with the new data."
         )
-    differing = [key for key in sorted(compared) if found[key] != asked[key]]
-    if differing:
+    elif differing:
         differences = "; ".join(f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in differing)
         raise UsageError(
-            f"{checkpoint.path} belongs to a different run ({differences}). Use the same settings, or another --name"
+            f"{checkpoint.path} belongs to a different run ({differences}). {_cure(checkpoint.path, differing, found)}"
         )
+
+
+def _cure(path: Path, differing: Sequence[str], found: Mapping[str, Any]) -> str:
+    """Return what the user can do about the differences between a run and the checkpoint's identity ``found``."""
+    if differing == ["global_batch"]:
+        return (
+            f"Add --global-batch {found['global_batch']} (it sets --accum-freq), or --resume the checkpoint of a full epoch "
+            "with another --name"
+        )
+    if not {*differing} - {"data", "num_samples", "global_batch"}:
+        return f"Use the same data and manifest, or start a new run with --pretrained {path} and another --name"
+    return "Use the same settings, or start a new run with another --name"
 
 
 def changed_settings(checkpoint: Checkpoint | None, identity: RunIdentity) -> list[str]:
