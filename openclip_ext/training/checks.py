@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import open_clip
@@ -13,7 +14,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.loader.build import check_csv
+from openclip_ext.data.loader.build import check_csv, table_source
 from openclip_ext.data.processes import check_main_program
 from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
@@ -170,11 +171,14 @@ def _check_evaluation(config: EvaluationConfig) -> None:
 
 
 def _check_table(flag: str, spec: DataSpec) -> None:
-    """Raise UsageError if the header or the first rows of a CSV file cannot be used."""
-    if spec.resolved_type == "csv":
+    """Raise UsageError if the header or the first rows of a CSV file, or the columns of a table, cannot be used."""
+    checks: dict[str, Callable[[DataSpec], object]] = {"csv": check_csv, "table": table_source}
+    check_kind = checks.get(spec.resolved_type)
+    if check_kind is not None:
         try:
-            check_csv(spec)
-        except ValueError as error:
+            # The first rank also converts a table to files that the other ranks map.
+            distributed.on_master(lambda: check_kind(spec) and None)
+        except (ValueError, OSError) as error:
             raise UsageError(f"{flag}: {error}") from error
 
 

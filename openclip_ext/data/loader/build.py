@@ -131,7 +131,7 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 
         source = CsvSource(*check_csv(spec))
     elif kind == "table":
-        source = _table(spec)
+        source = table_source(spec)
     else:
         manifest = find_or_create_manifest(given, spec.manifest, spec.image_key, spec.caption_key, spec.storage)
         urls = [shard.url for shard in manifest.shards]
@@ -146,7 +146,8 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     return source
 
 
-def _table(spec: DataSpec) -> Source:
+def table_source(spec: DataSpec) -> Source:
+    """Return the source of a Parquet or JSON-lines file, saved data set or class folders; ValueError if invalid."""
     try:
         from openclip_ext.data.sources.table import TableSource
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli.options import nearest
-from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
+from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
 from openclip_ext.data.sources.spec import TABLE_LOADERS, is_saved
 from openclip_ext.data.storage import open_local
@@ -115,7 +115,9 @@ def _load(path: str) -> Any:
         else:
             return datasets.load_dataset(TABLE_LOADERS[ending], data_files=path, split="train")
     except Exception as error:  # the library and pyarrow raise many types of errors
-        raise ValueError(f"{path} cannot be read as a table: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(
+            f"{path} cannot be read as a table: {' '.join(str(error).split())[:200]}; {DATA_FORMATS}"
+        ) from error
     if isinstance(table, datasets.DatasetDict):
         parts = ", ".join(str(Path(path) / name) for name in table)
         raise ValueError(f"{path} contains several data sets: give one of them, {parts}")
