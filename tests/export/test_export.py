@@ -45,7 +45,7 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     built, *_ = replace(config.model, precision="fp32").create(torch.device("cpu"))
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
-    write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options))
+    write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options), steps=10)
     write_model_config(config.model, run)
     checkpoint = run / "checkpoints" / "epoch_2.pt"
     torch.save({"epoch": 2, "name": "run", "state_dict": built.state_dict()}, checkpoint)
