@@ -37,8 +37,8 @@ class Validation(NamedTuple):
 class TrainingLog:
     """The log of a run folder.
 
-    ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist. ``unfinished`` is a text such as
-    ``104 of 186`` if the run has not taken all its steps, else empty.
+    ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist. ``unfinished`` is a text such
+    as ``104 of 186`` if the run has not taken all its steps, else it is empty.
     """
 
     settings: Mapping[str, Any]

@@ -30,7 +30,7 @@ from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checkpoint.format import Position, RunIdentity
-from openclip_ext.training.checks import check, check_combination, check_device, other_batch, rounded_updates
+from openclip_ext.training.checks import check, check_combination, check_device, doubtful_settings, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
@@ -176,7 +176,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         changed = restoring.changed_settings(start.checkpoint, identity)
         settings_warning = changed and f"The run continues with changed settings: {'; '.join(changed)}."
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
-        warnings = (settings_warning, batch_warning, rounded_updates(config), reference and reference.warning)
+        warnings = (settings_warning, batch_warning, *doubtful_settings(config), reference and reference.warning)
         for warning in filter(None, warnings):
             logging.warning(warning)
         _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)

@@ -161,9 +161,7 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
         raise UsageError(f"cannot fetch checkpoints from {source}: {result.stderr.strip()}")
 
 
-def write_settings(
-    folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any], steps: int
-) -> None:
+def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any], steps: int) -> None:
     """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``.
 
     ``steps`` is the number of optimizer steps of the full run.
