@@ -8,11 +8,12 @@ OpenCLIP are imported inside functions, because the imports are slow and ``--hel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,46 @@ def hub_weights(name: str, cache_dir: str | None) -> str | None:
         except Exception:  # the hub client raises many types of errors, and OpenCLIP also ignores all of them
             return None
     return None
+
+
+@contextlib.contextmanager
+def needing_hub(what: str, name: str, tag: str | None) -> Iterator[None]:
+    """Raise UsageError if a file of the Hugging Face hub is neither in the cache nor downloadable. Pass other errors on.
+
+    Args:
+        what: The part of the model that the ``with`` block loads, such as ``its tokenizer``.
+        name, tag: The model and its pretrained tag, if any.
+    """
+    from openclip_ext.cli.errors import UsageError
+
+    try:
+        yield
+    except Exception as error:  # OSError of transformers, RuntimeError of OpenCLIP
+        cause: BaseException | None = error
+        while cause is not None and type(cause).__module__ != "huggingface_hub.errors":
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise UsageError(
+            f"--model {name}: {what} is not in the cache, and the download failed ({type(cause).__name__}). Where there is a "
+            f"network, run {fetching_command(name, tag)}"
+        ) from error
+
+
+def tokenizer_name(name: str) -> str:
+    """Return the name of a model's tokenizer on the Hugging Face hub; empty if OpenCLIP contains the tokenizer."""
+    import open_clip
+
+    if ":" in name:
+        return name.removeprefix("hf-hub:") if name.startswith("hf-hub:") else ""
+    config = open_clip.get_model_config(name.replace("/", "-")) or {}
+    return config.get("text_cfg", {}).get("hf_tokenizer_name") or ""
+
+
+def fetching_command(name: str, tag: str | None) -> str:
+    """Return a command that downloads a model's weights and tokenizer into the cache."""
+    model = f"{name!r}, {tag!r}" if tag else f"{name!r}"
+    return f'python -c "from open_clip import *; create_model({model}); get_tokenizer({name!r})"'
 
 
 # Names in OpenCLIP's preprocessing configurations. The names of its flags and arguments start with ``image_``.

@@ -14,11 +14,11 @@ def checkpoint_file(path: Path) -> Path:
     Files with a ``.state`` folder are verified. Other files, such as ``best.pt`` or another program's, have no checksums.
 
     Raises:
-        UsageError: The file is corrupt, or the folder contains no good checkpoint.
+        UsageError: The file does not exist or is corrupt, or the folder contains no good checkpoint.
     """
+    if not path.exists():
+        raise UsageError(f"checkpoint {path} not found: expected a file, or a run folder LOGS/NAME")
     if not path.is_dir():
-        if not path.is_file():
-            raise UsageError(f"no checkpoint {path}: expected a run folder LOGS/NAME, or a file in its checkpoints/")
         if path.with_suffix(".state").is_dir():
             verify(path)
         return path

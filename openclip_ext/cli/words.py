@@ -75,10 +75,10 @@ def refuse_files(unknown: Sequence[str], has_data: bool) -> None:
     """Raise ValueError if the words that belong to no flag are files of data."""
     if not unknown or not all(re.search(r"\.(tar(\.\w+)?|tgz|csv|tsv|parquet)$", word) for word in unknown):
         return
-    first, others = unknown[0], f" and {len(unknown) - 1} more words" if unknown[1:] else ""
+    found = f"{unknown[0]} and {len(unknown) - 1} more words belong" if unknown[1:] else f"{unknown[0]} belongs"
     if has_data:
         raise ValueError(
-            f"{first}{others} belong to no flag: --train-data takes one word. Quote a pattern, such as "
+            f"{found} to no flag: --train-data takes one word. Quote a pattern, such as "
             "'data/{00000..00331}.tar', and join sources with ::"
         )
-    raise ValueError(f"{first}{others} belong to no flag: give the data with --train-data, and quote a pattern")
+    raise ValueError(f"{found} to no flag: give the data with --train-data, and quote a pattern")

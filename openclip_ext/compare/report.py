@@ -16,7 +16,7 @@ from openclip_ext.compare.space import BASELINE, setting_words
 from openclip_ext.evaluation.ranks import chance
 from openclip_ext.evaluation.statistics import Difference, linked_groups, paired_difference
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
-from openclip_ext.pages.rendering import markdown_table, render_lines, render_page
+from openclip_ext.pages.rendering import markdown_table, render_lines, render_page, with_minus
 
 _METRIC_WORDS = {RETRIEVAL[0]: "image to text", RETRIEVAL[1]: "text to image", ZERO_SHOT: "zero-shot"}
 
@@ -285,7 +285,7 @@ def points(difference: Difference) -> str:
 
 
 def _plain(value: float, form: str = ".1f") -> str:
-    return f"{100 * value:{form}}".replace("-", "−")
+    return with_minus(f"{100 * value:{form}}")
 
 
 def _signed(value: float) -> str:

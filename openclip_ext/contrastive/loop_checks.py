@@ -40,6 +40,8 @@ _WARNINGS = {
     "parameter is the logarithm of this value: pass model.logit_scale.exp()",
     "length": "image_features, text_features: expected rows of unit norm, found norms from {shortest:.4g} to {longest:.4g}. "
     "Pass torch.nn.functional.normalize(features, dim=-1)",
+    "index": "index: all samples of a batch have one index, so their states overwrite each other. Pass each sample's own "
+    "position in the data set, such as openclip_ext.data.with_index adds",
 }
 
 
@@ -96,8 +98,13 @@ class LoopChecks:
     def _check_values(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
         lengths = torch.where(batch.finite, lengths, 1)
-        values = torch.stack([lengths.min(), lengths.max(), batch.logit_scale.detach().float()])
-        shortest, longest, scale = values.tolist()
+        values = [lengths.min(), lengths.max(), batch.logit_scale.detach().float()]
+        if batch.index is not None and len(batch.index) > 1:
+            values.append((batch.index == batch.index[0]).all().float())
+        # All values are read together, because each reading synchronizes with the device.
+        shortest, longest, scale, *has_one_index = torch.stack(values).tolist()
+        if any(has_one_index):
+            self._warn("index")
         if not 0 < scale < math.inf:
             raise ValueError(
                 f"logit_scale: expected 1/temperature, a finite positive number, found {scale:.4g}. Pass "

@@ -1,6 +1,7 @@
 """Prepare a model for a loss: the model's temperature, frozen parameters, and batch normalization."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclip_ext import compat
+from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
 
+_LOG = logging.getLogger(__name__)
 # Name of the model's parameter ``log(1/τ)``.
 LOGIT_SCALE = "logit_scale"
 # Names of the model's outputs that are single numbers. The other outputs have one row per sample.
@@ -31,6 +33,8 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = Fals
 
     Warns:
         UserWarning: The loss has trainable parameters that no optimizer updates.
+
+    Also log a warning if the model has a bias that the loss does not train.
     """
     head = loss.model_head()
     in_optimizer = set() if head is None else {*head.parameters()}
@@ -43,6 +47,11 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = Fals
         )
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
+    if logit_bias is not None and loss.initial_logit_bias is None and loss.views == 1 and distributed.is_master():
+        _LOG.warning(
+            "The model has a logit_bias, like the models of SigLIP, and this loss ignores it: use the loss siglip "
+            "(--loss siglip) to train the model as before."
+        )
     keeps_own = is_trained and loss.learns_logit_scale and "temperature" not in loss.given
     if loss.initial_logit_bias is not None:
         if logit_bias is None:

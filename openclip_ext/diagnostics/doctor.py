@@ -25,7 +25,7 @@ from openclip_ext.data.sources.source import BadDataError, BadSampleError, decod
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags, run_to_plan
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.checks import check, check_combination, other_batch
+from openclip_ext.training.checks import check, check_combination, doubtful_settings, other_batch
 from openclip_ext.training.config import TrainingConfig
 from openclip_ext.training.model import build_loss, build_model, for_training
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
@@ -65,6 +65,8 @@ class Doctor:
     def _versions(self) -> Iterator[Finding]:
         compat.check_version()
         yield OK, f"flags: --loss {self.config.loss.name}, --model {self.config.model.name}"
+        for text in doubtful_settings(self.config) if self.config.data is not None else ():
+            yield WARNING, f"flags: {text}"
         yield OK, "versions: " + ", ".join(f"{name} {version}" for name, version in run_folder.versions().items())
 
     def _launcher(self) -> Iterator[Finding]:
@@ -76,16 +78,17 @@ class Doctor:
         settings = {} if ":" in model.name else open_clip.get_model_config(model.file_name) or {}
         text = settings.get("text_cfg", {})
         weights = open_clip.get_pretrained_cfg(model.file_name, model.pretrained or "") or {}
-        needed = {text.get("hf_tokenizer_name"), text.get("hf_model_name"), os.path.dirname(weights.get("hf_hub", ""))}
+        tokenizer = compat.tokenizer_name(model.name)
+        needed = {text.get("hf_model_name"), os.path.dirname(weights.get("hf_hub", ""))}
         if model.name.startswith("hf-hub:"):
             needed.add(model.name.removeprefix("hf-hub:"))
         missing = [name for name in sorted(filter(None, needed)) if not _is_cached(name, model.cache_dir)]
+        if tokenizer and not _is_cached(tokenizer, model.cache_dir, "tokenizer*"):
+            missing.append(f"the tokenizer {tokenizer}")
         if missing:
-            fix = (
-                "run open_clip.create_model(MODEL, pretrained=TAG) once on a machine with a network, and copy the cache"
-            )
+            fix = f"run {compat.fetching_command(model.name, model.pretrained)} on a machine with a network"
             problem = f"caches: {', '.join(missing)} of the Hugging Face hub not found"
-            yield WARNING, f"{problem}. If the nodes have no network, {fix}"
+            yield WARNING, f"{problem}. If the nodes have no network, {fix}, and copy the cache"
         else:
             yield OK, "caches: the model needs no download from the Hugging Face hub"
 
@@ -199,11 +202,11 @@ class Doctor:
             )
 
 
-def _is_cached(repository: str, cache_dir: str | None) -> bool:
+def _is_cached(repository: str, cache_dir: str | None, files: str = "*") -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(cache_dir or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    return any(folder.glob("snapshots/*/*"))
+    return any(folder.glob(f"snapshots/*/{files}"))
 
 
 def main(argv: list[str]) -> None:

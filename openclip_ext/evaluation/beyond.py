@@ -15,6 +15,8 @@ from clip_benchmark import cli
 from clip_benchmark.metrics import linear_probe, zeroshot_classification
 from torch import Tensor
 
+from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.metrics import target_ranks
 from openclip_ext.evaluation.models import ImageTextModel, load_model
 
@@ -34,10 +36,22 @@ def load_clip(
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:
-    """Build a data set. If its folder is missing, raise FileNotFoundError instead of downloading the data."""
+    """Build a data set. If its folder is missing, raise FileNotFoundError instead of downloading the data.
+
+    Raise UsageError if clip-benchmark does not have the data set.
+    """
     if not Path(root).exists():
         raise FileNotFoundError(f"{root} not found: set --dataset_root. To download the data, create the folder first")
-    return build(*args, root=root, **options)
+    try:
+        return build(*args, root=root, **options)
+    except ValueError as error:
+        if not str(error).startswith("Unsupported dataset"):
+            raise
+        name = options.get("dataset_name", *args[:1])
+        raise UsageError(
+            f"--dataset {name}: not a data set of clip-benchmark. Give one of its names, such as cifar10, or wds/NAME for "
+            "shards in its format; your own prompts are --custom_template_file"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,4 +64,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -106,7 +106,9 @@ def evaluate(args: argparse.Namespace) -> int:
         problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
         summarized = summary([line for line in lines if line["key"] not in changed], problems | failed, missing)
         content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
-        write_text(results.path.with_name(SUMMARY_FILE), content)
+        path = results.path.with_name(SUMMARY_FILE)
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:  # the folder may be read-only
+            write_text(path, content)
         say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")
     return 1 if failed or (args.tasks and missing) else 0
 

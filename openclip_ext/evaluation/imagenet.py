@@ -77,6 +77,11 @@ def imagenet_loader(
     return DataLoader(images, batch_size, num_workers=workers, worker_init_fn=begin_worker, pin_memory=pin_memory)
 
 
+def top_name(data: str, k: int) -> str:
+    """Return OpenCLIP's name of the top-k accuracy on ``imagenet`` or ``imagenetv2``."""
+    return f"{data}-zeroshot-val-top{k}"
+
+
 @dataclass(frozen=True)
 class ImageNetZeroShot:
     """Evaluator of the zero-shot accuracy on ImageNet and ImageNet-V2, with OpenCLIP's metric names.
@@ -116,5 +121,5 @@ class ImageNetZeroShot:
                 correct += torch.stack([found[:, :k].sum() for k in TOP_K])
                 count += len(images)
             shares = (correct.double() / count).tolist()
-            metrics |= {f"{name}-zeroshot-val-top{k}": share for k, share in zip(TOP_K, shares, strict=True)}
+            metrics |= {top_name(name, k): share for k, share in zip(TOP_K, shares, strict=True)}
         return metrics

@@ -94,15 +94,22 @@ def load_model(
     # In two cases, the file is loaded after OpenCLIP has created the model. OpenCLIP ignores a file for hf-hub: and local-dir:
     # names, and it resizes a timm tower after loading, although a run's checkpoint already has the run's sizes.
     is_late = is_file and (_is_folder(name) or bool(run_options))
+    tag = None if is_file else source
     source_options: dict[str, Any] = {"pretrained_text": False} if is_late else {"pretrained": source}
     try:
-        with without_warnings() if is_late else contextlib.nullcontext():
+        with compat.needing_hub(f"its tokenizer {compat.tokenizer_name(name)}", name, tag):
+            tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
+        with (
+            without_warnings() if is_late else contextlib.nullcontext(),
+            compat.needing_hub("its file of weights or of the configuration", name, tag),
+        ):
             model, _, preprocess = open_clip.create_model_and_transforms(
                 name, device="cpu", **source_options, **options
             )
         if is_late:
             open_clip.load_checkpoint(model, source)
-        tokenizer = open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
+    except UsageError:
+        raise
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
         reason = " ".join(str(error).split())[:400]

@@ -46,8 +46,9 @@ def run_identity(loaded: "LoadedModel", precision: str) -> dict[str, str]:
 class ResultFile:
     """The results of one run (see `run_identity`) in a folder. Several processes can use the folder at the same time.
 
-    Every change writes a new file under a lock and renames the new file, so a killed process leaves the old file intact.
-    Methods raise UsageError if the folder has results of another run. The path ``checkpoint`` is stored, but may differ.
+    Every change writes a new file under a lock and renames the new file, so a killed process leaves the old file intact, and
+    reading needs neither a lock nor a writable folder. Methods raise UsageError if the folder has results
+    of another run. The path ``checkpoint`` is stored, but may differ.
     """
 
     def __init__(self, folder: str | Path, run: dict[str, str], checkpoint: str):
@@ -61,14 +62,17 @@ class ResultFile:
         They are the tasks without a result and the tasks whose data have changed, or all tasks if ``overwrite``. Results of
         data that do not have DataComp's size are kept only if ``any_size``.
         """
-        with self._lines() as lines:
-            for task in tasks:
-                line = lines.get(task.key)
-                if line is None:
-                    continue
-                if overwrite or has_other_data(line, data_dir) or (has_other_size(line) and not any_size):
-                    del lines[task.key]  # if the evaluation fails, the old result must not be reported
-            return [task for task in tasks if task.key not in lines]
+        lines = self._read()
+
+        def is_old(line: dict[str, Any]) -> bool:
+            return overwrite or has_other_data(line, data_dir) or (has_other_size(line) and not any_size)
+
+        todo = [task for task in tasks if task.key not in lines or is_old(lines[task.key])]
+        if todo:  # also without old results, because a folder that is not writable must fail before hours of evaluation
+            with self._changed() as lines:
+                for task in todo:
+                    lines.pop(task.key, None)  # if the evaluation fails, the old result must not be reported
+        return todo
 
     def add(self, task: Task, data: str, result: "TaskResult", seconds: float) -> None:
         """Store the result of a task, replacing an earlier one. ``data``: the `fingerprint` of its data."""
@@ -84,25 +88,29 @@ class ResultFile:
             "skipped": result.skipped,
             "seconds": round(seconds, 3),
         }
-        with self._lines() as lines:
+        with self._changed() as lines:
             lines[task.key] = line
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the result lines of this run."""
-        with self._lines() as lines:
-            return list(lines.values())
+        return list(self._read().values())
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Return the lines by task key."""
+        lines = {line["key"]: line for line in read_results(self.path)}
+        for line in lines.values():
+            run = line.get("run", {})
+            if other := [name for name, value in self._identity.items() if run.get(name) != value]:
+                raise UsageError(
+                    f"{self.path} has results of another run ({', '.join(other)}): give another --output-dir"
+                )
+        return lines
 
     @contextmanager
-    def _lines(self) -> Iterator[dict[str, dict[str, Any]]]:
+    def _changed(self) -> Iterator[dict[str, dict[str, Any]]]:
         """Lock the folder, yield the lines by task key, and write them back. After an exception, the file is unchanged."""
         with held(self.path.parent, _LOCK_FILE, timeout=-1):
-            lines = {line["key"]: line for line in read_results(self.path)}
-            for line in lines.values():
-                run = line.get("run", {})
-                if other := [name for name, value in self._identity.items() if run.get(name) != value]:
-                    raise UsageError(
-                        f"{self.path} has results of another run ({', '.join(other)}): give another --output-dir"
-                    )
+            lines = self._read()
             yield lines
             # `json_lines` writes valid JSON, which cannot contain NaN.
             content = "".join(json_lines.dumps(line) + "\n" for line in lines.values())

@@ -35,21 +35,28 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The log of a run folder. ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist."""
+    """The log of a run folder.
+
+    ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist. ``unfinished`` is a text such
+    as ``104 of 186`` if the run has not taken all its steps, else it is empty.
+    """
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
     validations: Sequence[Validation] = ()
+    unfinished: str = ""
 
 
 def read_log(folder: Path) -> TrainingLog:
     """Read the log of a run folder. If nothing was logged yet, ``steps`` is empty."""
     settings: dict[str, Any] = {}
+    total = ended = 0
     if (folder / "config.json").is_file():
         config = read_config(folder)
         loss, flags = config["loss"], config["flags"]
         options = {f"loss: {name}" if name in flags else name: value for name, value in loss.get("options", {}).items()}
         settings = {"loss": loss.get("name"), **flags, **options}
+        total = config.get("steps", 0)
     steps, validations = [], []
     for line in json_lines.read(folder / METRICS_FILE):
         if "loss" in line and "samples" in line:
@@ -57,11 +64,14 @@ def read_log(folder: Path) -> TrainingLog:
         elif "bad_samples" in line and steps:
             # The end of an epoch with bad samples. Its last step is not logged if they shortened the epoch.
             steps[-1] = steps[-1] | line
+            ended = line.get("epoch", -1) + 1
         values = {name: value for name, value in line.get("evaluation", {}).items() if isinstance(value, int | float)}
         values.pop("num_samples", None)
         if values:
             validations.append(Validation(steps[-1]["samples"] if steps else 0, line.get("epoch"), values))
-    return TrainingLog(settings, steps, validations)
+    taken = steps[-1]["step"] + 1 if steps else total
+    has_ended = taken >= total or ended == settings.get("epochs")
+    return TrainingLog(settings, steps, validations, "" if has_ended else f"{taken:,} of {total:,}")
 
 
 def metric_names(logs: Iterable[TrainingLog]) -> list[str]:

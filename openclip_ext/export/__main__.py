@@ -53,6 +53,10 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
     if output.exists() and any(output.iterdir()):
         raise UsageError(f"{output} is not empty: use another --output")
     run = checkpoint.absolute().parent.parent
+    if not (run / "config.json").is_file():
+        raise UsageError(
+            f"{checkpoint} is not in a run folder, which has the model's settings: move it back to LOGS/NAME/checkpoints/"
+        )
     config = read_config(run)
     heads = stored_heads(checkpoint)
     if heads is not None and heads["evaluated"]:

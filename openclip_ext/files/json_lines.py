@@ -42,12 +42,16 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Remove from a log the lines for which ``keep`` returns False. Broken lines are also removed, with a warning."""
     if not path.is_file():
         return
-    kept, broken = [], 0
+    kept, broken, others = [], 0, 0
     for line, content in _lines(path):
         if content is None:
             broken += 1
         elif keep(content):
             kept.append(line + "\n")
+        else:
+            others += 1
+    if not broken and not others:
+        return
     if broken:
         logging.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")
     write_text(path, "".join(kept))

@@ -8,7 +8,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -375,6 +375,22 @@ def _keywords(build: type) -> set[str]:
     return names
 
 
+def _part_that_uses(name: str, options: Mapping[str, Any], unused: Sequence[str]) -> str:
+    """Return a text with the parts with which a loss uses the ``unused`` options, or an empty text."""
+    for part in PARTS[::-1]:
+        if options.get(part):
+            continue
+        usable = []
+        for choice in OPTIONS[part].choices or ():
+            with contextlib.suppress(OptionError):
+                if set(unused) <= _compose(name, {**options, part: choice}).defaults().keys():
+                    usable.append(choice)
+        if usable:
+            others = f" (or {', '.join(usable[1:])})" if usable[1:] else ""
+            return f"only with {part}={usable[0]}{others}"
+    return ""
+
+
 def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
     """Return the classes of a loss and the values of all its options. Raise OptionError for a wrong option."""
     options = _with_rho(options)
@@ -383,10 +399,9 @@ def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, d
     unused = sorted(set(options) - set(defaults))
     if unused:
         takes = ", ".join(f"{option}=" for option in sorted(defaults))
-        raise OptionError(
-            unused[0],
-            f"{', '.join(f'{option}=' for option in unused)}: not used by the loss {composition.title!r}, which takes {takes}",
-        )
+        explained = _part_that_uses(name, options, unused) or f"which takes {takes}"
+        found = ", ".join(f"{option}=" for option in unused)
+        raise OptionError(unused[0], f"{found}: not used by the loss {composition.title!r}, {explained}")
     # The defaults of an own METHOD may be wrong, too.
     values = {option: OPTIONS[option].check(value) for option, value in (defaults | options).items()}
     if values.get("rho_end", 0) is None and options.get("rho_switch") not in (None, defaults["rho_switch"]):

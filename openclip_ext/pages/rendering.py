@@ -34,6 +34,11 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {row} |" for row in (head, " | ".join(["---"] * len(rows[0])), *body))
 
 
+def with_minus(number: str) -> str:
+    """Replace the hyphens of a formatted number with minus signs, as in all numbers of a page."""
+    return number.replace("-", "−")
+
+
 def thumbnail(image: Image.Image, pixels: int) -> str:
     """Return a small copy of an image as a data URI. Its width and height are at most ``pixels``."""
     small, buffer = image.convert("RGB"), io.BytesIO()

@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import open_clip
@@ -23,7 +23,10 @@ from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
+from openclip_ext.training.validation import metric_names
 
+# Above this learning rate, AdamW destroys pretrained weights within a few steps.
+_HIGHEST_FINE_TUNING_LR = 1e-3
 # With bfloat16 weights, ten AdamW steps of demo-vit change 95 % of the weights at a learning rate of 5e-4, 59 % at 2e-4, 31 %
 # at 1e-4 and 0.5 % at 1e-6.
 _LOWEST_BFLOAT16_LR = 2e-4
@@ -33,6 +36,11 @@ def check(config: TrainingConfig) -> None:
     """Raise UsageError for the first mistake in a configuration. The message contains a fix."""
     check_main_program(config.loading.workers)
     weights, data = config.model.pretrained, config.data
+    if weights and os.path.isdir(os.path.join(weights, "checkpoints")):
+        newest = distributed.on_master(lambda: checkpoint_file(Path(weights)))
+        raise UsageError(
+            f"--pretrained {weights} is a run folder: expected a file of weights. Give --pretrained {newest}"
+        )
     if weights and os.path.isdir(weights):
         raise UsageError(
             f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If the folder "
@@ -77,15 +85,36 @@ def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> s
     return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
 
 
-def rounded_updates(config: TrainingConfig) -> str | None:
-    """Return a warning if bfloat16 weights would not change at the learning rate, else None."""
-    optimizer, precision = config.optimizer, config.step.precision
+def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
+    """Yield a warning for each setting of a training run that is legal, but probably a mistake."""
+    model, optimizer, precision = config.model, config.optimizer, config.step.precision
     rate = max(filter(None, (optimizer.lr, optimizer.lr_image, optimizer.lr_text)))
-    # LoRA's adapters are in float32.
-    if rate >= _LOWEST_BFLOAT16_LR or precision not in ("bf16", "pure_bf16") or config.model.lora.rank is not None:
-        return None
-    fix = f"use --precision amp_bf16, or --lr {_LOWEST_BFLOAT16_LR:g} or more"
-    return f"--precision {precision}: bfloat16 weights round most updates at --lr {rate:g} to zero; {fix}"
+    is_bfloat16, adapts = precision in ("bf16", "pure_bf16"), model.lora.rank is not None  # adapters are in float32
+    if rate < _LOWEST_BFLOAT16_LR and is_bfloat16 and not adapts:
+        fix = f"use --precision amp_bf16, or --lr {_LOWEST_BFLOAT16_LR:g} or more"
+        yield f"--precision {precision}: bfloat16 weights round most updates at --lr {rate:g} to zero; {fix}"
+    if rate > _HIGHEST_FINE_TUNING_LR and model.weights and optimizer.name == "adamw" and not adapts:
+        yield (
+            f"--lr {rate:g} destroys pretrained weights: a tenth to a hundredth of pretraining's 5e-4 is usual, such as "
+            "--lr 1e-5"
+        )
+    has_images, has_texts = bool(model.weights or model.pretrained_image), bool(model.weights)
+    if model.lock_text and not has_texts:
+        # OpenCLIP loads the weights of a text tower from Hugging Face.
+        settings = compat.architecture(model.name, model.cache_dir) or {}
+        has_texts = "hf_model_name" in settings.get("text_cfg", {})
+    frozen = {"--lora-rank": adapts and not has_images, "--lock-image": model.lock_image and not has_images}
+    for flag, is_random in (frozen | {"--lock-text": model.lock_text and not has_texts}).items():
+        if is_random:
+            yield f"{flag} freezes random weights here: add --pretrained"
+    evaluation = config.evaluation
+    for flag, data, every in (
+        ("--val-data", evaluation.val_data, "--val-frequency"),
+        ("--imagenet-val", evaluation.imagenet_val or evaluation.imagenet_v2, "--zeroshot-frequency"),
+        ("--eval-suite", evaluation.suite, "--eval-frequency"),
+    ):
+        if data is not None and config.flags[every[2:].replace("-", "_")] == 0:
+            yield f"{flag} is never evaluated, because {every} is 0: give {every} 1, or remove {flag}"
 
 
 def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int, is_captioner: bool) -> None:
@@ -114,6 +143,10 @@ def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation, such as --val-data with --val-frequency 1")
+    if (metric := config.saving.best_metric) is not None:
+        known = metric_names(config.evaluation, is_captioner)
+        if metric not in known:
+            raise UsageError(f"--keep-best {metric}: no such metric{nearest(metric, known)}; found: {', '.join(known)}")
     if config.parallel.fsdp and world_size > 1:
         parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
 

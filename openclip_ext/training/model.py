@@ -4,9 +4,7 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import random
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,15 +81,19 @@ class BuiltModel:
 
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
     """Build the model with the same seed on all ranks. Afterwards, set a different seed on each rank."""
+    tag = config.pretrained if config.pretrained and not os.path.isfile(config.pretrained) else None
+    with compat.needing_hub(f"its tokenizer {compat.tokenizer_name(config.name)}", config.name, tag):
+        tokenizer = config.tokenizer()
     _seed(seed)
     try:
-        model, preprocess_train, preprocess_val = config.create(device)
+        with compat.needing_hub("its file of weights or of the configuration", config.name, tag):
+            model, preprocess_train, preprocess_val = config.create(device)
     except TypeError as error:  # some timm towers have no argument for --force-patch-dropout
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
             raise
         raise UsageError(f"--force-patch-dropout: {config.name} has no patches. Remove the flag") from error
-    except (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError) as error:
-        if not config.pretrained or not os.path.isfile(config.pretrained):
+    except Exception as error:  # torch.load raises many types of errors for a file that is not a checkpoint
+        if tag or not config.pretrained or isinstance(error, UsageError):
             raise
         name, reason = config.name, one_line(error) or "the file is empty or truncated"
         raise UsageError(f"--pretrained {config.pretrained} is not a checkpoint of --model {name}: {reason}") from error
@@ -109,8 +111,6 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
         with _locking(model, flag, "text"):
             compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
     if config.lora.rank is not None:
-        if not (config.weights or config.pretrained_image) and distributed.is_master():
-            logging.warning("--lora-rank freezes random weights here: add --pretrained.")
         add_adapters(model, config.lora, config.weights)
     if distributed.is_master() and (config.lock_image or config.lock_text or config.lora.rank is not None):
         logging.info("Frozen layers stay in evaluation mode: no update of BatchNorm statistics, no dropout.")
@@ -120,7 +120,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
-    return BuiltModel(model, images, preprocess_val, config.tokenizer(), device)
+    return BuiltModel(model, images, preprocess_val, tokenizer, device)
 
 
 @contextlib.contextmanager

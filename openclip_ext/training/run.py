@@ -30,7 +30,7 @@ from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start, find_start
-from openclip_ext.training.checks import check, check_combination, check_device, other_batch, rounded_updates
+from openclip_ext.training.checks import check, check_combination, check_device, doubtful_settings, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.model import BuiltModel
@@ -176,12 +176,12 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         changed = restoring.changed_settings(start.checkpoint, identity)
         settings_warning = changed and f"The run continues with changed settings: {'; '.join(changed)}."
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
-        warnings = (settings_warning, batch_warning, rounded_updates(config), reference and reference.warning)
+        warnings = (settings_warning, batch_warning, *doubtful_settings(config), reference and reference.warning)
         for warning in filter(None, warnings):
             logging.warning(warning)
         _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
-        distributed.on_master(lambda: _begin_folder(config, folder, position, start, trains=steps_left > 0))
+        distributed.on_master(lambda: _begin_folder(config, folder, position, start, steps_left))
     return Trainer(
         step=step,
         loader=loader,
@@ -250,7 +250,7 @@ def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
     )
 
 
-def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, trains: bool) -> None:
+def _begin_folder(config: TrainingConfig, folder: Path, position: Position, start: Start, steps_left: int) -> None:
     """Remove files and log entries that were written after the run's position. Write the run's settings.
 
     Raise UsageError if a file cannot be written. This file then stays unchanged.
@@ -258,8 +258,9 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
     checkpoints = folder / "checkpoints"
     try:
         restoring.cut_logs(folder, position)
-        if trains or start.checkpoint is None:
-            run_folder.write_settings(folder, config.stored_flags, config.loss.name, dict(config.loss.options))
+        if steps_left > 0 or start.checkpoint is None:
+            loss, steps = config.loss, position.step + steps_left
+            run_folder.write_settings(folder, config.stored_flags, loss.name, dict(loss.options), steps)
             models.write_model_config(config.model, folder)
         if start.checkpoint is None:
             (folder / run_folder.SAVED).unlink(missing_ok=True)

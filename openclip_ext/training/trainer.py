@@ -168,6 +168,10 @@ class Trainer:
         every = self.policy.every_steps
         if request == Request.NOTHING and not (every > 0 and self.position.step % every == 0):
             return
+        # After the last step of an epoch, the epoch's own checkpoint follows immediately.
+        is_last = self.position.step_in_epoch == self.steps_per_epoch
+        if is_last and self._is_saved(self.position.epoch + 1) and request != Request.SAVE_AND_STOP:
+            return
         self._save_mid_epoch(must_succeed=request == Request.SAVE_AND_STOP)
         self.stopwatch.restart()
         if request == Request.SAVE_AND_STOP:
@@ -259,12 +263,20 @@ class Trainer:
         if path is not None and distributed.is_master():
             saving.remove_older_mid_epoch(path.parent, kept=path)
 
+    def _is_kept(self, epochs: int) -> bool:
+        """Return whether the model after ``epochs`` epochs gets a checkpoint of its own."""
+        every = self.policy.every_epochs
+        return epochs == self.length.epochs or (every > 0 and epochs % every == 0)
+
+    def _is_saved(self, epochs: int) -> bool:
+        """Return whether a checkpoint is saved after ``epochs`` epochs."""
+        return self.policy.most_recent or self._is_kept(epochs)
+
     def _save_epoch(self) -> None:
         completed, policy = self.position.epoch, self.policy
-        is_last = completed == self.length.epochs
         saved = None
-        if is_last or (policy.every_epochs > 0 and completed % policy.every_epochs == 0):
-            saved = self._save(f"epoch_{completed}", must_succeed=is_last)
+        if self._is_kept(completed):
+            saved = self._save(f"epoch_{completed}", must_succeed=completed == self.length.epochs)
         if policy.most_recent:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
         if saved is None or not distributed.is_master():

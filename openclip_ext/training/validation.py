@@ -18,8 +18,10 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.evaluation.embeddings import outputs_of
-from openclip_ext.evaluation.imagenet import ImageNetZeroShot, imagenet_loader
+from openclip_ext.evaluation.imagenet import TOP_K, ImageNetZeroShot, imagenet_loader, top_name
 from openclip_ext.evaluation.ranks import image_text_ranks, repeats
+from openclip_ext.evaluation.tasks import GROUPS, select_tasks
+from openclip_ext.evaluation.training_log import SUITE_PREFIX
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
@@ -73,6 +75,24 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
         suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
         evaluators += [(evaluator, config.suite_every) for evaluator in suite]
     return evaluators
+
+
+def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
+    """Return the names of the metrics of the evaluations that run during training.
+
+    For ``--eval-suite``, the names include tasks whose data may be missing.
+    """
+    names: list[str] = []
+    if config.val_data is not None and config.val_every > 0:
+        names += [*retrieval_metrics(torch.eye(2), torch.eye(2)), "clip_val_loss", "num_samples"]
+        names += ["val_generative_loss"] * is_captioner
+    if config.imagenet_every > 0:
+        folders = {"imagenet": config.imagenet_val, "imagenetv2": config.imagenet_v2}
+        names += [top_name(name, k) for name, folder in folders.items() if folder is not None for k in TOP_K]
+    if config.suite is not None and config.suite_every > 0:
+        names += [SUITE_PREFIX + task.key for task in select_tasks([config.suite])]
+        names += [f"{SUITE_PREFIX}average/{title}" for title in GROUPS]
+    return names
 
 
 def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:

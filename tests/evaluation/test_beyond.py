@@ -10,6 +10,7 @@ from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics import linear_probe, zeroshot_classification
 from sklearn.metrics import top_k_accuracy_score
 
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation import beyond
 from tests.evaluation import datasets
 
@@ -63,3 +64,8 @@ def test_nothing_is_fetched_unasked(evaluate):
         FileNotFoundError, match=r"/nowhere not found: set --dataset_root\. To download the data, create the folder"
     ):
         evaluate("cifar10", root="/nowhere")
+
+
+def test_an_unknown_data_set_is_named(evaluate, tmp_path):
+    with pytest.raises(UsageError, match="--dataset photos"):
+        evaluate("photos", root=str(tmp_path))

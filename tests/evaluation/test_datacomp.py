@@ -101,6 +101,11 @@ def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path
     assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 3
     evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "--overwrite")
     assert evaluated[3:] == ["mnist"]
+    before = {path: path.stat() for path in [tmp_path, *tmp_path.iterdir()]}
+    evaluate(tiny_folder, data_dir, *output, "--tasks", "gtsrb")
+    read_runs([str(tmp_path)])
+    changed = [path for path, status in before.items() if path.stat() != status]
+    assert evaluated[4:] == changed == [], "reading results must work in a read-only folder"
 
 
 def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, caplog):

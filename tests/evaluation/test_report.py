@@ -177,6 +177,18 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "report" / "report.csv").exists()
 
 
+def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
+    for name, epochs in (("whole", 3), ("shortened", 3), ("interrupted", 1)):
+        folder = Path(write_run(tmp_path / name, "openclip", 0, -0.3, epochs))
+        config = json.loads((folder / "config.json").read_text())
+        config["flags"]["epochs"] = 3
+        # Bad samples have shortened the second run.
+        (folder / "config.json").write_text(json.dumps(config | {"steps": 31 if name == "shortened" else 30}))
+    tables, _ = report(tmp_path, *(str(tmp_path / name) for name in ("whole", "shortened", "interrupted")))
+    assert tables[0][1] == ["logged steps", "all", "all", "10 of 30"]
+    assert {cell[0] for cell in tables[-1][1][1:]} == {"−"}, "a column has one kind of minus signs"
+
+
 def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
     names = {"A": (0.30, 0.31, 0.35), "B": (0.35, 0.37, 0.42)}
     arguments = [
@@ -341,5 +353,8 @@ def test_a_folder_with_evaluations_only_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     line = {"step": 0, "epoch": 0, "evaluation": {"image_to_text_R@1": 0.25}}
     (tmp_path / "before" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    main([str(tmp_path / "before"), "--output", str(tmp_path / "report")])
-    assert "image_to_text_R@1" in (tmp_path / "report" / "report.html").read_text()
+    (tmp_path / "after").mkdir()
+    write_training(tmp_path / "after", 2, {2: {"image_to_text_R@1": 0.5}})
+    for runs in (["before"], ["before", "after"]):
+        tables, _ = report(tmp_path, *(str(tmp_path / run) for run in runs))
+        assert tables[-1][1][:2] == ["image_to_text_R@1", "0.25, epoch 0" if runs[1:] else "0.25"]

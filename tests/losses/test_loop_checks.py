@@ -94,6 +94,7 @@ _NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0
             {"scale": 2.66},
             r"expected 1/temperature.* found 2\.66\. .*logit_scale\.exp\(\)",
         ),
+        ("fastclip isogclr tempnet", {"index": torch.full((6,), 3)}, r"all samples of a batch have one index"),
         ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
     ],
 )

@@ -19,6 +19,7 @@ from openclip_ext import create_loss, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.integrations.model_loss import ModelLoss
+from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.config import ReportingConfig, RunFolderConfig
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.runtime.run_folder import opened
@@ -188,3 +189,13 @@ def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path):
     reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})
     lines = (tmp_path / "checkpoints" / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
+
+
+def test_each_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With --save-every-steps 5, a step at the end of an epoch is saved as this epoch, or mid-epoch if no epoch is saved."""
+    saved = []
+    save = saving.save
+    monkeypatch.setattr(saving, "save", lambda folder, name, *rest: saved.append(name) or save(folder, name, *rest))
+    argv = small_command(write_shards(tmp_path, [84])[0], tmp_path, "run", "openclip", "--epochs", "3")
+    assert run([*argv, "--save-every-steps", "5", "--save-frequency", "2"]) == 0
+    assert saved == ["epoch_0_step_5", "epoch_2", "epoch_3"]

@@ -1,14 +1,22 @@
 """For a wrong command line, the program exits with status 2, and prints one line with the mistake and its fix."""
 
+from contextlib import nullcontext
+
+import open_clip
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
+from openclip_ext import create_loss
 from openclip_ext.cli.words import refuse_foreign_words
+from openclip_ext.training.checks import check_combination, doubtful_settings
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.flags import parse
 from openclip_ext.training.main import cli, main
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
+
+TRAINS = "--model demo-vit --precision fp32 --device cpu --name run --train-data x.tar --val-data x.tar --batch-size 8"
 
 # Pairs of wrong flags and a part of the expected error.
 MISTAKES = [
@@ -38,7 +46,9 @@ MISTAKES = [
     ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss .relative:METHOD", "such as relative:METHOD"),
-    ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip', which takes"),
+    ("--loss neuclip --gamma 0.5", "only with --normalizer moving-average"),
+    ("--loss openclip --temperature 0.05", "only with --temperature-scheme constant"),
+    ("--loss siglip --gamma 0.5", "--gamma: not used by the loss 'siglip', which takes"),
     ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
     ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
@@ -109,6 +119,46 @@ MISTAKES = [
     ("--loss queueclip --distill 1", "--distill: needs --reference FOLDER"),
     ("--loss queueclip --reference store --no-steer", "--no-steer: --reference then has no effect without --distill"),
 ]
+
+
+# Pairs of flags that are legal, but probably a mistake, and a part of the expected warning. An empty text means no warning.
+DOUBTFUL = [
+    ("--lr 1e-2 --pretrained x.pt", "--lr 0.01"),
+    ("--lr 1e-3 --pretrained x.pt", ""),
+    ("--lr 1e-2", ""),
+    ("--lr 1e-2 --pretrained x.pt --lora-rank 2", ""),
+    ("--lock-image", "--lock-image freezes random weights"),
+    ("--lock-image --pretrained-image", ""),
+    ("--lock-text --pretrained-image", "--lock-text freezes random weights"),
+    ("--lock-text --pretrained x.pt --lock-image", ""),
+    ("--model roberta-ViT-B-32 --lock-text", ""),
+    ("--val-frequency 0", "--val-frequency is 0"),
+    ("--zeroshot-frequency 0", ""),
+    ("--zeroshot-frequency 0 --imagenet-v2 tests", "--zeroshot-frequency is 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), DOUBTFUL)
+def test_a_doubtful_setting_is_a_warning(flags, message):
+    found = [*doubtful_settings(parse([*TRAINS.split(), *flags.split()]))]
+    assert len(found) == bool(message) and message in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("metric", "flags", "expected"),
+    [
+        ("R@1", "", "image_to_text_R@1"),
+        ("image_to_text_R@1", "--val-frequency 0 --imagenet-val tests", "imagenet-zeroshot-val-top1"),
+        ("val_generative_loss", "", "clip_val_loss"),
+        ("clip_val_loss", "", None),
+        ("imagenetv2-zeroshot-val-top5", "--imagenet-v2 tests", None),
+        ("datacomp/average/VTAB (13)", "--eval-suite full --eval-data-dir tests", None),
+    ],
+)
+def test_the_metric_of_the_best_model_is_checked_at_the_start(metric, flags, expected):
+    config = parse([*TRAINS.split(), "--keep-best", metric, *flags.split()])
+    with nullcontext() if expected is None else pytest.raises(ValueError, match=expected):
+        check_combination(config, create_loss("openclip"), 1, is_captioner=False)
 
 
 def errors_of(flags, monkeypatch, capsys):
@@ -188,9 +238,35 @@ def test_weights_of_another_model_are_one_line(flag, tmp_path, monkeypatch, caps
     assert len(told) == 1 and str(weights) in told[0] and len(told[0]) < 400
 
 
-@pytest.mark.parametrize("content", [b"", b"junk"])
+@pytest.mark.parametrize("content", [b"", b"junk", b"hello, this is a text"])
 def test_a_truncated_file_of_weights_is_one_line(content, tmp_path, monkeypatch, capsys):
     (tmp_path / "weights.pt").write_bytes(content)
     told = errors_of(["--pretrained", str(tmp_path / "weights.pt")], monkeypatch, capsys)
     assert "weights.pt is not a checkpoint of --model" in told and "Traceback" not in told
     assert not told.splitlines()[-1].endswith(": ")
+
+
+@pytest.mark.parametrize("name", ["get_tokenizer", "create_model_and_transforms"])
+def test_a_file_that_cannot_be_downloaded_is_one_line(name, monkeypatch, capsys):
+    def offline(*_, **__):
+        raise OSError("many\nlines") from LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(open_clip, "get_tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(open_clip, name, offline)
+    told = errors_of(["--model", "ViT-B-16-SigLIP"], monkeypatch, capsys).splitlines()[-1]
+    assert "get_tokenizer('ViT-B-16-SigLIP')" in told and ("tokenizer timm/ViT-B-16-SigLIP" in told) == ("get" in name)
+
+
+def test_a_run_folder_as_weights_names_its_newest_checkpoint(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    newest = tmp_path / "run" / "checkpoints" / "epoch_2.pt"
+    for epoch in (1, 2):
+        torch.save({"epoch": epoch, "state_dict": {}}, newest.with_stem(f"epoch_{epoch}"))
+    assert f"--pretrained {newest}" in errors_of(["--pretrained", str(tmp_path / "run")], monkeypatch, capsys)
+
+
+def test_a_checkpoint_of_lightning_is_recognized(tmp_path, monkeypatch, capsys):
+    content = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "pytorch-lightning_version": "2.6"}
+    torch.save(content, tmp_path / "last.ckpt")
+    told = errors_of(["--resume", str(tmp_path / "last.ckpt")], monkeypatch, capsys)
+    assert "ckpt_path" in told and "--pretrained" not in told

@@ -61,6 +61,7 @@ def test_a_logit_bias_trains_with_the_losses_that_use_it(shards, configs, tmp_pa
     assert len(losses_of(tmp_path / "run")) == 5
     state = torch.load(tmp_path / "run" / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
     assert (float(state["module.logit_bias"]) == -10) == (loss != "siglip")
+    assert (tmp_path / "run" / "out.log").read_text().count("--loss siglip") == (loss != "siglip")
 
 
 def run_with_configs(configs: str, argv: list[str]) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
-from openclip_ext.pages.rendering import markdown_table
+from openclip_ext.pages.rendering import markdown_table, with_minus
 
 _AVERAGE, _IMAGENET = "DataComp average (38)", "ImageNet 1k"
 
@@ -79,12 +79,12 @@ def format_value(cell: Value | str) -> str:
     if isinstance(cell, str):
         return cell
     deviation = "" if cell.deviation is None else f" ± {100 * cell.deviation:.2f}"
-    return f"{100 * cell.mean:.2f}{deviation}"
+    return with_minus(f"{100 * cell.mean:.2f}{deviation}")
 
 
 def format_difference(difference: float | None) -> str:
     """Format a difference in percentage points, with its sign."""
-    return "-" if difference is None else f"{100 * difference:+.2f}".replace("-", "−")
+    return "-" if difference is None else with_minus(f"{100 * difference:+.2f}")
 
 
 def cell_table(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> list[list[Cell]]:

@@ -9,6 +9,7 @@ from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.evaluation.training_log import SUITE_PREFIX, TrainingLog, metric_names
 from openclip_ext.pages.charts import short_number
+from openclip_ext.pages.rendering import with_minus
 
 # Settings that do not change a result: paths, logging, and how processes are started.
 _NOT_COMPARED = {
@@ -24,7 +25,7 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
     names = [run.name for run in runs]
     found = (
         ("settings that differ", _differing_settings(runs)),
-        ("training", _overview(runs) if runs else []),
+        ("training", _overview(runs) if any(log.steps for run in runs for log in run.logs) else []),
         ("last validation", _last_validation(runs)),
     )
     return [[[title, *names], *rows] for title, rows in found if rows]
@@ -51,12 +52,14 @@ def _overview(runs: Sequence[EvaluatedRun]) -> Table:
     def row(title: str, value: Callable[[TrainingLog], float | None], show: Callable[[float], str]) -> list[str]:
         cells = []
         for run in runs:
-            logs = [log for log in run.logs if log.steps]
-            found = [number for log in logs if (number := value(log)) is not None]
-            cells.append(show(statistics.fmean(found)) if found else "-")
+            found = [number for log in run.logs if log.steps and (number := value(log)) is not None]
+            cells.append(with_minus(show(statistics.fmean(found))) if found else "-")
         return [title, *cells]
 
+    unfinished = [[log.unfinished for log in run.logs if log.unfinished] for run in runs]
+    steps = [", ".join(found) or "all" for found in unfinished]
     return [
+        *([["logged steps", *steps]] if any(unfinished) else []),
         row("samples seen", lambda log: log.steps[-1]["samples"], short_number),
         row("training time, minutes", lambda log: _seconds(log) / 60, "{:.1f}".format),
         row("samples a second", lambda log: log.steps[-1]["samples"] / max(_seconds(log), 1e-9), short_number),
@@ -91,7 +94,7 @@ def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     rows = []
     for name in validation_metrics(runs):
         epochs, values = zip(*(_last_by_seed(run, name) for run in runs), strict=True)
-        marks = [f", epoch {epoch}" if len({*epochs} - {None}) > 1 and epoch else "" for epoch in epochs]
+        marks = [f", epoch {epoch}" if len({*epochs} - {None}) > 1 and epoch is not None else "" for epoch in epochs]
         rows.append([name, *(_cell(value, values[0]) + mark for value, mark in zip(values, marks, strict=True))])
     return rows
 
@@ -120,11 +123,11 @@ def _cell(values: Mapping[Any, float], first: Mapping[Any, float]) -> str:
     if len(values) > 1:
         text += f" ± {statistics.stdev(values.values()):.2g}"
     if values is first or not first:
-        return text
+        return with_minus(text)
     text += f", {mean - statistics.fmean(first.values()):+.3g}"
     # Without seeds, the keys are numbers of repeats, such as "repeat 0". Repeats with equal numbers are not pairs.
     has_seeds = not any(isinstance(seed, str) for seed in values)
     if len(values) > 1 and has_seeds and values.keys() == first.keys():
         low, high = seeds_interval([values[seed] - first[seed] for seed in values])
         text += f" ({low:.3g} to {high:.3g})"
-    return text.replace("-", "−")
+    return with_minus(text)

@@ -42,6 +42,10 @@ def restore(
     check_identity(checkpoint, identity, keeps_samples=step.loss.needs_index)
     model = compat.uncompiled(step.model)
     content, path = unmerged(checkpoint, model), checkpoint.path
+    if "pytorch-lightning_version" in content:
+        raise UsageError(
+            f"{path} is a checkpoint of Lightning: continue it there, with Trainer.fit(..., ckpt_path=...)"
+        )
     if "optimizer" not in content:
         raise UsageError(f"{path} contains only the model: continue with --resume latest, or give --pretrained {path}")
     try:

@@ -161,12 +161,16 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
         raise UsageError(f"cannot fetch checkpoints from {source}: {result.stderr.strip()}")
 
 
-def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any]) -> None:
-    """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``."""
+def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any], steps: int) -> None:
+    """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``.
+
+    ``steps`` is the number of optimizer steps of the full run.
+    """
     parameters = "".join(f"{name}: {value}\n" for name, value in sorted(flags.items()))
     config = {
         "flags": _plain(flags),
         "loss": {"name": loss, "options": loss_options},
+        "steps": steps,
         "versions": versions(),
         "git_commit": _git_commit(),
         "world_size": distributed.world_size(),
