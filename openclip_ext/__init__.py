@@ -4,10 +4,7 @@ Public names are imported on first use, so ``import openclip_ext`` is fast. ``__
 """
 
 import importlib
-import logging
 from typing import Any
-
-from openclip_ext.cli.messages import LogFilter
 
 __version__ = "1.0.0"
 
@@ -24,9 +21,6 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
-
-
-logging.root.addFilter(LogFilter())
 
 
 def __getattr__(name: str) -> Any:

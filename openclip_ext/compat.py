@@ -18,6 +18,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openclip_ext.cli.messages import get_logger
+
+logger = get_logger(__name__)
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -117,7 +121,11 @@ def setup_logging(log_path: str | None, level: int) -> None:
     """Log to the terminal and to ``log_path``, in OpenCLIP's format."""
     from open_clip_train.logger import setup_logging as setup
 
+    from openclip_ext.cli.messages import mask_logs
+
+    others = [*logging.root.handlers]
     setup(log_path, level)
+    mask_logs(handler for handler in logging.root.handlers if handler not in others)
     # OpenCLIP sets every logger to the run's level, but torch's messages below level WARNING do not help users.
     for name in logging.root.manager.loggerDict:
         if name.split(".")[0] == "torch":
@@ -172,7 +180,7 @@ def create_model(
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
         # OpenCLIP 3.3 has an initialization with this formula, but never calls it.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
-        logging.info("text_decoder.text_projection is initialized here, because OpenCLIP leaves it uninitialized")
+        logger.info("text_decoder.text_projection is initialized here, because OpenCLIP leaves it uninitialized")
     return built
 
 

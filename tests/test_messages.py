@@ -1,8 +1,11 @@
 """Messages contain no secrets and no terminal control sequences. Written files have the permissions that the umask allows."""
 
+import io
 import logging
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,12 +41,34 @@ def test_a_terminal_gets_nothing_to_obey(caplog: pytest.LogCaptureFixture, capsy
     shown = r"a\x1b]0;pwned\x07\u202e\udcff" + "\tb https://***@host"
     messages.say(hostile)
     assert capsys.readouterr().out == shown + "\n"
-    record = logging.LogRecord("root", logging.INFO, messages.__file__, 1, "%s", (hostile,), None)
-    logging.root.handle(record)
     theirs = "\x1b[1mbold"  # no lone surrogate, because pytest-xdist could not send the record
-    others = logging.LogRecord("root", logging.INFO, "/elsewhere.py", 1, theirs, None, None)
-    logging.root.handle(others)
-    assert record.getMessage() == shown and others.getMessage() == theirs, "other records must not change"
+    messages.get_logger("openclip_ext.data").warning("%s", hostile)
+    logging.getLogger("host.program").warning(theirs)
+    assert caplog.messages == [shown, theirs], "records of other programs must not change"
+
+
+def test_the_logs_of_our_programs_mask_all_loggers(caplog: pytest.LogCaptureFixture):
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
+    messages.mask_logs([handler])
+    logging.root.addHandler(handler)
+    try:
+        logging.getLogger("library").warning("reading https://user:s3cret@host")
+    finally:
+        logging.root.removeHandler(handler)
+    assert output.getvalue() == "reading https://***@host\n"
+
+
+def test_the_import_leaves_the_logs_of_the_host_program_alone():
+    code = """
+import logging
+logging.basicConfig()
+before = [*logging.root.filters], [*logging.root.handlers], logging.root.level, logging.root.handlers[0].filters[:]
+import openclip_ext
+openclip_ext.create_loss("queueclip", embed_dim=8)
+assert before == (logging.root.filters, logging.root.handlers, logging.root.level, logging.root.handlers[0].filters)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

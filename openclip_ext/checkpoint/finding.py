@@ -1,11 +1,13 @@
 """Find good checkpoints: of a run that resumes, or whose model is evaluated or exported."""
 
-import logging
 import os
 from pathlib import Path
 
 from openclip_ext.checkpoint.format import LATEST, NAME, load_model_file, verify
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
+
+logger = get_logger(__name__)
 
 
 def checkpoint_file(path: Path) -> Path:
@@ -57,7 +59,7 @@ def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
         except UsageError as error:
             unreadable[path] = str(error)
     for reason in unreadable.values():
-        logging.warning(f"Checkpoint skipped: {reason}")
+        logger.warning(f"Checkpoint skipped: {reason}")
     if newest is None and unreadable:
         raise UsageError(
             f"none of the checkpoints in {folder} can be read ({'; '.join(unreadable.values())}). Nothing was changed: "

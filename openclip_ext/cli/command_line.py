@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from openclip_ext.cli.errors import check_words
-from openclip_ext.cli.messages import say, until_pipe_breaks
+from openclip_ext.cli.messages import mask_logs, say, until_pipe_breaks
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +27,8 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
 
     On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130.
     """
+    if logging.lastResort is not None:  # prints warnings if the program configures no logging
+        mask_logs([logging.lastResort])
     try:
         with until_pipe_breaks():
             check_words(sys.argv[1:])

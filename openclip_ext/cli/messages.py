@@ -6,8 +6,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 MASK = "***"
@@ -34,7 +33,6 @@ _SECRETS = [
 ]  # fmt: skip
 # Control characters except tabs and line ends, marks that change the text direction, and bytes that are not UTF-8.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_secrets(value: Any) -> Any:
@@ -80,11 +78,24 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 class LogFilter(logging.Filter):
-    """A logging filter that masks secrets and escapes control characters in the messages of this package."""
+    """A logging filter that masks secrets and escapes control characters."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.pathname.startswith(_PACKAGE):
-            record.msg, record.args = for_people(record.getMessage()), None
-            if record.exc_info:
-                record.exc_text = for_people(logging.Formatter().formatException(record.exc_info))
+        record.msg, record.args = for_people(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text = for_people(logging.Formatter().formatException(record.exc_info))
         return True
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module of this package. Its messages are masked in the logs of every program."""
+    logger = logging.getLogger(name)
+    if not logger.filters:
+        logger.addFilter(LogFilter())
+    return logger
+
+
+def mask_logs(handlers: Iterable[logging.Handler]) -> None:
+    """Mask the messages of all loggers, also those of libraries, in the handlers of our own programs."""
+    for handler in handlers:
+        handler.addFilter(LogFilter())

@@ -5,7 +5,6 @@ Every read error is an OSError.
 
 import asyncio
 import io
-import logging
 import re
 import select
 import socket
@@ -19,7 +18,9 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
-from openclip_ext.cli.messages import for_people
+from openclip_ext.cli.messages import for_people, get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -73,12 +74,12 @@ def persist(url: str, patience: float, is_final: Callable[[Exception], bool], ac
             if is_final(error) or time.monotonic() + wait > start + patience:
                 tried = f" ({failures} attempts in {time.monotonic() - start:.0f} s)" if failures > 1 else ""
                 raise OSError(for_people(f"{url}: {type(reason).__name__}: {reason}{tried}")) from error
-            logging.warning(f"Reading {url} failed ({type(reason).__name__}: {reason}): retry in {wait:g} s.")
+            logger.warning(f"Reading {url} failed ({type(reason).__name__}: {reason}): retry in {wait:g} s.")
             time.sleep(wait)
         else:
             if failures:
                 seconds = time.monotonic() - start
-                logging.warning(f"Reading {url} continues after {failures} failures in {seconds:.0f} s.")
+                logger.warning(f"Reading {url} continues after {failures} failures in {seconds:.0f} s.")
             return result
 
 

@@ -6,7 +6,6 @@ Every read error is an OSError.
 import contextlib
 import hashlib
 import io
-import logging
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlparse
 
-from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.cli.messages import for_people, get_logger, without_secrets
 from openclip_ext.data.remote import (
     BUFFER,
     HEADER_BUFFER,
@@ -30,6 +29,8 @@ from openclip_ext.data.remote import (
     place_of,
 )
 from openclip_ext.files.writing import write_atomically
+
+logger = get_logger(__name__)
 
 
 def is_local(url: str) -> bool:
@@ -139,7 +140,7 @@ class Storage:
         with _as_value_error():
             file = RemoteFile(url, self.patience)
         if not file.version:
-            logging.warning(
+            logger.warning(
                 f"--cache-dir keeps no copy of {url}, because the server reports no version (length, ETag, date)."
             )
         need = multiple * (file.size or 0) / 2**30
@@ -172,7 +173,7 @@ class Storage:
         except OSError as error:
             if error.errno is None:  # the error comes from the remote file, not from the cache folder
                 raise
-            logging.warning(f"--cache-dir {folder} fails ({error}): {file.url} is read without a copy.")
+            logger.warning(f"--cache-dir {folder} fails ({error}): {file.url} is read without a copy.")
             return file.open()
         return copy
 

@@ -16,7 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import get_logger, mask_logs, say
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.data import DataError, fingerprint
 from openclip_ext.evaluation.features import Encoder
@@ -28,7 +28,7 @@ from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
 from openclip_ext.files.writing import output_path, write_text
 
 SUMMARY_FILE = "eval_summary.json"
-logger = logging.getLogger("eval.datacomp")
+logger = get_logger("eval.datacomp")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,6 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status. A usage error is reported in one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    mask_logs(logging.root.handlers)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:

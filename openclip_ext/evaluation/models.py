@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import hashlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,13 @@ from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
+
+logger = get_logger(__name__)
 
 # Options of open_clip.create_model_and_transforms that an evaluation takes from the checkpoint's training run.
 MODEL_OPTIONS = (
@@ -87,7 +89,7 @@ def load_model(
     config = {"options": options, **_architecture(name)}
     trained = model_of_run(source) or name
     if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
-        logging.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
+        logger.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
     if source is not None and is_file and _weight_names(Path(source)) & {"logit_bias", "module.logit_bias"}:
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options.setdefault("init_logit_bias", 0.0)

@@ -1,6 +1,5 @@
 """Evaluate DataComp's tasks during training (``--eval-suite quick|full``)."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.evaluation.features import Encoder, resolve_precision
 from openclip_ext.evaluation.results import averages
 from openclip_ext.evaluation.runner import evaluate_task
 from openclip_ext.evaluation.tasks import Task, select_tasks
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -38,7 +40,7 @@ class DataCompSuite:
             try:
                 value = evaluate_task(task, self.data_dir, encoder, self.any_size).metrics["main_metric"]
             except Exception as error:
-                logging.error(f"{task.name} failed and is excluded: {error}")
+                logger.error(f"{task.name} failed and is excluded: {error}")
                 continue
             if value is not None:  # a metric may be undefined: WinoGAViL's needs instances with 10 or 12 candidates
                 scores[task.key] = value
@@ -67,6 +69,6 @@ def build_suite(
     if not tasks:
         raise ValueError(f"{data_dir} has no data set of the suite {suite!r}: expected one or more of {missing}.")
     if missing:
-        logging.warning(f"The suite {suite!r} is incomplete in {data_dir}. Missing: {missing}.")
+        logger.warning(f"The suite {suite!r} is incomplete in {data_dir}. Missing: {missing}.")
     encoding |= {"device": torch.device(device), "precision": resolve_precision("datacomp", device)}
     return [DataCompSuite(tasks, Path(data_dir), any_size, partial(Encoder, **encoding))]

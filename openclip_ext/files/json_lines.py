@@ -10,6 +10,8 @@ from typing import Any
 
 from openclip_ext.files.writing import write_text
 
+logger = logging.getLogger(__name__)
+
 
 def dumps(content: Any, **options: Any) -> str:
     """Convert content to JSON. Numbers that are not finite become ``null``."""
@@ -53,5 +55,5 @@ def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if not broken and not others:
         return
     if broken:
-        logging.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")
+        logger.warning(f"{path}: removed {broken} broken line(s), written by an interrupted run.")
     write_text(path, "".join(kept))

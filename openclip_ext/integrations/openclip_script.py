@@ -2,18 +2,20 @@
 
 import argparse
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from openclip_ext import compat
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training import flags
 from openclip_ext.training.parser import Parser, add_loss_flags, import_losses, take_loss_options
+
+logger = get_logger(__name__)
 
 _USE_OURS = "Train with: python -m openclip_ext.training.main"
 # Options of losses that train the model's temperature. Only this package's training program uses these options.
@@ -106,7 +108,7 @@ def _extended_create_loss(original: Callable) -> Callable:
                 raise ValueError(f"{reason}, which OpenCLIP's loop does not support. {_USE_OURS}")
         given = ", ".join(OPTIONS[option].flag for option in _IGNORED_BY_OPENCLIP if option in options)
         if asked.learns_logit_scale and given:
-            logging.warning(f"{given}: no effect on --loss {name} in OpenCLIP's loop. {_USE_OURS}")
+            logger.warning(f"{given}: no effect on --loss {name} in OpenCLIP's loop. {_USE_OURS}")
         loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
         if not loss.learns_logit_scale:
             loss.register_forward_hook(_with_zero_gradient, with_kwargs=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError, one_line
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import prepare_for
@@ -28,6 +28,8 @@ from openclip_ext.losses.heads import stored_heads
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.lora import add_adapters
+
+logger = get_logger(__name__)
 
 # Subfolder of a run folder with the configuration of the model.
 MODEL_CONFIG = "model_config"
@@ -113,7 +115,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     if config.lora.rank is not None:
         add_adapters(model, config.lora, config.weights)
     if distributed.is_master() and (config.lock_image or config.lock_text or config.lora.rank is not None):
-        logging.info("Frozen layers stay in evaluation mode: no update of BatchNorm statistics, no dropout.")
+        logger.info("Frozen layers stay in evaluation mode: no update of BatchNorm statistics, no dropout.")
     _seed(seed + distributed.rank())
     if config.trace is not None:
         model = open_clip.trace_model(model, batch_size=config.trace, device=device)
@@ -204,7 +206,7 @@ def build_loss(
 ) -> ContrastiveLoss:
     """Create the loss for a model and a data set. Raise UsageError if the loss would ignore an output of the model."""
     if config.without_effect and distributed.is_master():
-        logging.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
+        logger.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
     options: dict[str, Any] = dict(config.options)
     if reference is not None and "steer" in config.given:
@@ -255,7 +257,7 @@ def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
         return
     kind, config = heads["kind"], heads["config"]
     if own is None:
-        logging.warning(f"{pretrained} has projection heads {kind!r}, which this loss does not use.")
+        logger.warning(f"{pretrained} has projection heads {kind!r}, which this loss does not use.")
     elif (own.kind, own.config) != (kind, config):
         raise UsageError(
             f"{pretrained} has projection heads {kind} {config}, this run has {own.kind} {own.config}: give the "

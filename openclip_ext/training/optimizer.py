@@ -3,7 +3,6 @@
 import ast
 import fnmatch
 import itertools
-import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,9 +14,12 @@ from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.training import parallel
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
+
+logger = get_logger(__name__)
 
 # Key in a parameter group for its learning rate divided by the schedule's. In timm, the name "lr_scale" is already taken.
 SCALE = "rate_of_schedule"
@@ -253,9 +255,7 @@ def create_schedule(
     """
     steps = steps_per_epoch * config.epochs
     if config.warmup >= steps and not config.skip and distributed.is_master():
-        logging.warning(
-            f"Lower --warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}."
-        )
+        logger.warning(f"Lower --warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
     cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
     encoders = compat.create_scheduler(
         config.name,

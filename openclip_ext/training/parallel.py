@@ -6,7 +6,6 @@ full model for an evaluation.
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -18,8 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import frozen_batchnorm_statistics
 from openclip_ext.training.config import ParallelConfig
+
+logger = get_logger(__name__)
 
 # Optimizers that update each element of a parameter independently, so they can update shards.
 SHARDABLE_OPTIMIZERS = ("adamw", "timm/adamw", "timm/sgd", "timm/momentum", "timm/lion")
@@ -30,7 +32,7 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
     """Wrap the model for several processes. For ``keep_whole``, see :class:`ShardedDataParallel`."""
     if distributed.world_size() == 1:
         if config.fsdp:
-            logging.warning("--fsdp has no effect with a single process: start several with torchrun, or remove it.")
+            logger.warning("--fsdp has no effect with a single process: start several with torchrun, or remove it.")
         return model
     if config.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

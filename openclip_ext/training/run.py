@@ -18,7 +18,7 @@ from torch import nn
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.format import Position, RunIdentity
 from openclip_ext.cli.errors import UsageError, one_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import get_logger, say
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_train_loader
@@ -41,6 +41,8 @@ from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
 from openclip_ext.training.validation import build_evaluators, run_evaluators
+
+logger = get_logger(__name__)
 
 # Flags that may differ between the ranks.
 _DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
@@ -158,7 +160,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     loss_config = models.for_training(config.loss, steps, bool(config.model.weights), loader.source.reference)
     defaults = dict(loss_config.options.items() - config.loss.options.items())
     if defaults and distributed.is_master():
-        logging.info(f"Defaults of the loss in this run: {defaults}.")
+        logger.info(f"Defaults of the loss in this run: {defaults}.")
     config = replace(config, loss=loss_config)
     step, temperature_lr = _build_step(config, built, loader.source, steps, is_fresh=start.checkpoint is None)
     identity = _identity(config, loader.source)
@@ -170,7 +172,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     )
     if distributed.is_master():
         if steps_left <= 0:
-            logging.info(
+            logger.info(
                 f"Nothing is left to train: the checkpoint is at epoch {position.epoch}. To continue, raise --epochs."
             )
         changed = restoring.changed_settings(start.checkpoint, identity)
@@ -178,7 +180,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         batch_warning = other_batch(config, identity.global_batch, distributed.world_size())
         warnings = (settings_warning, batch_warning, *doubtful_settings(config), reference and reference.warning)
         for warning in filter(None, warnings):
-            logging.warning(warning)
+            logger.warning(warning)
         _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)
     if folder is not None:
         distributed.on_master(lambda: _begin_folder(config, folder, position, start, steps_left))
@@ -211,7 +213,7 @@ def _build_step(
     ema = None if config.step.model_ema_decay is None else ModelEma(model, config.step.model_ema_decay)
     settings = StepSettings.of(config.step, device, built.images.normalize)
     if device.type == "cpu" and config.step.precision != "fp32":
-        logging.warning(
+        logger.warning(
             f"--precision {config.step.precision} is slow on many CPUs: --precision fp32 may be much faster."
         )
     if config.parallel.compile_loss:
@@ -226,7 +228,7 @@ def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -
         return loss.logit_scale_lr
     rate = logit_scale_lr(loss.logit_scale_lr, steps)
     if rate != loss.logit_scale_lr:
-        logging.info(
+        logger.info(
             f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, because the run has only {steps:,} steps."
         )
     return rate
@@ -283,10 +285,10 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(loss.state_size()) / 2**20
     similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
-    logging.debug(f"Model:\n{model}")
-    logging.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
-    logging.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
-    logging.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
+    logger.debug(f"Model:\n{model}")
+    logger.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logger.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
+    logger.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
 
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
@@ -300,7 +302,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
     if distributed.is_master():
         heads = read_heads(weights) if weights else None
         if not weights:
-            logging.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
+            logger.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
         metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
@@ -312,7 +314,6 @@ def _log_failure(error: Exception, keep: list[logging.Handler]) -> None:
     """Write an error only to the run's log file, because the caller prints it to the terminal."""
     trace = None if isinstance(error, ValueError) else (type(error), error, error.__traceback__)
     record = logging.LogRecord("root", logging.ERROR, __file__, 0, f"The run ended: {error}", None, trace)
-    logging.root.filter(record)
     for handler in logging.root.handlers:
         if handler not in keep and isinstance(handler, logging.FileHandler):
             handler.handle(record)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.checkpoint.format import Position, RunIdentity
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interrupted
@@ -34,6 +34,8 @@ from openclip_ext.training.runtime.run_folder import SAVED
 from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
+
+logger = get_logger(__name__)
 
 # Maximum number of sample indices to log for a skipped step.
 _NAMED_SAMPLES = 32
@@ -117,7 +119,7 @@ class Trainer:
         self.loss.train()
         self.loss.start_epoch(epoch)
         if distributed.is_master():
-            logging.info(f"Start epoch {epoch}")
+            logger.info(f"Start epoch {epoch}")
         batches = self.loader.iterate(epoch, signals.interruptible)
         # Garbage is collected on all ranks in the same steps, because one rank's collection makes all ranks wait.
         gc.disable()
@@ -179,7 +181,7 @@ class Trainer:
 
     def _stop(self, signals: SignalRequests) -> NoReturn:
         if distributed.is_master():
-            logging.warning(f"Stopped by a signal after step {self.position.step}; continue with --resume latest.")
+            logger.warning(f"Stopped by a signal after step {self.position.step}; continue with --resume latest.")
         raise SystemExit(signals.exit_status)
 
     def _save_before_abort(self, must_succeed: bool) -> None:
@@ -197,7 +199,7 @@ class Trainer:
             samples = [sample for part in affected for sample in part.samples]
             guard, scaler, are_bad = self.step.guard, self.step.scaler, affected[0].are_bad
             if scaler is not None and step.has_loss and not are_bad:
-                logging.info(
+                logger.info(
                     f"Step {step.number} skipped: gradients overflowed. The loss scale falls to {scaler.get_scale():g}. "
                     f"Skipped so far: {guard.skipped}"
                 )
@@ -205,7 +207,7 @@ class Trainer:
             what = "samples" if are_bad else "gradients; the batch has samples"
             more = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
             named = f"{what} {samples[:_NAMED_SAMPLES]}{more}"
-            logging.warning(f"Step {step.number} skipped: non-finite {named}. Skipped so far: {guard.skipped}")
+            logger.warning(f"Step {step.number} skipped: non-finite {named}. Skipped so far: {guard.skipped}")
 
     def _report(self, terms: dict[str, Tensor], global_batch: int, has_loss: bool, padding: float | None) -> None:
         """Log a step; this synchronizes with the device."""
@@ -221,7 +223,7 @@ class Trainer:
             metrics = {name: value for name, value in metrics.items() if name not in ("chance", "weight_mean")}
             metrics["infonce"] = math.nan
         for step, indices in self.loss.pop_nonfinite():
-            logging.warning(
+            logger.warning(
                 f"Rank {distributed.rank()}: masked samples {indices} with non-finite features at step {step}"
             )
         record = {
@@ -308,7 +310,7 @@ class Trainer:
             if must_succeed:
                 raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error
             if distributed.is_master():
-                logging.warning(f"Checkpoint {name}.pt could not be saved ({error}); training continues.")
+                logger.warning(f"Checkpoint {name}.pt could not be saved ({error}); training continues.")
             return None
         self._saved_step = position.step
         if distributed.is_master():

@@ -1,7 +1,6 @@
 """Evaluation during training: the evaluators' interface, their creation from flags, and OpenCLIP's validation."""
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.evaluation.embeddings import outputs_of
@@ -25,6 +25,8 @@ from openclip_ext.evaluation.training_log import SUITE_PREFIX
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
+
+logger = get_logger(__name__)
 
 RECALL_AT = (1, 5, 10)
 # If a metric's name contains one of these words, smaller values are better.
@@ -108,7 +110,7 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
             except Exception:
                 if must_succeed:
                     raise
-                logging.exception(f"The evaluation {evaluator.name} failed; training continues without it.")
+                logger.exception(f"The evaluation {evaluator.name} failed; training continues without it.")
     finally:
         model.train(was_training)
     return metrics
@@ -146,7 +148,7 @@ class Validation:
         if count == 0:
             raise ValueError("--val-data contains no samples: expected at least one")
         if (repeated := repeats(*groups.values())) not in ("", *self._logged):
-            logging.info(f"{count:,} validation samples have {repeated}.")
+            logger.info(f"{count:,} validation samples have {repeated}.")
             self._logged.add(repeated)
         metrics = retrieval_metrics(torch.cat(images), torch.cat(texts), *groups.values())
         metrics |= {"clip_val_loss": losses / count, "num_samples": count}
@@ -195,7 +197,7 @@ def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) ->
     if not metrics:
         return False
     if metric not in metrics:
-        logging.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
+        logger.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
         return False
     sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
     # An earlier evaluation may be better, but if its model could not be saved, it must not prevent this save.

@@ -1,6 +1,5 @@
 """The bad samples of a run: the ranks share them, later epochs exclude them, and checkpoints contain them."""
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.sources.source import BadDataError, Source
+
+logger = get_logger(__name__)
 
 _MAX_LOGGED = 20
 
@@ -98,7 +100,7 @@ class BadSamples:
         """Log how many bad samples were found in the current epoch."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
         if (met or self._unread) and distributed.is_master():
-            logging.warning(
+            logger.warning(
                 f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
                 f"could not be read, which the next epoch retries. The worst shards: {dict(self.by_shard().most_common(5))}"
             )
@@ -107,7 +109,7 @@ class BadSamples:
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
             name = self._source.group_of(sample.index)[0]
-            logging.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
+            logger.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
         if self._has_refused:  # after the first error, the final save must not fail

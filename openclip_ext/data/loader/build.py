@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from PIL import Image
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
 from openclip_ext.data.loader.single_source import AnyTrainLoader, SingleSourceLoader
@@ -31,6 +31,8 @@ from openclip_ext.data.sources.source import (
 )
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
+
+logger = get_logger(__name__)
 
 # At least one of this many first validation samples must have an image and a caption.
 _FIRST_SAMPLES = 100
@@ -57,7 +59,7 @@ def build_train_loader(
             _check_cache(source, spec, max(1, len(parts)) * max(1, config.workers))
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
-        logging.warning(
+        logger.warning(
             f"--train-num-samples {epoch_samples:,} is more than the {source.num_kept:,} samples of the data set: each "
             "epoch uses the whole data set"
         )

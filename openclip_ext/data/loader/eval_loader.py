@@ -1,7 +1,6 @@
 """Batches for evaluation. They contain each usable sample once. The last batch of each worker may be smaller."""
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.hashing import hash_text
 from openclip_ext.data.loader.workers import leave_process_group, watched_batches
 from openclip_ext.data.shards import tar
@@ -29,6 +29,8 @@ from openclip_ext.data.sources.source import (
     limited,
 )
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class _EvalDataset(IterableDataset):
                 sample |= {"image_hash": image_hash, "caption_hash": hash_text(sample["text"])}
                 yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
             if bad:
-                logging.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
+                logger.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
             if bad and not usable and not self._span:  # all samples of a span may be bad
                 raise BadDataError(f"{name} has no usable sample: {reason}")
 

@@ -1,16 +1,17 @@
 """Find the manifest of a training run, or create one."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from openclip_ext.cli.messages import without_secrets
+from openclip_ext.cli.messages import get_logger, without_secrets
 from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.keys import ANY_FIELD, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
+
+logger = get_logger(__name__)
 
 _MAX_LINES = 20
 
@@ -54,9 +55,9 @@ def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, stora
             continue
         if manifest.verify(urls):
             _save_first_writable(manifest, [path])
-        logging.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
+        logger.info(f"Using the manifest {path}: {manifest.num_samples:,} samples in {len(urls):,} shards.")
         return manifest
-    logging.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
+    logger.info(f"No manifest yet: counting the samples of {len(urls):,} shards.")
     manifest = Manifest.scan(urls, image_key, caption_key, storage=storage)
     _save_first_writable(manifest, free)
     return manifest
@@ -86,7 +87,7 @@ def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterato
         except FileNotFoundError:
             yield path, None
         except (OSError, ManifestError) as error:
-            logging.warning(f"{error}. The file is not changed.")
+            logger.warning(f"{error}. The file is not changed.")
         else:
             has_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
             if manifest.is_of(urls) and (has_keys or image_key == ANY_FIELD):
@@ -99,20 +100,20 @@ def _save_first_writable(manifest: Manifest, paths: Sequence[Path]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             manifest.save(path)
         except OSError as error:
-            logging.debug(f"Cannot write the manifest {path}: {error}")
+            logger.debug(f"Cannot write the manifest {path}: {error}")
             continue
-        logging.info(f"Wrote the manifest {path}.")
+        logger.info(f"Wrote the manifest {path}.")
         return
-    logging.warning("The manifest could not be written anywhere: the shards will be scanned again in the next run.")
+    logger.warning("The manifest could not be written anywhere: the shards will be scanned again in the next run.")
 
 
 def _log_report(manifest: Manifest) -> None:
     report = list(manifest.report())
     for line in report[:_MAX_LINES]:
-        logging.warning(line)
+        logger.warning(line)
     if report[_MAX_LINES:]:
-        logging.warning(f"... and {len(report) - _MAX_LINES} more shards with problems")
+        logger.warning(f"... and {len(report) - _MAX_LINES} more shards with problems")
     if len(manifest.left_out):
-        logging.info(
+        logger.info(
             f"The manifest excludes {len(manifest.left_out):,} of {manifest.num_samples:,} samples, and changes no index."
         )

@@ -7,7 +7,6 @@ before training starts. They do not change, and do not depend on the names of th
 import copy
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.cli.messages import for_people, get_logger, without_secrets
 from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.scan import Shard
 from openclip_ext.data.remote import ReplacedError
@@ -24,6 +23,8 @@ from openclip_ext.data.shards.shardlist import expand_shards, shard_name
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
 from openclip_ext.files.writing import write_text
+
+logger = get_logger(__name__)
 
 FORMAT, VERSION = "openclip_ext.manifest", 1
 _SHOWN = 5
@@ -250,7 +251,7 @@ class Manifest:
     def check_remote_unchanged(self, shard_number: int, storage: Storage) -> None:
         """Scan a remote shard again; raise ReplacedError if its members changed, OSError if it is unreadable."""
         shard = self.shards[shard_number]
-        logging.warning(f"{shard.url} has changed since the manifest was made: it is scanned again.")
+        logger.warning(f"{shard.url} has changed since the manifest was made: it is scanned again.")
         scanned = scan.scan_shard(shard.url, self.image_key, self.caption_key, storage)
         if scanned.digest is None:
             raise OSError(scanned.problems.get("error"))

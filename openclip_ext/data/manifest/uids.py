@@ -5,7 +5,6 @@ A uid is a number of 128 bits. A sample's json has the entry ``uid`` with up to 
 
 import contextlib
 import json
-import logging
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -16,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.manifest.scan import Shard, with_bar
 from openclip_ext.data.processes import available_cores, begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.data.storage import Storage
+
+logger = get_logger(__name__)
 
 UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
 _HEXADECIMAL = re.compile("[0-9a-fA-F]{1,32}")
@@ -101,7 +103,7 @@ def keep_listed(manifest: Manifest, uids: np.ndarray, storage: Storage, workers:
     if len(positions) == manifest.num_samples:
         raise ValueError("no sample's uid is in the list: give the list of this data set")
     if count := sum(without_uid):
-        logging.warning(
+        logger.warning(
             f"{count:,} of {manifest.num_samples:,} samples have no hexadecimal uid in their json: they are excluded."
         )
     return manifest.without(positions)

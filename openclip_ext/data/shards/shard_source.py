@@ -4,19 +4,21 @@ import contextlib
 import copy
 import hashlib
 import io
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.remote import ReplacedError, in_background, persist
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source, limited
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
+
+logger = get_logger(__name__)
 
 # Number of remote shards that a reader opens in advance. The shard that it reads now is also in use.
 _SHARDS_AHEAD = 3
@@ -175,7 +177,7 @@ class _ShardReader(Reader):
             shard = self._source.manifest.shards[number]
             if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
                 # The connection may have cut off a stream of unknown length, so a second read may succeed.
-                logging.warning(f"{shard.url} is read again from its start: {error}")
+                logger.warning(f"{shard.url} is read again from its start: {error}")
                 self._shard, self._restarted = -1, number
                 return self(index)
             if shard.is_local and isinstance(error, OSError) and error.errno is not None:
@@ -230,7 +232,7 @@ class _ShardReader(Reader):
         with contextlib.suppress(*tar.STREAM_ERRORS):
             if next(self._samples, None) is not None:
                 shard = self._source.manifest.shards[self._shard]
-                logging.warning(
+                logger.warning(
                     f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest, and the rest is never "
                     "used. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
                     "manifest again"

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import shlex
@@ -14,11 +13,13 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 
-from openclip_ext.cli.messages import for_people
+from openclip_ext.cli.messages import for_people, get_logger
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path, open_local
+
+logger = get_logger(__name__)
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _FIRST_ROWS = 20
@@ -65,7 +66,7 @@ class CsvSource(Source):
         given = _Format(image_column, caption_column, separator)
         image_column, caption_column, separator = found = _find_format(path, given)
         if found != given:
-            logging.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
+            logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
         table = _read(path, separator)
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import get_logger, say
 from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
@@ -23,6 +22,8 @@ from openclip_ext.diagnostics.inspect.outputs import Inspection
 from openclip_ext.evaluation.embeddings import TABLES, Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
+
+logger = get_logger(__name__)
 
 _RESULTS = ("index.html", "found.json", "found.csv")
 _MISFITS = ("misfit-captions", "misfit-images")
@@ -138,7 +139,7 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
     for name in names:
         category = found[name]
         if len(category.samples) < category.count:
-            logging.warning(
+            logger.warning(
                 f"{name}: only the {len(category.samples):,} most similar of {category.count:,} pairs are listed and "
                 "excluded: increase --max-pairs or the threshold"
             )

@@ -1,14 +1,16 @@
 """Read image files for the evaluations of CLIP-Lite."""
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PIL import Image
 from torch import Tensor
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.evaluation.data import IMAGE_EXTENSIONS, SampleFormat, Samples, StoredSample
 from openclip_ext.evaluation.features import Encoder
+
+logger = get_logger(__name__)
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -32,5 +34,5 @@ def encode_files(paths: Sequence[Path], encoder: Encoder, compute: Callable[[Sam
     batches = encoder.batches([StoredSample(path, str(path), {}) for path in paths], SampleFormat())
     found = encoder.collect(batches, compute, "images", len(paths))
     for message in found.skipped.values():
-        logging.warning(f"Image skipped: {message}")
+        logger.warning(f"Image skipped: {message}")
     return found

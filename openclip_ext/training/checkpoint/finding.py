@@ -9,10 +9,13 @@ from openclip_ext import distributed
 from openclip_ext.checkpoint.finding import scan
 from openclip_ext.checkpoint.format import Checkpoint, read, verify
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.runtime.run_folder import SAVED, fetch_checkpoints
+
+logger = get_logger(__name__)
 
 
 class Start(NamedTuple):
@@ -44,7 +47,7 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
     fetch_checkpoints(config)
     newest, unreadable = scan(config.folder / "checkpoints")
     if newest is not None:
-        logging.info(f"Resuming from {newest}.")
+        logger.info(f"Resuming from {newest}.")
         return newest, unreadable
     # If the run was killed before its first save, start from scratch. After a save, this would overwrite the run's log.
     log = config.folder / "metrics.jsonl"
@@ -56,7 +59,7 @@ def _find(resume: str, config: RunFolderConfig) -> tuple[Path | None, frozenset[
         )
     runs = [path.parent.name for path in config.folder.parent.glob("*/checkpoints") if any(path.iterdir())]
     hint = nearest(config.name, runs)
-    logging.log(
+    logger.log(
         logging.WARNING if hint else logging.INFO, f"No checkpoint in {config.folder}: starting from scratch{hint}"
     )
     return None, unreadable

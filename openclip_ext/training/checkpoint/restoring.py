@@ -1,6 +1,5 @@
 """Load a checkpoint into the parts of a run, and remove log entries that were written after it."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.checkpoint.format import Checkpoint, Position, RunIdentity
 from openclip_ext.cli.errors import UsageError, one_line
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
 from openclip_ext.state.table_files import open_table
@@ -23,6 +23,8 @@ from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.lora import UNMERGED, is_adapted
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 from openclip_ext.training.step import TrainStep
+
+logger = get_logger(__name__)
 
 
 def restore(
@@ -62,7 +64,7 @@ def restore(
         step.ema.load_state_dict(content["state_dict"])
     elif step.ema is not None:
         step.ema.load_state_dict(compat.unwrap(model).state_dict())
-        logging.warning(f"{path} has no average of the weights: the average starts from the current weights.")
+        logger.warning(f"{path} has no average of the weights: the average starts from the current weights.")
     if checkpoint.shared is None:
         steps = content["epoch"] * steps_per_epoch
         return Position(content["epoch"], steps, samples=steps * identity.global_batch)
@@ -139,7 +141,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
     if "data" in differing and "num_samples" in differing:
         differing.remove("data")  # follows from the number of samples
     if differing == ["data"] and not keeps_samples:
-        logging.warning(
+        logger.warning(
             f"{checkpoint.path} was trained on other data of the same size. The run continues with the new data."
         )
     elif differing:
@@ -182,7 +184,7 @@ def restore_loss(checkpoint: Checkpoint, loss: ContrastiveLoss) -> None:
     """
     shared, ranks = checkpoint.shared, checkpoint.rank_files
     if shared is None:
-        logging.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts from scratch.")
+        logger.warning(f"{checkpoint.path} was written by OpenCLIP: the state of the loss starts from scratch.")
         return
     parts = {name: [open_table(ckpt.table_file(file, name)) for file in ranks] for name in shared["tables"]}
     loss.restore_state(shared["loss"], parts, checkpoint.path)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -20,11 +19,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from openclip_ext import distributed
 from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.checkpoint.format import ADAPTER, Position, RunIdentity
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files.writing import write_atomically
 from openclip_ext.losses.heads import HEADS_KEY
 from openclip_ext.state.table_files import write_table
 from openclip_ext.training import lora
+
+logger = get_logger(__name__)
 
 # Seconds to wait for files of other nodes, which a network file system may show with a delay.
 _NODE_SECONDS = 30.0
@@ -163,7 +165,7 @@ def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
         _together(lambda: write_atomically(path, lambda file: torch.save(entries, file)), master_only=True)
     except OSError as error:
         if distributed.is_master():
-            logging.warning(f"{path.name} could not be saved ({error}); training continues.")
+            logger.warning(f"{path.name} could not be saved ({error}); training continues.")
 
 
 def save_adapter(model_file: Path, content: dict[str, Any], model: nn.Module) -> None:
@@ -205,7 +207,7 @@ def remove(path: Path) -> None:
             shutil.rmtree(path.with_suffix(suffix), ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     except OSError as error:
-        logging.warning(f"The old checkpoint {path} cannot be removed ({error}). Training continues: remove it by hand")
+        logger.warning(f"The old checkpoint {path} cannot be removed ({error}). Training continues: remove it by hand")
 
 
 def remove_older_mid_epoch(folder: Path, kept: Path) -> None:
@@ -222,7 +224,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
         # A killed save leaves a temporary model file. Without such a file, a user may have renamed the model file.
         if any(path.glob(f"step_*/{ckpt.CHECKSUMS}")) and not path.with_suffix(".pt.tmp").exists():
-            logging.warning(f"{path} has no {path.stem}.pt next to it: undo the renaming, or remove the folder")
+            logger.warning(f"{path} has no {path.stem}.pt next to it: undo the renaming, or remove the folder")
         else:
             shutil.rmtree(path, ignore_errors=True)
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):

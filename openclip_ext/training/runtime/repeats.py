@@ -1,6 +1,5 @@
 """Report samples that repeat a caption or an image of their batch, because most losses count them as negatives."""
 
-import logging
 import statistics
 from collections.abc import Sequence
 
@@ -8,6 +7,9 @@ import torch
 from torch import Tensor
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import get_logger
+
+logger = get_logger(__name__)
 
 MEASURED_STEPS = 10
 # Smallest share of repeating samples that is reported.
@@ -33,7 +35,7 @@ class RepeatReport:
         parts = distributed.all_gather_object(torch.stack(self._steps))
         shares = [statistics.fmean(map(_repeating, of)) for of in torch.cat(parts, dim=-1).unbind(dim=1)]
         if distributed.is_master() and max(shares) >= _NOTABLE_SHARE:
-            logging.info(
+            logger.info(
                 f"Of the samples of a batch, {shares[0]:.0%} share their caption and {shares[1]:.0%} their image with "
                 "another sample: they count as negatives. To exclude them, set --equal-captions mask."
             )

@@ -1,6 +1,5 @@
 """The reports of a run: a progress bar, log lines, ``metrics.jsonl``, TensorBoard, W&B."""
 
-import logging
 import math
 import os
 import sys
@@ -15,8 +14,11 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import ReportingConfig
+
+logger = get_logger(__name__)
 
 # Number of consecutive logged steps at chance that counts as collapse or failure to learn.
 _CHANCE_REPORTS = 5
@@ -157,7 +159,7 @@ class Reporter:
             f"left {tqdm.format_interval(left)}",
             *([f"bad samples {record['bad_samples']}"] if record.get("bad_samples") else []),
         ]
-        logging.info(" | ".join(parts))
+        logger.info(" | ".join(parts))
 
     def _warn_at_chance(self, record: dict[str, Any]) -> None:
         """Log a warning once if the run stays at chance after the warm-up. All other metrics may look normal."""
@@ -166,7 +168,7 @@ class Reporter:
         is_at_chance = is_late and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
-            logging.warning(
+            logger.warning(
                 f"InfoNCE at chance ({chance:.4f}) or above for {_CHANCE_REPORTS} logged steps after the warm-up: the "
                 "embeddings collapsed or never started to learn. Try a smaller --lr or a longer --warmup"
             )
@@ -184,7 +186,7 @@ class Reporter:
         if not self.active or not metrics:
             return
         shown = "\t".join(f"{name}: {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
-        logging.info(f"Eval Epoch: {position['epoch']} {shown}")
+        logger.info(f"Eval Epoch: {position['epoch']} {shown}")
         self._write("checkpoints/results.jsonl", {**metrics, "epoch": position["epoch"]})
         self._write("metrics.jsonl", {**position, "evaluation": metrics})
         self._scalars("val", metrics, position["epoch"], wandb_step=position["step"])
@@ -230,4 +232,4 @@ class Reporter:
     def _warn_once(self, destination: str, error: OSError) -> None:
         if destination not in self._failed:
             self._failed.add(destination)
-            logging.warning(f"Cannot write {destination} ({error}); training continues.")
+            logger.warning(f"Cannot write {destination} ({error}); training continues.")

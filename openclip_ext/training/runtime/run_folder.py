@@ -19,9 +19,12 @@ from filelock import FileLock, Timeout
 import openclip_ext
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import write_text
 from openclip_ext.training.config import RunFolderConfig
+
+logger = get_logger(__name__)
 
 # Flags that only determine how a run is started and logged, so they may change on resume.
 _NOT_COMPARED = {
@@ -145,7 +148,7 @@ def synchronized(config: RunFolderConfig) -> Iterator[None]:
     finally:
         process.terminate()
         if not compat.remote_sync(*copy):
-            logging.error("The final copy of the run folder to --remote-sync failed.")
+            logger.error("The final copy of the run folder to --remote-sync failed.")
 
 
 def fetch_checkpoints(config: RunFolderConfig) -> None:

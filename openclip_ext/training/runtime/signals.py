@@ -2,7 +2,6 @@
 
 import ctypes
 import enum
-import logging
 import os
 import signal
 import sys
@@ -13,7 +12,10 @@ from types import FrameType
 from typing import Any
 
 from openclip_ext import distributed
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.loader.train_loader import Interrupted
+
+logger = get_logger(__name__)
 
 
 class Request(enum.IntEnum):
@@ -68,7 +70,7 @@ class SignalRequests:
 
     def __enter__(self) -> "SignalRequests":
         if threading.current_thread() is not threading.main_thread():
-            logging.warning(
+            logger.warning(
                 "Signals do not save a checkpoint of this run, because it does not run in the process's main thread."
             )
             return self
