@@ -56,8 +56,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status. A usage error is reported in one line on stderr."""
+    others = [*logging.root.handlers]
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    mask_logs(logging.root.handlers)
+    mask_logs(handler for handler in logging.root.handlers if handler not in others)
     logger.setLevel(logging.INFO)
     args = parse_args(argv)
     try:

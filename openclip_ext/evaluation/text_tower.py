@@ -86,7 +86,15 @@ def _encode_text(model: Any, text: Tensor | TextGroups, normalize: bool = False)
     """Encode texts like the method of the model's class, from tokens ``(B, L)`` or from groups."""
     if isinstance(text, Tensor):
         return type(model).encode_text(model, text, normalize=normalize)
-    parts = [_encode_prefix(model, model._causal_tower, tokens, normalize=normalize) for tokens in text.tokens]
+    tower = model.get_submodule(model._causal_tower.rstrip("."))
+    # Autocast caches the weights that it casts. With checkpointing, the first group would cast them, and the others would
+    # not, but each would cast them again when the backward pass repeats it; a compiled model fails in this case.
+    has_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(has_cache and not tower.transformer.grad_checkpointing)
+    try:
+        parts = [_encode_prefix(model, model._causal_tower, tokens, normalize=normalize) for tokens in text.tokens]
+    finally:
+        torch.set_autocast_cache_enabled(has_cache)
     return torch.cat(parts).index_select(0, text.places)
 
 

@@ -189,7 +189,8 @@ def test_what_cannot_be_spread_is_refused_with_the_reason():
 def trainings(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
     shards = make_shards(folder / "shards")
-    more = ["--batch-size", "8", "--val-data", shards, "--resume", "latest"]
+    # NeuCLIP's AdaGrad amplifies rounding, so both kinds of runs encode the texts in the same way.
+    more = ["--batch-size", "8", "--val-data", shards, "--resume", "latest", "--text-groups", "1"]
 
     def make(name: str, *flags: str, stop_after: int | None = None) -> None:
         run_on_two_ranks(small_command(shards, folder, name, "neuclip", *more, *flags), stop_after)
