@@ -80,7 +80,7 @@ def test_unknown_loss_lists_the_names() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("neuclip", {"gamma": 0.5}, r"gamma=: not used by the loss 'neuclip', which takes .*prototypes"),
+        ("neuclip", {"gamma": 0.5}, r"gamma=: not used by the loss 'neuclip', only with normalizer="),
         ("openclip", {"temperature_scheme": "constant", "local_loss": True}, "local_loss=: not used by .* 'openclip"),
         ("siglip", {"temperature_scheme": "constant"}, "temperature_scheme=: not used by the loss 'siglip'"),
         ("fastclip", {"normalizer": "average"}, "normalizer='average': expected one of minibatch, mlp"),
