@@ -55,8 +55,9 @@ def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
         # CoCa's class token is after the padding, and must not be removed.
         if getattr(module, "cls_emb", None) is not None:
             continue
-        causal = torch.full(mask.shape, -torch.inf, device=mask.device).triu(1)
-        if mask.shape == (len(positions), len(positions)) and torch.equal(mask.float(), causal):
+        # OpenCLIP's towers have such a mask only if they are causal. Its values are not read, because this would synchronize
+        # with the device.
+        if mask.shape == (len(positions), len(positions)):
             return f"{name}." if name else "", module
     return None
 
