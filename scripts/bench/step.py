@@ -112,13 +112,14 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
         runs = {SCRIPT: ScriptSteps(args), **runs, "floor": partial(floor, make_candidate(BASELINE, args))}
     blocks = {name: partial(take, block) for name, take in runs.items()}
     results = harness.take_turns(blocks, SCRIPT if args.script else BASELINE, args)
+    groups = [batch["text_groups"] for batch in batches if "text_groups" in batch]
+    share = sum(group.num_positions for group in groups) / sum(batch["text"].numel() for batch in batches)
     for name, take in runs.items():
         results[name]["ms"] /= len(block)
+        results[name]["text_positions"] = 1.0 if name == SCRIPT or not groups else share
         if args.device.startswith("cuda"):  # on a CPU, allocator noise exceeds the differences
             results[name]["peak_mib"] = harness.peak_mib(partial(take, block[:1]), args.device)
-    groups = [batch["text_groups"] for batch in batches if "text_groups" in batch]
-    positions = sum(group.num_positions for group in groups) / (4 * args.batch_size * batches[0]["text"].shape[1])
-    return {f"computed text positions: {positions:.2f} of all" if groups else "": results}
+    return {"": results}
 
 
 def run(step: TrainStep, batches: list[Batch]) -> None:

@@ -18,7 +18,10 @@ CASES = {
         "--batch-size 4 --prototypes 6 --embed-dim 4 --updates 2",
         {"": {"matrix products", "closed form", "autograd"}},
     ),
-    "step": ("--batch-size 4 --steps 1 --losses neuclip --prototypes 8", {"": {"openclip", "neuclip"}}),
+    "step": (
+        "--batch-size 4 --steps 1 --losses neuclip --prototypes 8 --captions cc3m --script",
+        {"": {"open_clip_train", "openclip", "neuclip", "floor"}},
+    ),
     "remote": (
         "--shards 2 --samples 20 --image-bytes 2000 --latency 0.01 --counts 40",
         {
