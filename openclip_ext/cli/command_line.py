@@ -27,7 +27,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
 
     On a ValueError or OSError, print its message and exit with status 2. On Ctrl-C, exit with 130.
     """
-    if logging.lastResort is not None:  # prints warnings if the program configures no logging
+    if logging.lastResort is not None:  # the handler of warnings in a program that configures no logging
         mask_logs([logging.lastResort])
     try:
         with until_pipe_breaks():

@@ -90,12 +90,16 @@ class LogFilter(logging.Filter):
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of a module of this package. Its messages are masked in the logs of every program."""
     logger = logging.getLogger(name)
-    if not logger.filters:
-        logger.addFilter(LogFilter())
+    _mask(logger)
     return logger
 
 
 def mask_logs(handlers: Iterable[logging.Handler]) -> None:
     """Mask the messages of all loggers, also those of libraries, in the handlers of our own programs."""
     for handler in handlers:
-        handler.addFilter(LogFilter())
+        _mask(handler)
+
+
+def _mask(place: logging.Filterer) -> None:
+    if not any(isinstance(one, LogFilter) for one in place.filters):  # a process may run several commands
+        place.addFilter(LogFilter())

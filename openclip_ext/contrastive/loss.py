@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch, finite_samples
 from openclip_ext.contrastive.host_number import HostNumber
@@ -21,7 +21,7 @@ from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
-_LOG = logging.getLogger(__name__)
+logger = get_logger(__name__)
 # Name of the model's output with the embeddings of hard negatives: captions that are similar, but do not match the image.
 HARD_NEGATIVES = "hard_negative_features"
 
@@ -241,7 +241,7 @@ class ContrastiveLoss(nn.Module):
         if (lower, upper) != self.logit_scale_bounds:
             self.logit_scale_bounds = lower, upper
             if distributed.is_master():
-                _LOG.info(
+                logger.info(
                     f"Temperature bounds: {math.exp(-upper):.4g} to {math.exp(-lower):.4g}, to include the temperature of the "
                     "trained model."
                 )

@@ -1,7 +1,6 @@
 """Prepare a model for a loss: the model's temperature, frozen parameters, and batch normalization."""
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 
-_LOG = logging.getLogger(__name__)
+logger = get_logger(__name__)
 # Name of the model's parameter ``log(1/τ)``.
 LOGIT_SCALE = "logit_scale"
 # Names of the model's outputs that are single numbers. The other outputs have one row per sample.
@@ -48,7 +48,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = Fals
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
     if logit_bias is not None and loss.initial_logit_bias is None and loss.views == 1 and distributed.is_master():
-        _LOG.warning(
+        logger.warning(
             "The model has a logit_bias, like the models of SigLIP, and this loss ignores it: use the loss siglip "
             "(--loss siglip) to train the model as before."
         )
