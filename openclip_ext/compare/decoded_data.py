@@ -42,6 +42,7 @@ _LARGEST = 2
 _PIXELS, _TABLE = "pixels.bin", "table.json"
 # Number of images from which the total size of the cache is estimated.
 _PROBE = 100
+_READ_TOGETHER = 4096  # a source prefetches the remote shards of this many samples
 
 
 class DoesNotFit(ValueError):
@@ -159,13 +160,13 @@ def write_cache(
 
 
 def _decoded(source: Source) -> Iterator[tuple[int, Image.Image, str, int]]:
-    read = source.reader()
-    for index in progress_bar(range(source.num_samples), desc="decoding", unit="sample", leave=False):
-        if not source.is_left_out(index):
-            with contextlib.suppress(BadSampleError):
-                image, caption, image_hash = decode_with_hash(source, read(index), decode_image)
-                assert isinstance(image, Image.Image)
-                yield index, image, caption, image_hash
+    kept = np.array([index for index in range(source.num_samples) if not source.is_left_out(index)], dtype=np.int64)
+    raws = source.read(np.array_split(kept, -(-len(kept) // _READ_TOGETHER)))
+    for raw in progress_bar(raws, total=len(kept), desc="decoding", unit="sample", leave=False):
+        with contextlib.suppress(BadSampleError):
+            image, caption, image_hash = decode_with_hash(source, raw, decode_image)
+            assert isinstance(image, Image.Image)
+            yield raw.index, image, caption, image_hash
 
 
 def _shrunk(image: Image.Image, side: int) -> np.ndarray:
@@ -179,14 +180,14 @@ def _shrunk(image: Image.Image, side: int) -> np.ndarray:
 def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
     if spec.resolved_type != "webdataset":
         raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
-    read = build_source(replace(spec, caption_key="cls"), str).reader()  # type: ignore[arg-type]
+    source = build_source(replace(spec, caption_key="cls"), str)  # type: ignore[arg-type]
     classes = []
-    for index in indices:
-        text = read(index).fields.get("cls", b"").decode().strip()
+    for raw in source.read([np.asarray(indices)]):
+        text = raw.fields.get("cls", b"").decode().strip()
         if not text.isdigit() or int(text) >= count:
             raise ValueError(
-                f"sample {index} of {spec.source}: expected field cls to be a line number of the --classes file, from 0 to "
-                f"{count - 1}, found {text!r}"
+                f"sample {raw.index} of {spec.source}: expected field cls to be a line number of the --classes file, from 0 "
+                f"to {count - 1}, found {text!r}"
             )
         classes.append(int(text))
     return classes

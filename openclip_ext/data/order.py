@@ -1,20 +1,20 @@
-"""The order of samples. It depends only on the seed, the epoch, the layout, and the part of the epoch already trained on.
+"""The order of samples: a pure function of the seed, the epoch, and the lanes of the epoch.
 
-An epoch is a *sequence* of slots, each with one sample (:func:`shuffled_shards`, :func:`shuffled_rows`). A *layout* cuts the
-slots into contiguous pieces of whole batches, one for each worker of each rank. A worker shuffles its piece within a window.
-Random numbers are hashes without a state. So every worker can compute, without opening a file, where a run stopped and which
-samples were used in other layouts.
+An epoch is a *sequence* of slots, each with one sample (:func:`shuffled_shards`, :func:`shuffled_rows`). *Lanes* are
+contiguous parts of the sequence, one for each worker of each rank. A lane is shuffled within a window, so it can be read from
+front to back. Each global batch takes its samples from the lanes. Random numbers are hashes without a state, so the position
+in an epoch is the number of its steps: every worker can compute, without opening a file, which samples follow.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int, permutation, uniform
 
-_SHUFFLE_BLOCK = 1 << 18  # positions of an epoch's order that are computed together; a smaller number needs less memory
+_SHUFFLE_BLOCK = 1 << 18  # positions of a lane that are shuffled together; a smaller number needs less memory
+_READ_BLOCK = 4096  # positions of a lane whose indices are computed together
 
 # Maps slots to the global indices of their samples, both int64 arrays.
 EpochSequence = Callable[[np.ndarray], np.ndarray]
@@ -92,8 +92,7 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int, start: 
     """
 
     def with_keys(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(begin, end)
-        return positions, positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
+        return np.arange(begin, end), _shuffle_keys(begin, end, window, seed, *words)
 
     first = start // _SHUFFLE_BLOCK * _SHUFFLE_BLOCK
     waiting, waiting_keys = with_keys(max(first - window, 0), first)
@@ -109,211 +108,93 @@ def shuffled_positions(length: int, window: int, seed: int, *words: int, start: 
         waiting, waiting_keys = positions[~ready], keys[~ready]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The division of an epoch among ranks and workers."""
+def _shuffle_keys(begin: int, end: int, window: int, *words: int) -> np.ndarray:
+    positions = np.arange(begin, end)
+    return positions + window * uniform(hash64(Purpose.SHUFFLE, *words, positions))
 
-    world_size: int
+
+@dataclass(frozen=True)
+class Lanes:
+    """The division of an epoch into lanes, each read from front to back.
+
+    An epoch has as many lanes as its ranks have workers when it begins. A checkpoint stores the lanes, so the rest of the
+    epoch has the same global batches on any number of ranks.
+    """
+
+    ranks: int
     workers: int  # per rank, at least 1 (without workers, the training process counts as one)
     batch_size: int  # samples of a micro-batch
-    accum_freq: int  # micro-batches of an optimizer step; incomplete steps are dropped
-    epoch_samples: int  # number of slots of the sequence that the epoch uses
-    shuffle_window: int  # in samples, for each worker (see shuffled_positions)
+    accum_freq: int  # micro-batches of an optimizer step
+    epoch_samples: int  # number of slots of the sequence that the epoch uses, except for an incomplete step at its end
+    shuffle_window: int  # in samples, for each lane (see shuffled_positions)
 
-    def replaced(self, entry: Mapping[str, Any]) -> "Layout":
-        """Return a layout with a checkpoint's values. Unknown names are ignored; missing names keep this layout's value."""
-        return replace(self, **{name: int(entry[name]) for name in asdict(self) if name in entry})
+    def __len__(self) -> int:
+        return self.ranks * self.workers
 
     @property
     def global_batch(self) -> int:
         """Number of samples of one optimizer step over all ranks."""
-        return self.world_size * self.batch_size * self.accum_freq
+        return self.ranks * self.batch_size * self.accum_freq
 
-    def batches(self, slots: int) -> int:
-        """Return how many micro-batches each rank gets from this number of slots."""
-        return slots // self.global_batch * self.accum_freq
+    def steps(self, slots: int) -> int:
+        """Return the number of optimizer steps for which this number of slots is enough."""
+        return slots // self.global_batch
 
-    def worker_batches(self, batches: int, worker: int) -> int:
-        """Return how many of a rank's first ``batches`` micro-batches this worker yields. The workers take turns."""
-        return max(0, (batches - worker + self.workers - 1) // self.workers)
+    def ends(self, steps: int) -> np.ndarray:
+        """Return the end (exclusive) of each lane ``(len(self),)``; a lane starts at the end of the lane before it."""
+        batches, extra = divmod(steps * self.accum_freq, self.workers)
+        of_rank = (batches + (np.arange(self.workers) < extra)) * self.batch_size
+        return np.cumsum(np.tile(of_rank, self.ranks))
 
-    def piece(self, slots: int, rank: int, worker: int) -> tuple[int, int]:
-        """Return the start and the end (exclusive) of a worker's piece of the positions ``0 .. slots - 1``."""
-        batches = self.batches(slots)
-        before = rank * batches + sum(self.worker_batches(batches, other) for other in range(worker))
-        begin = before * self.batch_size
-        return begin, begin + self.worker_batches(batches, worker) * self.batch_size
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of an epoch that was trained in one layout.
-
-    Attributes:
-        batches: Micro-batches per rank.
-        bad: Number of bad samples that each worker skipped, rank by rank. Empty means none.
-        excluded: Bad samples that the rest of the epoch excludes, as ascending positions among the samples that this segment
-            and earlier segments have left.
-    """
-
-    layout: Layout
-    batches: int
-    bad: tuple[int, ...] = ()
-    excluded: tuple[int, ...] = ()
-
-    def taken(self, rank: int, worker: int) -> int:
-        """Return how many samples a worker has yielded or skipped."""
-        number = rank * self.layout.workers + worker
-        bad = self.bad[number] if number < len(self.bad) else 0
-        return self.layout.worker_batches(self.batches, worker) * self.layout.batch_size + bad
+    def locate(self, step: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lane of each place in the global batch of a step, and the position in the shuffled lane."""
+        block, offset = np.divmod(places, self.batch_size)
+        rank, micro_batch = np.divmod(block, self.accum_freq)
+        turn, worker = np.divmod(step * self.accum_freq + micro_batch, self.workers)
+        return rank * self.workers + worker, turn * self.batch_size + offset
 
 
 class EpochOrder:
-    """The order of the samples in the rest of an epoch.
+    """The order of an epoch's samples: a pure function of the seed, the epoch, the lanes and the sequence of samples.
 
     Args:
         sequence: Maps the epoch's slots to sample indices.
         seed, epoch: Seeds of the shuffles.
-        seen: The completed segments in other layouts, in order.
-        layout: The layout of the rest of the epoch, in which each rank gets ``batches`` micro-batches.
-        num_slots: Length of the sequence. None (default) means the length that the layouts need.
-
-    Raises:
-        ValueError: A segment has more batches than its samples could fill.
+        lanes: The lanes of the epoch.
+        num_slots: Length of the sequence. None (default) means at least ``lanes.epoch_samples``.
     """
 
     def __init__(
-        self,
-        sequence: EpochSequence,
-        seed: int,
-        epoch: int,
-        seen: Sequence[Segment],
-        layout: Layout,
-        num_slots: int | None = None,
+        self, sequence: EpochSequence, seed: int, epoch: int, lanes: Lanes, num_slots: int | None = None
     ) -> None:
+        self.lanes = lanes
+        self.steps = lanes.steps(lanes.epoch_samples if num_slots is None else min(num_slots, lanes.epoch_samples))
         self._sequence = sequence
         self._seed = seed
         self._epoch = epoch
-        self._layout = layout
-        self._segment = len(seen)
-        asked = max([layout.epoch_samples, *(segment.layout.epoch_samples for segment in seen)])
-        unseen = _Slots.up_to(asked if num_slots is None else min(asked, num_slots))
-        for number, segment in enumerate(seen):
-            unseen = _without(unseen, segment, seed, (epoch, number))
-        self._slots = unseen
-        self._num_slots = unseen.number_below(layout.epoch_samples)
-        self.batches = layout.batches(self._num_slots)
+        self._ends = lanes.ends(self.steps)
+        self._starts = np.concatenate([[0], self._ends[:-1]])
 
-    def piece_length(self, rank: int, worker: int) -> int:
-        """Return the number of samples in a worker's piece."""
-        begin, end = self._layout.piece(self._num_slots, rank, worker)
-        return end - begin
+    def length(self, lane: int) -> int:
+        """Return the number of samples in a lane."""
+        return int(self._ends[lane] - self._starts[lane])
 
-    def piece_indices(self, rank: int, worker: int, positions: np.ndarray) -> np.ndarray:
-        """Return the global indices of the samples at these positions of a worker's piece."""
-        return self._sequence(self._slots[positions + self._layout.piece(self._num_slots, rank, worker)[0]])
+    def indices(self, lane: int, positions: np.ndarray) -> np.ndarray:
+        """Return the global indices of the samples at these positions of a lane, before its shuffle."""
+        return self._sequence(self._starts[lane] + positions)
 
-    def shuffled(self, rank: int, worker: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Yield the positions of a worker's piece in shuffled order, without the first ``start`` positions."""
-        words = (self._epoch, self._segment, rank, worker)
-        window = self._layout.shuffle_window
-        return shuffled_positions(self.piece_length(rank, worker), window, self._seed, *words, start=start)
+    def shuffled(self, lane: int, start: int = 0) -> Iterator[np.ndarray]:
+        """Yield the positions of a lane in shuffled order, without the first ``start`` positions, as int64 arrays."""
+        return shuffled_positions(self.length(lane), self.lanes.shuffle_window, *self._seeds(lane), start=start)
 
-    def positions(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """Return the ascending positions of samples among all samples that the completed segments have left."""
-        left = self._sequence(self._slots[np.arange(self._num_slots)])
-        return tuple(np.flatnonzero(np.isin(left, indices)).tolist())
+    def unread(self, lane: int, start: int = 0) -> Iterator[np.ndarray]:
+        """Yield the positions that :meth:`shuffled` yields in ascending order, as int64 arrays."""
+        length, window = self.length(lane), self.lanes.shuffle_window
+        first, last = max(start - window, 0), min(start + window, length)  # no position moves further than the window
+        keys = _shuffle_keys(first, last, window, *self._seeds(lane))
+        yield first + np.sort(np.argsort(keys, kind="stable")[start - first :])
+        for begin in range(last, length, _READ_BLOCK):
+            yield np.arange(begin, min(begin + _READ_BLOCK, length))
 
-    def unread(self, rank: int, worker: int, start: int) -> "_Slots":
-        """Return the positions that :meth:`shuffled` yields, in ascending order."""
-        length, window = self.piece_length(rank, worker), self._layout.shuffle_window
-        left = _left_of_shuffle(length, window, start, self._seed, self._epoch, self._segment, rank, worker)
-        return _Slots.up_to(length).ranges(*left)
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """Ascending slots, stored as runs of consecutive slots. Even the rest of a large epoch consists of few runs.
-
-    Attributes:
-        firsts: The first slot of each run.
-        ends: The number of slots in each run and all runs before it.
-    """
-
-    firsts: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def up_to(cls, number: int) -> "_Slots":
-        """Return ``0 .. number - 1``."""
-        return cls(np.zeros(1, np.int64), np.array([number], np.int64))
-
-    @property
-    def _begins(self) -> np.ndarray:
-        return np.concatenate([[0], self.ends[:-1]])
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the slots at these positions."""
-        runs = np.searchsorted(self.ends, positions, side="right")
-        return (self.firsts - self._begins)[runs] + positions
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if self.ends.size else 0
-
-    def number_below(self, slot: int) -> int:
-        """Return how many of these slots are smaller than ``slot``."""
-        return int(np.clip(slot - self.firsts, 0, np.diff(self.ends, prepend=0)).sum())
-
-    def ranges(self, begins: np.ndarray, ends: np.ndarray) -> "_Slots":
-        """Return the slots at the positions in these ranges, which must be ascending and must not overlap."""
-        begins, ends = begins[begins < ends], ends[begins < ends]
-        first, last = np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, ends, side="left")
-        # Cut ranges at the ends of the runs.
-        cuts = last - first + 1
-        ranges = np.repeat(np.arange(len(begins)), cuts)
-        runs = first[ranges] + np.arange(len(ranges)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
-        run_begins = self._begins[runs]
-        starts, stops = np.maximum(begins[ranges], run_begins), np.minimum(ends[ranges], self.ends[runs])
-        return _Slots(self.firsts[runs] + starts - run_begins, np.cumsum(stops - starts))
-
-
-def _without(slots: _Slots, segment: Segment, seed: int, words: tuple[int, ...]) -> _Slots:
-    """Return the slots that a segment has left. Each worker's shuffle has the seed (seed, words, rank, worker)."""
-    layout = segment.layout
-    number = slots.number_below(layout.epoch_samples)
-    if not 0 <= segment.batches <= layout.batches(number):
-        raise ValueError(
-            f"cannot resume: the checkpoint has {segment.batches} batches on each rank, but its layout allows only "
-            f"{layout.batches(number)} ({layout}). Use an end-of-epoch checkpoint"
-        )
-    begins, ends, end = [], [], 0
-    for rank in range(layout.world_size):
-        for worker in range(layout.workers):
-            begin, end = layout.piece(number, rank, worker)
-            done = min(segment.taken(rank, worker), end - begin)
-            left = _left_of_shuffle(end - begin, layout.shuffle_window, done, seed, *words, rank, worker)
-            begins.append(begin + left[0])
-            ends.append(begin + left[1])
-    begins.append(np.array([end]))
-    ends.append(slots.ends[-1:])
-    remaining = slots.ranges(np.concatenate(begins), np.concatenate(ends))
-    excluded = np.array(segment.excluded, dtype=np.int64)
-    return remaining.ranges(np.append(0, excluded + 1), np.append(excluded, len(remaining)))
-
-
-def _left_of_shuffle(length: int, window: int, done: int, seed: int, *words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions that :func:`shuffled_positions` yields after the first ``done``, as starts and ends of ranges.
-
-    Only the keys near ``done`` are computed, because no position moves further than ``window``.
-    """
-    first, limit = max(done - window, 0), min(done + window, length)
-    positions = np.arange(first, limit)
-    keys = positions + window * uniform(hash64(Purpose.SHUFFLE, seed, *words, positions))
-    is_left = np.ones(limit - first + 3, dtype=np.int8)
-    is_left[0] = is_left[-1] = 0
-    is_left[1 + np.argsort(keys, kind="stable")[: done - first]] = 0
-    # The last range also contains all positions from `limit` on.
-    changes = np.diff(is_left)
-    ends = first + np.flatnonzero(changes == -1)
-    ends[-1] = length
-    return first + np.flatnonzero(changes == 1), ends
+    def _seeds(self, lane: int) -> tuple[int, ...]:
+        return self._seed, self._epoch, 0, *divmod(lane, self.lanes.workers)

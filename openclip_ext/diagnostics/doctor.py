@@ -104,7 +104,7 @@ class Doctor:
         self.steps = loader.batches_per_epoch // loading.accum_freq
         self.samples = source.num_samples  # --train-num-samples shortens epochs, but not the loss's tables
         try:
-            first = source.reader()(next(index for index in range(source.num_samples) if not source.is_left_out(index)))
+            first = source.read_one(next(index for index in range(source.num_samples) if not source.is_left_out(index)))
             _, caption = source.decode(first, decode_image)
             if source.has_hard_negatives:
                 source.hard_negative(first, 0)

@@ -26,7 +26,7 @@ from openclip_ext.data.loader.batches import epoch_order
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.manifest import Manifest, find_or_create_manifest
 from openclip_ext.data.manifest.scan import Shard
-from openclip_ext.data.order import Layout, Segment
+from openclip_ext.data.order import Lanes
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.diagnostics.dry_run import dry_run, sent_bytes
 from openclip_ext.files.writing import output_path
@@ -90,17 +90,16 @@ def of_samples(samples: int) -> harness.Row:
         row["restore_s"] = seconds(lambda: restore_table(tables[0], [open_table(path)]))
     tables.clear()
     source = ShardSource(Manifest([Shard(f"/{number}.tar", SHARD) for number in range(samples // SHARD)]), *KEYS)
-    layout = Layout(1, 1, LOCAL, 1, samples, TrainLoaderConfig.shuffle_window)
-    other = Segment(Layout(8, 4, LOCAL, 1, samples, layout.shuffle_window), samples // 2 // 8 // LOCAL)
 
-    def first_sample(start: int, *seen: Segment) -> None:
-        order = epoch_order(source, 0, 0, seen, layout, np.empty(0, np.int64))
-        order.unread(0, 0, start)
-        next(order.shuffled(0, 0, start))
+    def first_sample(start: int, lanes: Lanes) -> None:
+        order = epoch_order(source, 0, 0, lanes, np.empty(0, np.int64))
+        next(order.unread(0, start))
+        next(order.shuffled(0, start))
 
-    row["start_s"] = seconds(lambda: first_sample(0))
-    row["resume_s"] = seconds(lambda: first_sample(samples // 2))
-    row["resume_32_workers_s"] = seconds(lambda: first_sample(0, other))
+    one, many = (Lanes(*sizes, LOCAL, 1, samples, TrainLoaderConfig.shuffle_window) for sizes in ((1, 1), (8, 4)))
+    row["start_s"] = seconds(lambda: first_sample(0, one))
+    row["resume_s"] = seconds(lambda: first_sample(samples // 2, one))
+    row["resume_32_workers_s"] = seconds(lambda: first_sample(samples // 2 // 32, many))
     return row
 
 
@@ -108,11 +107,9 @@ def of_shards(shards: int) -> harness.Row:
     """Measure how long it takes to create the manifest of local one-sample shards, and to read them."""
 
     def read() -> None:
-        reader = ShardSource(find_or_create_manifest(pattern), *KEYS).reader()
-        for begin in range(0, shards, READ_AHEAD):
-            reader.expect(np.arange(begin, min(begin + 2 * READ_AHEAD, shards)))
-            for index in range(begin, min(begin + READ_AHEAD, shards)):
-                assert reader(index).problem is None
+        source = ShardSource(find_or_create_manifest(pattern), *KEYS)
+        for raw in source.read(np.array_split(np.arange(shards), -(-shards // READ_AHEAD))):
+            assert raw.problem is None
 
     def read_with_tarfile() -> None:
         for path in paths:

@@ -103,14 +103,8 @@ def read_with_webdataset(manifest: Manifest) -> int:
 
 def read(manifest: Manifest, cache_dir: str | None) -> int:
     """Read all images with this package's reader; return their number of bytes."""
-    reader = ShardSource(manifest, "jpg", "txt", storage=Storage(cache_dir=cache_dir)).reader()
-    total = 0
-    for start in range(0, manifest.num_samples, BATCH):
-        reader.expect(np.arange(start, min(start + 2 * BATCH, manifest.num_samples)))
-        total += sum(
-            len(reader(index).fields["jpg"]) for index in range(start, min(start + BATCH, manifest.num_samples))
-        )
-    return total
+    source, count = ShardSource(manifest, "jpg", "txt", storage=Storage(cache_dir=cache_dir)), manifest.num_samples
+    return sum(len(raw.fields["jpg"]) for raw in source.read(np.array_split(np.arange(count), -(-count // BATCH))))
 
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:

@@ -4,7 +4,7 @@ import multiprocessing
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.train_loader import Progress, TrainLoader
+from openclip_ext.data.loader.train_loader import TrainLoader
 from openclip_ext.data.sources.spec import DataSpec
 
 
@@ -41,16 +41,16 @@ def build(
     return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
 
 
-def rest_of(loader: TrainLoader, epoch: int, progress: Progress) -> list[dict[str, Tensor]]:
-    """Return the batches that follow in an epoch after the progress in a checkpoint."""
-    loader.load_state_dict({"progress": progress})
+def progress_after(loader: TrainLoader, epoch: int, steps: int) -> dict[str, Any]:
+    """Compute, without reading a batch, the progress of a new epoch after a number of steps."""
+    lanes = asdict(loader.lanes)
+    return {"epoch": epoch, "steps": steps, "seed": loader.seed, "data": loader.source.digest, "lanes": lanes}
+
+
+def rest_of(loader: TrainLoader, epoch: int, steps: int) -> list[dict[str, Tensor]]:
+    """Return the batches that follow in an epoch after a number of steps."""
+    loader.load_state_dict({"progress": progress_after(loader, epoch, steps)})
     return list(loader.iterate(epoch))
-
-
-def progress_after(loader: TrainLoader, batches: int, progress: Progress = ()) -> list[dict[str, Any]]:
-    """Compute, without reading a batch, the progress after ``batches`` more batches without bad samples."""
-    seen, current = loader.check_progress(progress)
-    return [*progress[: len(seen)], loader.layout | {"batches": current.batches + batches}]
 
 
 def by_index(batches: list[dict[str, Tensor]]) -> dict[int, Tensor]:

@@ -2,29 +2,31 @@
 
 import random
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from openclip_ext.data.hashing import Purpose, hash64, hash_int
-from openclip_ext.data.order import EpochOrder, Layout, Segment, resampled_shards, shuffled_positions, shuffled_shards
+from openclip_ext.data.order import EpochOrder, Lanes, resampled_shards, shuffled_positions, shuffled_shards
 
 
-def run_rank(order: EpochOrder, layout: Layout, rank: int, batches: int) -> np.ndarray:
-    """Return the sample indices of a rank's first batches. The batches come from the workers in turn, as in a DataLoader."""
-    streams = []
-    for worker in range(layout.workers):
-        positions = np.concatenate([*order.shuffled(rank, worker), np.empty(0, np.int64)])
-        indices = order.piece_indices(rank, worker, positions)
-        streams.append(iter(indices.reshape(-1, layout.batch_size)))
-    rows = [next(streams[batch % layout.workers]) for batch in range(batches)]
-    return np.array(rows, dtype=np.int64).reshape(batches, layout.batch_size)
+def global_batches(order: EpochOrder) -> np.ndarray:
+    """Return the sample indices ``(steps, global batch)`` of an epoch."""
+    lanes = order.lanes
+    samples = []
+    for lane in range(len(lanes)):
+        positions = np.concatenate([*order.shuffled(lane), np.empty(0, np.int64)])
+        samples.append(order.indices(lane, positions))
+    rows = []
+    for step in range(order.steps):
+        of_lanes, positions = lanes.locate(step, np.arange(lanes.global_batch))
+        rows.append([samples[lane][position] for lane, position in zip(of_lanes, positions, strict=True)])
+    return np.array(rows, dtype=np.int64).reshape(order.steps, lanes.global_batch)
 
 
-def random_layout(rng: random.Random, samples: int) -> Layout:
-    return Layout(
-        world_size=rng.choice([1, 2, 3, 8]),
+def random_lanes(rng: random.Random, samples: int) -> Lanes:
+    return Lanes(
+        ranks=rng.choice([1, 2, 3, 8]),
         workers=rng.choice([1, 2, 5]),
         batch_size=rng.choice([1, 3, 8]),
         accum_freq=rng.choice([1, 1, 2]),
@@ -39,53 +41,41 @@ def random_counts(rng: random.Random) -> np.ndarray:
     return counts
 
 
-def test_every_sample_comes_once_on_any_layout():
+def test_every_sample_comes_once_with_any_lanes():
     rng = random.Random(0)
     for case in range(60):
         counts = random_counts(rng)
         n = int(counts.sum())
-        layout = random_layout(rng, rng.choice([n, n, max(n // 2, 100)]))
-        order = EpochOrder(shuffled_shards(counts, seed=case, epoch=case % 3), case, case % 3, (), layout)
-        batches = layout.epoch_samples // layout.global_batch * layout.accum_freq
-        assert order.batches == batches
-        parts = [run_rank(order, layout, rank, batches) for rank in range(layout.world_size)]
-        indices = np.concatenate(parts).ravel()
-        assert len(np.unique(indices)) == len(indices) == batches * layout.world_size * layout.batch_size
-        assert layout.epoch_samples - len(indices) < layout.global_batch
+        lanes = random_lanes(rng, rng.choice([n, n, max(n // 2, 100)]))
+        order = EpochOrder(shuffled_shards(counts, seed=case, epoch=case % 3), case, case % 3, lanes)
+        assert order.steps == lanes.epoch_samples // lanes.global_batch
+        indices = global_batches(order).ravel()
+        assert len(np.unique(indices)) == len(indices) == order.steps * lanes.global_batch
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < n)
 
 
-def test_unseen_samples_follow_on_any_other_layout():
-    """Interrupt an epoch up to three times, and resume it each time with another layout."""
-    rng = random.Random(1)
-    for case in range(40):
-        counts = random_counts(rng)
-        n = int(counts.sum())
-        sequence = shuffled_shards(counts, seed=case, epoch=5)
-        seen: list[Segment] = []
-        indices: list[np.ndarray] = []
-        for part in range(4):
-            layout = random_layout(rng, n)
-            if seen and layout == seen[-1].layout:
-                continue
-            order = EpochOrder(sequence, case, 5, tuple(seen), layout)
-            batches = order.batches if part == 3 else rng.randint(0, order.batches)
-            indices += [run_rank(order, layout, rank, batches).ravel() for rank in range(layout.world_size)]
-            seen.append(Segment(layout, batches))
-        together = np.concatenate(indices)
-        assert len(np.unique(together)) == len(together)
-        if len(seen) == 4:
-            assert n - len(together) < seen[-1].layout.global_batch
+def test_a_rank_that_began_the_epoch_reads_one_lane_per_worker():
+    """Batch k of a rank is from the lane of worker k modulo the number of workers, and each lane is read in order."""
+    lanes = Lanes(ranks=3, workers=4, batch_size=5, accum_freq=2, epoch_samples=900, shuffle_window=0)
+    for step in range(30):
+        found, positions = (array.reshape(3, 2, 5) for array in lanes.locate(step, np.arange(lanes.global_batch)))
+        for rank in range(3):
+            for micro_batch in range(2):
+                number = 2 * step + micro_batch
+                assert found[rank, micro_batch].tolist() == [4 * rank + number % 4] * 5
+                assert positions[rank, micro_batch].tolist() == [*range(number // 4 * 5, number // 4 * 5 + 5)]
 
 
-def test_a_billion_samples_go_on_in_another_layout_in_little_memory():
-    first = Layout(64, 8, 64, 1, epoch_samples=10**9, shuffle_window=10_000)
+def test_the_middle_of_a_billion_samples_needs_little_memory():
+    lanes = Lanes(64, 8, 64, 1, epoch_samples=10**9, shuffle_window=10_000)
     tracemalloc.start()
-    order = EpochOrder(lambda slots: slots, 0, 0, (Segment(first, 100_000),), replace(first, world_size=48))
+    order = EpochOrder(lambda slots: slots, 0, 0, lanes)
+    start = order.length(300) // 2
+    first, unread = next(order.shuffled(300, start)), next(order.unread(300, start))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert order.batches * 48 * 64 == (10**9 - 100_000 * 64 * 64) // (48 * 64) * 48 * 64
-    assert peak < 200 * 2**20
+    assert order.steps == 10**9 // 4096 and abs(int(first[0]) - start) < 10_000 > abs(int(unread[0]) - start)
+    assert peak < 50 * 2**20
 
 
 def test_shuffle_delays_no_position_by_more_than_the_window():
@@ -96,13 +86,12 @@ def test_shuffle_delays_no_position_by_more_than_the_window():
         assert ahead.max() <= window, "a loader would have to hold more samples than the window"
         if window == 0:
             assert np.array_equal(order, np.arange(length))
-        of_epoch = EpochOrder(lambda slots: slots, 7, 1, [], Layout(1, 1, 1, 1, length, window))
-        order = np.concatenate(list(of_epoch.shuffled(0, 0)))
+        of_epoch = EpochOrder(lambda slots: slots, 7, 1, Lanes(1, 1, 1, 1, length, window))
+        order = np.concatenate(list(of_epoch.shuffled(0)))
         for start in (0, 1, length // 2, length - 1, length):
-            left = np.concatenate([*of_epoch.shuffled(0, 0, start), np.empty(0, np.int64)])
-            unread = of_epoch.unread(0, 0, start)
+            left = np.concatenate([*of_epoch.shuffled(0, start), np.empty(0, np.int64)])
             assert np.array_equal(left, order[start:])
-            assert np.array_equal(unread[np.arange(len(unread))], np.sort(left))
+            assert np.array_equal(np.concatenate([*of_epoch.unread(0, start)]), np.sort(left))
 
 
 def test_resampled_shards_are_drawn_by_weight():
@@ -129,7 +118,7 @@ def test_hash_of_arrays_and_integers_agree():
 
 def test_order_does_not_change_between_versions():
     """A run may be resumed with later versions of this package and of NumPy, so the order must stay the same."""
-    order = EpochOrder(shuffled_shards(np.array([5, 7, 4]), 42, 3), 42, 3, (), Layout(1, 1, 4, 1, 16, 8))
-    indices = run_rank(order, Layout(1, 1, 4, 1, 16, 8), 0, 4).ravel().tolist()
+    order = EpochOrder(shuffled_shards(np.array([5, 7, 4]), 42, 3), 42, 3, Lanes(1, 1, 4, 1, 16, 8))
+    indices = global_batches(order).ravel().tolist()
     assert hash_int(Purpose.SEQUENCE, 42, 3, 0) == 1719357129758833175
     assert indices == [15, 5, 14, 11, 0, 9, 6, 7, 10, 8, 2, 4, 1, 13, 12, 3]

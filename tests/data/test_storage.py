@@ -31,7 +31,7 @@ from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import Storage
 from openclip_ext.diagnostics.finished_run import load_run
-from tests.data.loading import assert_equal, build, indices, preprocess, progress_after, rest_of, tokenize
+from tests.data.loading import assert_equal, build, indices, preprocess, rest_of, tokenize
 from tests.data.shards import write_shards, write_sizes
 from tests.training import runs
 from tests.training.programs import wait_until
@@ -238,7 +238,7 @@ def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, work
     )
     server.breaks = 1
     assert_equal(list(loader.iterate(1)), whole)
-    assert_equal(rest_of(loader, 1, progress_after(loader, 6)), whole[6:])
+    assert_equal(rest_of(loader, 1, 6), whole[6:])
     assert loader.bad.by_shard() == {} and server.breaks == (way == "command")
 
 

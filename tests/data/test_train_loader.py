@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openclip_ext.data.loader import batches as worker
+from openclip_ext.data import order
 from openclip_ext.data.shards.shard_source import ShardSource
 from tests.data.loading import assert_equal, build, by_index, indices, progress_after, rest_of
 from tests.data.shards import write_shards
@@ -22,7 +22,7 @@ N = sum(COUNTS)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let readers compute the order of a few samples at a time, as in an epoch of more than 4,096 samples."""
-    monkeypatch.setattr(worker, "_READ_AHEAD", 8)
+    monkeypatch.setattr(order, "_READ_BLOCK", 8)
 
 
 @pytest.fixture(scope="module")
@@ -55,37 +55,50 @@ def test_pixels_depend_on_seed_epoch_and_index_alone(data: str):
 def test_resuming_on_the_same_layout_is_bitwise(data: str, workers: int):
     loader = build(data, workers=workers, accum_freq=2)
     whole = list(loader.iterate(1))
-    for done in (0, 1, 7, 12, len(whole)):
-        progress = json.loads(json.dumps(progress_after(loader, done)))
-        assert_equal(rest_of(loader, 1, progress), whole[done:])
+    for steps in (0, 1, 7, len(whole) // 2):
+        assert_equal(rest_of(loader, 1, steps), whole[2 * steps :])
     # Stop twice in one epoch; a new loader continues after the second stop.
-    progress = progress_after(loader, 5, progress_after(loader, 3))
-    assert len(progress) == 1
-    assert_equal(rest_of(build(data, workers=workers, accum_freq=2), 1, progress), whole[8:])
+    loader.load_state_dict({"progress": progress_after(loader, 1, 3)})
+    batches = loader.iterate(1)
+    assert_equal([next(batches) for _ in range(3)], whole[6:9])
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["progress"] == progress_after(loader, 1, 5), "a step of which a batch was yielded is not repeated"
+    resumed = build(data, workers=workers, accum_freq=2)
+    resumed.load_state_dict(state)
+    assert_equal(list(resumed.iterate(1)), whole[10:])
     # An epoch that is not read to its end must not affect the next epoch of persistent workers.
     next(loader.iterate(2))
     assert_equal(list(loader.iterate(1)), whole)
 
 
-def test_resuming_on_other_layouts_goes_on_at_the_unseen_samples(data: str):
-    """One epoch runs with 2 ranks and 2 workers, then 1 rank, then 3 ranks: every sample comes once, with its pixels."""
-    reference = by_index(list(build(data).iterate(5)))
-    seen, progress = [], []
-    for layout, batches in (
-        ({"world_size": 2, "workers": 2, "batch_size": 4}, 5),
-        ({"world_size": 1, "workers": 0, "batch_size": 3}, 7),
-        ({"world_size": 3, "workers": 1, "batch_size": 2, "shuffle_window": 5}, None),
-    ):
-        for rank in range(layout["world_size"]):
-            loader = build(data, rank=rank, **layout)
-            left = rest_of(loader, 5, progress)
-            seen += left[:batches]
-        progress = progress_after(loader, len(left) if batches is None else batches, progress)
-    assert len(progress) == 3
-    found = indices(seen)
-    assert len(set(found)) == len(found) == 40 + 21 + (N - 61) // 6 * 6
-    pixels = by_index(seen)
-    assert all(torch.equal(pixels[index], reference[index]) for index in pixels)
+@pytest.mark.parametrize("shuffle_window", [0, 25])
+def test_other_ranks_and_workers_go_on_with_the_same_global_batches(data: str, shuffle_window: int):
+    """An epoch begins on 2 ranks with 3 workers, and goes on on other numbers of ranks, workers and micro-batches."""
+    divisions = [
+        {"world_size": 2, "workers": 3, "batch_size": 6},
+        {"world_size": 1, "workers": 0, "batch_size": 12},
+        {"world_size": 1, "workers": 2, "batch_size": 4, "accum_freq": 3},
+        {"world_size": 3, "workers": 1, "batch_size": 2, "accum_freq": 2},
+        {"world_size": 4, "workers": 2, "batch_size": 3},
+        {"world_size": 6, "workers": 0, "batch_size": 2},
+    ]
+
+    def global_batches(division: dict[str, int], progress: dict[str, Any]) -> Tensor:
+        """Return the indices ``(steps, 12)`` of the rest of the epoch."""
+        ranks = []
+        for rank in range(division["world_size"]):
+            loader = build(data, rank=rank, shuffle_window=shuffle_window, **division)
+            loader.load_state_dict({"progress": progress})
+            ranks.append(torch.tensor(indices(list(loader.iterate(5)))).reshape(-1, 12 // division["world_size"]))
+        return torch.cat(ranks, dim=1)
+
+    whole = global_batches(divisions[0], {})
+    assert len(whole) == N // 12 and len(whole.unique()) == whole.numel()
+    first = build(data, rank=0, shuffle_window=shuffle_window, **divisions[0])
+    for steps in (1, 5):
+        progress = json.loads(json.dumps(progress_after(first, 5, steps)))
+        for division in divisions:
+            assert torch.equal(global_batches(division, progress), whole[steps:]), division
 
 
 def test_random_generators_of_training_are_not_touched(data: str):
@@ -109,15 +122,15 @@ def test_random_generators_of_training_are_not_touched(data: str):
 def test_resuming_opens_and_decodes_only_what_is_left(data: str, monkeypatch: pytest.MonkeyPatch, done: int):
     """A resume does not open shards whose samples were all used."""
     loader = build(data, shuffle_window=10)
-    order = indices(list(loader.iterate(0)))
+    expected = indices(list(loader.iterate(0)))
     opened, decoded = [], []
     open_shard, decode = ShardSource.open_shard, ShardSource.decode
     monkeypatch.setattr(ShardSource, "open_shard", lambda self, n: opened.append(n) or open_shard(self, n))
     monkeypatch.setattr(
         ShardSource, "decode", lambda self, raw, *more: decoded.append(raw.index) or decode(self, raw, *more)
     )
-    rest = indices(rest_of(loader, 0, progress_after(loader, done)))
-    assert rest == decoded == order[done * 4 :]
+    rest = indices(rest_of(loader, 0, done))
+    assert rest == decoded == expected[done * 4 :]
     assert set(opened) == {loader.source.shard_number(index) for index in rest}
     if done == 20:
         assert len(set(opened)) < 4, "expected fewer than 4 open shards: the test needs completed shards"
@@ -139,7 +152,7 @@ def test_resampled_shards(data: str, tmp_path: Path):
     times = np.bincount(indices(batches), minlength=N)
     assert 1 < times.max() < 400 / min(count for count in COUNTS if count)
     assert len(set(times[:29])) <= 2, "only the first and the last shard of an epoch may be incomplete"
-    assert_equal(rest_of(loader, 0, progress_after(loader, 40)), batches[40:])
+    assert_equal(rest_of(loader, 0, 40), batches[40:])
     write_shards(tmp_path, [20, 20])
     two = f"{data}::{tmp_path}/{{00000..00001}}.tar"
     weighted = build(two, resampled=True, upsampling_factors="0::1", num_samples=64)
@@ -163,16 +176,18 @@ def test_wrong_options_are_refused(data: str):
 
 
 def test_what_cannot_be_resumed_is_refused(data: str, tmp_path: Path):
-    progress = progress_after(build(data), 5)
+    progress = progress_after(build(data), 0, 5)
     write_shards(tmp_path, [50, 50])
     for path, options, entry, message in (
         (data, {"seed": 8}, {}, "made with seed 7, this run has 8"),
         (str(tmp_path / "*.tar"), {}, {}, "made with data set"),
-        (data, {}, {"batches": 99}, "cannot resume.* 99"),
-        (data, {"batch_size": 5}, {"batches": 99}, "cannot resume.* 25"),
+        (data, {"batch_size": 5}, {}, "made with global batch 4, this run has 5"),
+        (data, {}, {"steps": 99}, "cannot resume.* 99 steps.* 25"),
     ):
         with pytest.raises(ValueError, match=message):
-            rest_of(build(path, **options), 0, [progress[0] | entry])
+            loader = build(path, **options)
+            loader.load_state_dict({"progress": progress | entry})
+            next(loader.iterate(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -51,7 +51,7 @@ def whole(command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_rows(folder: Path, tiny: LoadedModel, spec: DataSpec, bad: set[int]) -> dict:
     source = build_source(spec, tiny.preprocess)
-    store, read = EmbeddingStore.open(folder, source.num_samples, source.index_digest), source.reader()
+    store, read = EmbeddingStore.open(folder, source.num_samples, source.index_digest), source.read_one
     for index in range(source.num_samples):
         rows = torch.cat(store.rows(torch.tensor([index]))).float()
         if index in bad:

@@ -80,7 +80,7 @@ def test_rows_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--precision", "fp32", "--batch-size", "2", "--workers", "0"]
     embed.main([f"{data}/*.tar", "--model", f"transformers:{folder}", "--output", str(tmp_path / "out"), *flags])
     source = build_source(DataSpec(f"{data}/*.tar"), None)
-    store, read = EmbeddingStore.open(tmp_path / "out", source.num_samples, source.index_digest), source.reader()
+    store, read = EmbeddingStore.open(tmp_path / "out", source.num_samples, source.index_digest), source.read_one
     for index in range(source.num_samples):
         image, caption = source.decode(read(index), decode_image)
         rows = torch.cat(store.rows(torch.tensor([index]))).float()

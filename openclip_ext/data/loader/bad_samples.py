@@ -85,7 +85,7 @@ class BadSamples:
         self._new = {}
 
     def counts(self) -> tuple[int, int]:
-        """Return how many bad samples this epoch skips, as (samples that the ranks have shared, new samples of this rank)."""
+        """Return the numbers of bad samples of this epoch: those that the ranks have shared, and new ones of this rank."""
         return sum(met <= self._epoch for met in self._found.values()) + len(self._unread), len(self._new)
 
     def known(self) -> list[int]:
@@ -95,6 +95,11 @@ class BadSamples:
     def by_shard(self) -> Counter[str]:
         """Return the number of known bad samples per shard."""
         return Counter(self._source.group_of(index)[0] for index in self.known())
+
+    def error(self, problem: str) -> BadDataError:
+        """Return an error that also describes the bad samples."""
+        examples = "; ".join(f"sample {sample.index}: {sample.reason}" for sample in list(self._new.values())[:3])
+        return BadDataError(f"{problem}. The worst shards: {dict(self.by_shard().most_common(5))}. {examples}")
 
     def log_epoch(self) -> None:
         """Log how many bad samples were found in the current epoch."""
@@ -109,7 +114,7 @@ class BadSamples:
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
             name = self._source.group_of(sample.index)[0]
-            logger.warning(f"Bad sample {sample.index} in {name} is skipped: {sample.reason}")
+            logger.warning(f"Bad sample {sample.index} in {name} is replaced by another: {sample.reason}")
 
     def _refuse_too_many(self) -> None:
         if self._has_refused:  # after the first error, the final save must not fail
@@ -120,8 +125,7 @@ class BadSamples:
         for bad, samples, place in ((met, self._epoch_samples, "this epoch"), (known, total, "the data set")):
             if bad > self._max_fraction * samples:
                 self._has_refused = True
-                examples = "; ".join(f"sample {s.index}: {s.reason}" for s in list(self._new.values())[:3])
-                raise BadDataError(
+                raise self.error(
                     f"{bad:,} bad samples in {place} of {samples:,}, more than the allowed {self._max_fraction:.1%} "
-                    f"(--max-bad-fraction). The worst shards: {dict(self.by_shard().most_common(5))}. {examples}"
+                    "(--max-bad-fraction)"
                 )

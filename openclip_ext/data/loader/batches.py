@@ -1,7 +1,7 @@
-"""The work of a data worker: read a stream of samples in order, decode and transform them, and make batches on request."""
+"""The work of a data worker: read samples in order, decode and transform them, and make batches on request."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from openclip_ext.data.flip import flip_at_random
 from openclip_ext.data.hashing import Purpose, hash_int, hash_text
 from openclip_ext.data.loader.bad_samples import BadSample
 from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.order import EpochOrder, Layout, Segment
+from openclip_ext.data.loader.streams import SampleStream, open_stream
+from openclip_ext.data.order import EpochOrder, Lanes
 from openclip_ext.data.reference import REFERENCE_KEYS
 from openclip_ext.data.sources.source import (
     MAX_CAPTION,
@@ -30,21 +31,34 @@ from openclip_ext.data.text_groups import group_texts, texts_of
 
 Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
-_READ_AHEAD = 4096  # a reader may open the shards of this many upcoming samples
+# A bad sample is replaced by one of this many later samples, so that few of a batch's replacements are equal. These samples
+# are then in memory in addition to the shuffle window.
+_REPLACEMENTS = 512
+_ATTEMPTS = 1000
 
 
 class BatchRequest(NamedTuple):
     """A request to a worker for one batch. Workers persist across epochs, so each request contains the epoch."""
 
     epoch: int
-    seen: tuple[Segment, ...]
-    batch: int
-    passed: int  # number of bad samples that this worker has skipped in the epoch before this pass
+    lanes: Lanes
+    batch: int  # number of the micro-batch in the epoch
     left_out: np.ndarray | None  # (k,) int64, bad samples that the epoch excludes; only in a worker's first request
 
     @property
     def key(self) -> tuple[Any, ...]:
         return self[:3]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A decoded sample."""
+
+    index: int
+    pixels: Tensor
+    caption: str
+    hard_negative: str
+    image_hash: int
 
 
 class BatchRequests(Sampler[BatchRequest]):
@@ -58,77 +72,99 @@ class BatchRequests(Sampler[BatchRequest]):
 
 @dataclass(eq=False)
 class BatchDataset(Dataset):
-    """A data set that makes one batch per request. Each worker has a copy, which reads one stream of samples at a time."""
+    """A data set that makes one batch per request. Each worker has a copy, which reads one epoch at a time."""
 
     _source: Source
     _config: TrainLoaderConfig
     _decoder: ImageDecoder
     _transform: Transform
     _tokenizer: Tokenizer
-    _layout: Layout
     _rank: int
     _max_bad: int  # maximum number of bad samples per batch
-    _stream: Iterator[RawSample] = field(default_factory=lambda: iter(()))
+    _order: EpochOrder | None = None
+    _streams: dict[int, SampleStream] = field(default_factory=dict)  # of the lanes that this worker reads
     _expected: tuple[Any, ...] | None = None
 
     def __getitem__(self, request: BatchRequest) -> dict[str, Any]:
         if request.key != self._expected:
-            self._stream = self._open_stream(request)
+            assert request.left_out is not None
+            self._order = epoch_order(self._source, self._config.seed, request.epoch, request.lanes, request.left_out)
+            self._streams = {}
         with _generators_kept():
-            is_hashed = request.epoch == 0 and request.batch < self._config.hashed_steps * self._config.accum_freq
-            batch = self._make_batch(request.epoch, is_hashed or self._config.caption_hash)
-        self._expected = request._replace(batch=request.batch + self._layout.workers).key
+            batch = self._make_batch(request)
+        self._expected = request._replace(batch=request.batch + max(1, self._config.workers)).key
         return batch
 
-    def _open_stream(self, request: BatchRequest) -> Iterator[RawSample]:
-        assert request.left_out is not None
-        order = epoch_order(
-            self._source, self._config.seed, request.epoch, request.seen, self._layout, request.left_out
-        )
-        worker = request.batch % self._layout.workers
-        start = request.batch // self._layout.workers * self._layout.batch_size + request.passed
-        return _stream_shuffled(self._source, order, self._rank, worker, start)
-
-    def _make_batch(self, epoch: int, is_hashed: bool) -> dict[str, Any]:
-        """Make a batch of the next usable samples. The key ``is_short`` means that too few samples were left."""
-        images, indices, captions, negatives, hashes = [], [], [], [], []
-        bad: list[BadSample] = []
-        for raw in self._stream:
-            try:
-                draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
-                if is_hashed:
-                    image, caption, image_hash = decode_with_hash(self._source, raw, self._decoder, draw)
-                else:
-                    (image, caption), image_hash = self._source.decode(raw, self._decoder, draw), 0
-                if self._source.has_hard_negatives:
-                    draw = self._hash(Purpose.HARD_NEGATIVE, epoch, raw.index)
-                    negatives.append(self._source.hard_negative(raw, draw)[:MAX_CAPTION])
-            except BadSampleError as error:
-                bad.append(BadSample(raw.index, str(error), raw.problem is None))
-                if len(bad) > self._max_bad:
-                    break
-                continue
-            pixels, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
-            images.append(pixels)
-            indices.append(raw.index)
-            captions.append(caption)
-            hashes.append(image_hash)
-            if len(indices) == self._layout.batch_size:
-                break
-        if len(indices) < self._layout.batch_size:
-            return {"is_short": True, "bad": bad}
-        batch = {"image": default_collate(images), "text": self._tokenizer(captions), "index": torch.tensor(indices)}
-        if negatives:
-            batch["hard_negative"] = self._tokenizer(negatives)
-        if self._config.text_groups > 0:
-            most, of_equal_size = self._config.text_groups, self._config.equal_text_groups
-            batch["text_groups"] = group_texts(texts_of(batch), most, of_equal_size)
+    def _make_batch(self, request: BatchRequest) -> dict[str, Any]:
+        """Make a batch. The key ``has_too_few`` means that so many samples were bad that the batch is not made."""
+        epoch, config = request.epoch, self._config
+        is_hashed = config.caption_hash or (epoch == 0 and request.batch < config.hashed_steps * config.accum_freq)
+        samples: list[_Sample] = []
+        bad: dict[int, BadSample] = {}
+        for stream, position in self._places(request.batch):
+            sample = self._good_sample(stream, position, epoch, is_hashed, bad)
+            if sample is None:
+                return {"has_too_few": True, "bad": [*bad.values()]}
+            samples.append(sample)
+        batch = {
+            "image": default_collate([sample.pixels for sample in samples]),
+            "text": self._tokenizer([sample.caption for sample in samples]),
+            "index": torch.tensor([sample.index for sample in samples]),
+        }
+        if self._source.has_hard_negatives:
+            batch["hard_negative"] = self._tokenizer([sample.hard_negative for sample in samples])
+        if config.text_groups > 0:
+            batch["text_groups"] = group_texts(texts_of(batch), config.text_groups, config.equal_text_groups)
         if self._source.reference is not None:
             batch |= dict(zip(REFERENCE_KEYS, self._source.reference.rows(batch["index"]), strict=True))
         if is_hashed:
-            batch["caption_hash"] = torch.tensor([hash_text(caption) for caption in captions])
-            batch["image_hash"] = torch.tensor(hashes)
-        return batch | ({"bad": bad} if bad else {})
+            batch["caption_hash"] = torch.tensor([hash_text(sample.caption) for sample in samples])
+            batch["image_hash"] = torch.tensor([sample.image_hash for sample in samples])
+        return batch | ({"bad": [*bad.values()]} if bad else {})
+
+    def _places(self, batch: int) -> Iterator[tuple[SampleStream, int]]:
+        """Yield the lane and the position of each sample of a micro-batch of this rank."""
+        order, size = self._order, self._config.batch_size
+        assert order is not None
+        step, micro_batch = divmod(batch, self._config.accum_freq)
+        first = (self._rank * self._config.accum_freq + micro_batch) * size
+        lanes, positions = order.lanes.locate(step, first + np.arange(size))
+        for lane, position in zip(lanes.tolist(), positions.tolist(), strict=True):
+            if lane not in self._streams:
+                self._streams[lane] = open_stream(self._source, order, lane, position)
+            yield self._streams[lane], position
+
+    def _good_sample(
+        self, stream: SampleStream, position: int, epoch: int, is_hashed: bool, bad: dict[int, BadSample]
+    ) -> "_Sample | None":
+        """Return the sample at a position. A bad sample is replaced by one of the next samples, drawn by a hash.
+
+        Bad samples are added to ``bad``. None means that the batch has more of them than are allowed.
+        """
+        first = stream.take(position)
+        raw: RawSample | None = first
+        for attempt in range(_ATTEMPTS):
+            if raw is None or len(bad) > self._max_bad:
+                return None
+            try:
+                return self._sample(raw, epoch, is_hashed)
+            except BadSampleError as error:
+                bad[raw.index] = BadSample(raw.index, str(error), raw.problem is None)
+            raw = stream.later(self._hash(Purpose.REPLACEMENT, epoch, first.index, attempt) % _REPLACEMENTS)
+        return None
+
+    def _sample(self, raw: RawSample, epoch: int, is_hashed: bool) -> "_Sample":
+        source, image_hash, hard_negative = self._source, 0, ""
+        draw = self._hash(Purpose.CAPTION, epoch, raw.index) if self._config.draw_captions else 0
+        if is_hashed:
+            image, caption, image_hash = decode_with_hash(source, raw, self._decoder, draw)
+        else:
+            image, caption = source.decode(raw, self._decoder, draw)
+        if source.has_hard_negatives:
+            draw = self._hash(Purpose.HARD_NEGATIVE, epoch, raw.index)
+            hard_negative = source.hard_negative(raw, draw)[:MAX_CAPTION]
+        pixels, caption = self._views(image, caption[:MAX_CAPTION], epoch, raw.index)
+        return _Sample(raw.index, pixels, caption, hard_negative, image_hash)
 
     def _views(self, image: DecodedImage, caption: str, epoch: int, index: int) -> tuple[Tensor, str]:
         """Return the pixels, ``(views, ...)`` if there are several views, and the caption of the first view."""
@@ -166,39 +202,7 @@ def _generators_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def epoch_order(
-    source: Source, seed: int, epoch: int, seen: Sequence[Segment], layout: Layout, bad: np.ndarray
-) -> EpochOrder:
-    """Return the order of the samples of an epoch that are neither ``seen`` nor ``bad``."""
-    sequence, num_slots = source.sequence(seed, epoch, layout.epoch_samples, bad)
-    return EpochOrder(sequence, seed, epoch, seen, layout, num_slots)
-
-
-def _stream_shuffled(source: Source, order: EpochOrder, rank: int, worker: int, start: int) -> Iterator[RawSample]:
-    """Yield the samples of one worker in order, from sample number ``start``. Up to one shuffle window is in memory."""
-    waiting: dict[int, RawSample] = {}
-    ahead = _read_in_sequence(source, order, rank, worker, start)
-    for part in order.shuffled(rank, worker, start):
-        for position in part.tolist():
-            while position not in waiting:
-                place, raw = next(ahead)
-                waiting[place] = raw
-            yield waiting.pop(position)
-
-
-def _read_in_sequence(
-    source: Source, order: EpochOrder, rank: int, worker: int, start: int
-) -> Iterator[tuple[int, RawSample]]:
-    reader = source.reader()
-    unread = order.unread(rank, worker, start)
-
-    def part(begin: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = unread[np.arange(begin, min(begin + _READ_AHEAD, len(unread)))]
-        return positions, order.piece_indices(rank, worker, positions)
-
-    following = part(0)
-    for begin in range(0, len(unread), _READ_AHEAD):
-        (positions, indices), following = following, part(begin + _READ_AHEAD)
-        reader.expect(np.concatenate([indices, following[1]]))
-        for position, index in zip(positions.tolist(), indices.tolist(), strict=True):
-            yield position, reader(index)
+def epoch_order(source: Source, seed: int, epoch: int, lanes: Lanes, bad: np.ndarray) -> EpochOrder:
+    """Return the order of the samples of an epoch that are not ``bad`` ``(k,)`` int64."""
+    sequence, num_slots = source.sequence(seed, epoch, lanes.epoch_samples, bad)
+    return EpochOrder(sequence, seed, epoch, lanes, num_slots)

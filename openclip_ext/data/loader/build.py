@@ -79,7 +79,7 @@ def build_train_loader(
             loaders.append(create(part, config, epoch_samples=part.share_of(epoch_samples)))
         except ValueError as error:
             raise ValueError(f"--single-source-batches: source {name}: {error}") from None
-    return SingleSourceLoader(source, loaders)
+    return SingleSourceLoader(source, loaders, config.accum_freq)
 
 
 def _parts(source: ShardSource, spec: DataSpec) -> dict[str, ShardSource]:

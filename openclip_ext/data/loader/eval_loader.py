@@ -110,8 +110,12 @@ class _EvalDataset(IterableDataset):
                 yield url, read_shard(url, self._samples.keys.fields, self._samples.storage)
 
     def _read_source(self, source: Source, worker: int, workers: int) -> Iterator[RawSample]:
-        """Yield this worker's samples. Workers take turns by shard, or by batch if there are too few shards."""
-        read, span = source.reader(), self._span or range(source.num_samples)
+        """Yield this worker's samples."""
+        return source.read(map(np.array, self._parts(source, worker, workers)))
+
+    def _parts(self, source: Source, worker: int, workers: int) -> Iterator[list[int]]:
+        """Yield the indices of this worker's samples. Workers take turns by shard, or by batch if there are too few shards."""
+        span = self._span or range(source.num_samples)
         first = source.group_of(span.start)[2]
         by_shard = first < len(span) if self._span else first * workers <= len(span)
         turn, end = 0, span.start
@@ -121,9 +125,7 @@ class _EvalDataset(IterableDataset):
                 _, begin, samples = source.group_of(begin)
                 end = begin + samples
             if turn % workers == worker:
-                read.expect(np.arange(begin, end))
-                kept = (index for index in range(begin, end) if self._span or not source.is_left_out(index))
-                yield from map(read, kept)
+                yield [index for index in range(begin, end) if self._span or not source.is_left_out(index)]
             turn += 1
 
 

@@ -4,18 +4,21 @@ import contextlib
 import copy
 import hashlib
 import io
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.data.manifest.scan import Shard
 from openclip_ext.data.order import EpochSequence, kept_samples, resampled_shards, shuffled_shards
 from openclip_ext.data.remote import ReplacedError, in_background, persist
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Reader, SampleKeys, Source, limited
+from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, SampleKeys, Source, limited
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage
 
 logger = get_logger(__name__)
@@ -95,8 +98,8 @@ class ShardSource(Source):
         bounds = np.append(self._first_indices, self.manifest.num_samples)
         return np.diff(bounds - np.searchsorted(left_out, bounds))
 
-    def reader(self) -> Reader:
-        return _ShardReader(self)
+    def read(self, indices: Iterable[np.ndarray]) -> Iterator[RawSample]:
+        return _ShardReader(self).read(indices)
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self.keys.decode(raw, limited(decoder, self.max_pixels), draw)
@@ -153,87 +156,112 @@ class ShardSource(Source):
         return file
 
 
-class _ShardReader(Reader):
-    """A reader of shards from front to back. It opens remote shards in advance, and reopens a shard to go back in it."""
+class _ShardReader:
+    """Read samples of shards from front to back, and open the next remote shards in the background."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self._file: io.BufferedReader | None = None
-        self._samples: Iterator[tar.TarSample] = iter(())
-        self._shard = -1
-        self._next = self._end = 0
-        self._failure: Exception | None = None
-        self._restarted = -1
-        self._expected: list[int] = []
-        self._ahead: dict[int, Future[io.BufferedReader]] = {}
+        self._expected: list[int] = []  # numbers of the shards to read, in order
+        self._opened: dict[int, Future[io.BufferedReader]] = {}
 
-    def __call__(self, index: int) -> RawSample:
-        number = self._source.shard_number(index)
-        try:
-            if number != self._shard or index < self._next:
-                self._open(number, index)
-            sample = self._advance(index)
-        except tar.STREAM_ERRORS as error:
-            shard = self._source.manifest.shards[number]
-            if not shard.is_local and not isinstance(error, OSError) and self._restarted != number:
-                # The connection may have cut off a stream of unknown length, so a second read may succeed.
-                logger.warning(f"{shard.url} is read again from its start: {error}")
-                self._shard, self._restarted = -1, number
-                return self(index)
-            if shard.is_local and isinstance(error, OSError) and error.errno is not None:
-                self._shard = -1  # The next read opens the shard again, so a bad disk block costs only one sample.
-            else:
-                self._failure = error
-            return RawSample(index, problem=f"{shard.url} cannot be read: {type(error).__name__}: {error}")
-        return RawSample(index, sample.fields, sample.found, sample.key)
+    def read(self, indices: Iterable[np.ndarray]) -> Iterator[RawSample]:
+        """See :meth:`Source.read`."""
+        for number, group in groupby(self._numbered(indices), itemgetter(0)):
+            yield from self._read_shard(number, (index for _, index in group))
 
-    def expect(self, indices: np.ndarray) -> None:
-        self._expected = list(dict.fromkeys(self._source.shard_numbers(indices).tolist()))
-        self._open_ahead()
+    def _numbered(self, indices: Iterable[np.ndarray]) -> Iterator[tuple[int, int]]:
+        """Yield the number of its shard and the index of each sample."""
+        for part, following in pairwise(chain(indices, [np.empty(0, np.int64)])):
+            self._expected = list(dict.fromkeys(self._source.shard_numbers(np.append(part, following)).tolist()))
+            yield from zip(self._source.shard_numbers(part).tolist(), part.tolist(), strict=True)
 
-    def _open_ahead(self) -> None:
-        if self._shard in self._expected:
-            # The search is short, because earlier shards have been removed from the list.
-            del self._expected[: self._expected.index(self._shard) + 1]
-        self._ahead = {
-            number: self._ahead.get(number) or in_background(partial(self._source.open_shard, number))
-            for number in self._expected[:_SHARDS_AHEAD]
-            if not self._source.manifest.shards[number].is_local
+    def _open(self, number: int) -> io.BufferedReader:
+        future = self._opened.pop(number, None)
+        file = self._source.open_shard(number) if future is None else future.result()
+        upcoming = self._expected[self._expected.index(number) + 1 :] if number in self._expected else []
+        self._opened = {
+            ahead: self._opened.get(ahead) or in_background(partial(self._source.open_shard, ahead))
+            for ahead in upcoming[:_SHARDS_AHEAD]
+            if not self._source.manifest.shards[ahead].is_local
         }
+        return file
 
-    def _open(self, number: int, index: int) -> None:
-        """Open a shard to read from this index on. The content before it is not read, because it may be unreadable."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a command fails if its output is not read completely
-                self._file.close()
-        self._file = None
+    def _read_shard(self, number: int, indices: Iterator[int]) -> Iterator[RawSample]:
+        """Yield samples of one shard. If it becomes unreadable, the rest of the samples have a ``problem``."""
         shard = self._source.manifest.shards[number]
-        self._shard, self._next, self._end = number, shard.first_index, shard.first_index + shard.num_samples
-        self._failure = None
-        future = self._ahead.pop(number, None)
-        self._file = self._source.open_shard(number) if future is None else future.result()
-        self._open_ahead()
-        self._samples = tar.TarArchive(self._file).samples(self._source.keys.fields, skip=index - shard.first_index)
+        walk: _Walk | None = None
+        problem, has_restarted = "", False
+        for index in indices:
+            if problem:
+                yield RawSample(index, problem=problem)
+                continue
+            try:
+                try:
+                    walk = self._walk_to(number, index, walk)
+                    sample = walk.advance(index)
+                except tar.STREAM_ERRORS as error:
+                    if shard.is_local or isinstance(error, OSError) or has_restarted:
+                        raise
+                    # The connection may have cut off a stream of unknown length, so a second read may succeed.
+                    logger.warning(f"{shard.url} is read again from its start: {error}")
+                    has_restarted = True
+                    walk = self._walk_to(number, index, None)
+                    sample = walk.advance(index)
+            except tar.STREAM_ERRORS as error:
+                text = f"{shard.url} cannot be read: {type(error).__name__}: {error}"
+                if shard.is_local and isinstance(error, OSError) and error.errno is not None:
+                    walk = None  # The next sample opens the shard again, so a bad disk block costs only one sample.
+                else:
+                    problem = text
+                yield RawSample(index, problem=text)
+            else:
+                yield RawSample(index, sample.fields, sample.found, sample.key)
+        if walk is not None:
+            walk.close()
 
-    def _advance(self, index: int) -> tar.TarSample:
+    def _walk_to(self, number: int, index: int, walk: "_Walk | None") -> "_Walk":
+        """Return the walk through a shard, begun anew if it has passed the sample or there is none."""
+        if walk is not None and walk.next <= index:
+            return walk
+        if walk is not None:
+            walk.close()
+        return _Walk(self._open(number), self._source.manifest.shards[number], self._source.keys.fields, index)
+
+
+class _Walk:
+    """The samples of an open shard from ``first`` on. The content before it is not read, because it may be unreadable.
+
+    Attributes:
+        next: Index of the next sample.
+    """
+
+    def __init__(self, file: io.BufferedReader, shard: Shard, fields: frozenset[str], first: int) -> None:
+        self.next = shard.first_index
+        self._file = file
+        self._shard = shard
+        self._samples = tar.TarArchive(file).samples(fields, skip=first - shard.first_index)
+
+    def advance(self, index: int) -> tar.TarSample:
         """Return a sample. If the shard is unreadable before this sample, raise one of STREAM_ERRORS."""
-        if self._failure is not None:
-            raise self._failure
+        end = self._shard.first_index + self._shard.num_samples
         for sample in self._samples:
-            self._next += 1
-            if self._next > index:
-                if self._next == self._end:
+            self.next += 1
+            if self.next > index:
+                if self.next == end:
                     self._warn_of_more()
                 return sample
-        count = self._source.manifest.shards[self._shard].num_samples
-        raise EOFError(f"the shard has {count - (self._end - self._next)} samples, but the manifest has {count}")
+        count = self.next - self._shard.first_index
+        raise EOFError(f"the shard has {count} samples, but the manifest has {self._shard.num_samples}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a command fails if its output is not read completely
+            self._file.close()
 
     def _warn_of_more(self) -> None:
         with contextlib.suppress(*tar.STREAM_ERRORS):
             if next(self._samples, None) is not None:
-                shard = self._source.manifest.shards[self._shard]
                 logger.warning(
-                    f"{shard.url} has more than the {shard.num_samples:,} samples of the manifest, and the rest is never "
-                    "used. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
+                    f"{self._shard.url} has more than the {self._shard.num_samples:,} samples of the manifest, and the rest "
+                    "is never used. The count in sizes.json, *_stats.json or --sizes is too low: correct it, and create the "
                     "manifest again"
                 )

@@ -3,7 +3,7 @@
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
@@ -49,17 +49,6 @@ class RawSample:
     problem: str | None = None  # why the sample could not be read, or None
 
 
-class Reader:
-    """A reader of samples. It is fast if the indices ascend. Each process has its own reader."""
-
-    def __call__(self, index: int) -> RawSample:
-        """Read a sample. For a bad sample, set its ``problem`` instead of raising an error."""
-        return RawSample(index)
-
-    def expect(self, indices: np.ndarray) -> None:
-        """Announce the indices that will be read next, in order, to prefetch their shards."""
-
-
 class Source(ABC):
     """A data set whose samples have indices ``0 .. num_samples - 1``.
 
@@ -98,8 +87,17 @@ class Source(ABC):
         kept = self.num_samples - len(bad)
         return kept_samples(shuffled_rows(kept, seed, epoch), bad), kept
 
-    def reader(self) -> Reader:
-        return Reader()
+    def read(self, indices: Iterable[np.ndarray]) -> Iterator[RawSample]:
+        """Yield the undecoded samples at these indices ``(k,)``, in their order; for a bad sample, set its ``problem``.
+
+        A ``sequential`` source is fast if the indices ascend, and prefetches remote shards of the next array.
+        """
+        for part in indices:
+            yield from map(RawSample, part.tolist())
+
+    def read_one(self, index: int) -> RawSample:
+        """Return one undecoded sample, see :meth:`read`."""
+        return next(iter(self.read([np.array([index])])))
 
     @abstractmethod
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from openclip_ext.data.shards.shardlist import shard_name
@@ -43,9 +44,9 @@ def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple
     """Return all samples of the findings, and thumbnails (data URIs) for the first ``show`` findings of each category."""
     listed = {index for one in found.values() for index in one.samples.flatten().tolist()}
     shown = {index for one in found.values() for index in one.samples[:show].flatten().tolist()}
-    samples, thumbnails, reader = {}, {}, source.reader()
-    for index in sorted(listed):
-        raw = reader(index)
+    samples, thumbnails = {}, {}
+    for raw in source.read([np.array(sorted(listed), dtype=np.int64)]):
+        index = raw.index
         key, caption = source.describe(raw)
         samples[index] = Sample(index, shard_name(source.group_of(index)[0]), key, caption[:MAX_CAPTION])
         if index in shown:
