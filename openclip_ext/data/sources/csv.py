@@ -1,4 +1,4 @@
-"""CSV data sets: each row contains the path of an image and its caption. The index of a sample is its row number."""
+"""CSV data sets: each row contains the path of an image and its captions."""
 
 import ast
 import contextlib
@@ -6,18 +6,17 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
-from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
 
 from openclip_ext.cli.messages import for_people, get_logger
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
-from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
+from openclip_ext.data.sources.rows import RowSource, located
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.data.storage import is_local, local_path, open_local
+from openclip_ext.data.storage import is_local, local_path
 
 logger = get_logger(__name__)
 
@@ -29,7 +28,7 @@ class _Format(NamedTuple):
     """How to read a table."""
 
     image_column: str
-    caption_column: str
+    caption_column: str  # or several columns, separated by ``;``
     separator: str
 
 
@@ -46,11 +45,11 @@ class _Texts:
         return self.data[begin : self.ends[row]].decode("utf-8")
 
 
-class CsvSource(Source):
+class CsvSource(RowSource):
     """Rows of a CSV file. A blank caption counts as missing.
 
-    Image paths are relative to the working directory or, if there is no such file, to the table's folder. If the default
-    separator and columns do not fit, they are detected.
+    If the default separator and columns do not fit, they are detected. ``caption_column`` may name several columns, separated
+    by ``;``.
 
     Raises:
         FileNotFoundError, ValueError: The file, a column or all rows are missing, or an unbalanced quote hides rows.
@@ -71,44 +70,34 @@ class CsvSource(Source):
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
         _refuse_hidden_rows(path, table, image_column, separator)
-        self._path = local_path(path)
+        columns = _caption_columns(table.columns, caption_column)
+        self.several_captions = len(columns) > 1
         self._images = _Texts(table[image_column].tolist())
-        self._captions = _Texts(table[caption_column].tolist())
-        missing = (table[image_column] == "") | (table[caption_column].str.strip() == "")
-        self._missing = np.flatnonzero(missing)
+        self._captions = [_Texts(table[column].tolist()) for column in columns]
+        self._missing = np.flatnonzero(
+            (table[image_column] == "") | (table[columns].apply(lambda texts: texts.str.strip()) == "").all(axis=1)
+        )
         content = hashlib.blake2b(digest_size=8)
-        for texts in (self._images, self._captions):
+        for texts in (self._images, *self._captions):
             content.update(texts.data)
             content.update(texts.ends.tobytes())
-        super().__init__(len(table), content.hexdigest())
-        content = hashlib.blake2b(self._captions.data, digest_size=8)
+        super().__init__(path, len(table), content.hexdigest())
+        content = hashlib.blake2b(b"".join(texts.data for texts in self._captions), digest_size=8)
         for name in table[image_column]:
             content.update(f"\0{os.path.basename(name)}".encode())
         self.index_digest = content.hexdigest()
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        path, caption = self.describe(raw)
-        if not path or not caption.strip():
-            raise BadSampleError(f"row {raw.index} has no {'caption' if path else 'image'}")
-        try:
-            with open_local(_located(path, self._path)) as file:
-                return limited(decoder, self.max_pixels)(file), caption
-        except OSError as error:
-            raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
+    def row(self, number: int) -> tuple[str, list[str]]:
+        captions = (texts[number] for texts in self._captions)
+        return self._images[number], [caption for caption in captions if caption.strip()]
 
     def files(self) -> list[str]:
         """Return the paths of the CSV file and of the images in it."""
-        return [self._path, *(_located(self._images[row], self._path) for row in range(self.num_samples))]
-
-    def describe(self, raw: RawSample) -> tuple[str, str]:
-        return self._images[raw.index], self._captions[raw.index]
-
-    def group_of(self, index: int) -> tuple[str, int, int]:
-        return self._path, 0, self.num_samples
+        return [self.path, *(located(self._images[row], self.path) for row in range(self.num_samples))]
 
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
-        return len(self._missing), f"{self._path}, for example rows {rows}" if rows else ""
+        return len(self._missing), f"{self.path}, for example rows {rows}" if rows else ""
 
 
 def check_first_rows(path: str, image_column: str, caption_column: str, separator: str) -> None:
@@ -116,14 +105,15 @@ def check_first_rows(path: str, image_column: str, caption_column: str, separato
     found = _find_format(path, _Format(image_column, caption_column, separator))
     table = _read(path, found.separator, _FIRST_ROWS)
     images = [image for image in table[found.image_column] if image]
-    if images and not any(os.path.isfile(_located(image, path)) for image in images):
+    if images and not any(os.path.isfile(located(image, path)) for image in images):
         raise ValueError(for_people(f"{path}: {_unreadable(images)}"))
-    captions = [caption for caption in table[found.caption_column] if caption.strip()]
-    if captions and all(map(_is_list, captions)):
-        raise ValueError(
-            f"{path}: the column {found.caption_column!r} contains lists, which are not split: write one caption per row, or "
-            "shards with --caption-key json:ENTRY"
-        )
+    for column in _caption_columns(table.columns, found.caption_column):
+        captions = [caption for caption in table[column] if caption.strip()]
+        if captions and all(map(_is_list, captions)):
+            raise ValueError(
+                f"{path}: the column {column!r} contains lists, which are not split: write a column for each caption, or "
+                "shards with --caption-key json:ENTRY"
+            )
 
 
 def _unreadable(images: Sequence[str]) -> str:
@@ -141,20 +131,6 @@ def _is_list(caption: str) -> bool:
         value = ast.literal_eval(caption) if caption.startswith("[") else None
         return isinstance(value, list) and all(isinstance(text, str) for text in value)
     return False
-
-
-def _located(image: str, table: str) -> str:
-    """Return the existing file that a table's path of an image means; if there is none, the path."""
-    return next(filter(os.path.exists, _possible_paths(image, os.path.dirname(local_path(table)))), image)
-
-
-def _possible_paths(image: str, folder: str) -> Iterator[str]:
-    yield image
-    is_url = image.startswith("file:")
-    name = unquote(re.sub("^file:(//(localhost)?(?=/))?", "", image)) if is_url else os.path.expanduser(image)
-    for path in (name, name.replace("\\", "/")):  # Windows writes backslashes
-        yield path
-        yield os.path.join(folder, path)
 
 
 def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
@@ -203,9 +179,14 @@ def _find_format(path: str, given: _Format) -> _Format:
 
 
 def _matching(header: Sequence[str], given: str, default: str, known: Collection[str]) -> list[str]:
-    if given in header or given != default:
-        return [given] if given in header else []
+    if given != default or given in header:
+        return [given] if {*_caption_columns(header, given)} <= {*header} else []
     return [column for column in header if column.strip().lower() in known]
+
+
+def _caption_columns(header: Collection[str], given: str) -> list[str]:
+    """Return the columns that ``--csv-caption-key`` names: one, or several that are separated by ``;``."""
+    return [given] if given in header else [name.strip() for name in given.split(";") if name.strip()]
 
 
 def _refuse_hidden_rows(path: str, table: pd.DataFrame, image_column: str, separator: str) -> None:

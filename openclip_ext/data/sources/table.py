@@ -1,6 +1,6 @@
 """Tables of images and captions, read with the library ``datasets``: Parquet, JSON lines, saved data sets, class folders.
 
-The index of a sample is its row number. ``datasets`` maps the rows from disk, so workers share them.
+``datasets`` maps the rows from disk, so workers share them.
 """
 
 import hashlib
@@ -11,13 +11,12 @@ from typing import Any
 
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
-from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
+from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.spec import TABLE_LOADERS, is_saved
-from openclip_ext.data.storage import open_local
 
 
-class TableSource(Source):
-    """Rows of a table. Paths of images are relative to the working directory, or else to the table's folder.
+class TableSource(RowSource):
+    """Rows of a table that the library ``datasets`` reads.
 
     Args:
         path: Parquet or JSON-lines file (or a pattern of files), folder of ``Dataset.save_to_disk``, or folder with a
@@ -41,7 +40,6 @@ class TableSource(Source):
         table = _load(path)
         if not len(table):
             raise ValueError(f"the data set is empty: {path} has no rows")
-        self._path, self._folder = os.path.abspath(path), os.path.dirname(os.path.abspath(path))
         (self._image,) = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
         self._texts = _columns(path, table, caption_column, "caption", "--csv-caption-key", _holds_caption)
         self._classes = {
@@ -58,35 +56,15 @@ class TableSource(Source):
         content = hashlib.blake2b(repr(self._classes).encode(), digest_size=8)
         for rows in captions.iter(batch_size=10_000):
             content.update(repr(list(rows.values())).encode(errors="surrogateescape"))
-        super().__init__(len(table), content.hexdigest())
+        super().__init__(path, len(table), content.hexdigest())
 
-    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
-        row = self._table[raw.index]
-        captions = self._captions(row)
-        if not captions:
-            raise BadSampleError(f"row {raw.index} has no caption")
-        decoder = limited(decoder, self.max_pixels)
-        content, path = _bytes_and_path(row[self._image])
-        if content is not None:
-            return decoder(content), captions[draw % len(captions)]
-        if not path:
-            raise BadSampleError(f"row {raw.index} has no image")
-        try:
-            with open_local(self._located(path)) as file:
-                return decoder(file), captions[draw % len(captions)]
-        except OSError as error:
-            raise BadSampleError(f"row {raw.index}: {path} cannot be read: {error.strerror or error}") from error
-
-    def describe(self, raw: RawSample) -> tuple[str, str]:
-        row = self._table[raw.index]
-        return _bytes_and_path(row[self._image])[1] or f"row {raw.index}", (self._captions(row) or [""])[0]
+    def row(self, number: int) -> tuple[bytes | str, list[str]]:
+        cells = self._table[number]
+        return _image(cells[self._image]), self._captions(cells)
 
     def files(self) -> list[str]:
         """Return the path of the table."""
-        return [self._path]
-
-    def group_of(self, index: int) -> tuple[str, int, int]:
-        return self._path, 0, self.num_samples
+        return [self.path]
 
     def _captions(self, row: dict[str, Any]) -> list[str]:
         """Return the captions of a row, without blank ones."""
@@ -97,9 +75,6 @@ class TableSource(Source):
                 value = self._classes[name][value]
             found += value if isinstance(value, list) else [value]
         return [text for text in found if isinstance(text, str) and text.strip()]
-
-    def _located(self, path: str) -> str:
-        return path if os.path.exists(path) else os.path.join(self._folder, path)
 
 
 def _load(path: str) -> Any:
@@ -164,8 +139,8 @@ def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
-def _bytes_and_path(value: Any) -> tuple[bytes | None, str]:
-    """Return the content of an image in a cell, None if the cell only has the path, and the path or an empty text."""
+def _image(value: Any) -> bytes | str:
+    """Return the content of the image in a cell, or its path, or an empty text."""
     if isinstance(value, dict):
-        return value.get("bytes"), value.get("path") or ""
-    return (value, "") if isinstance(value, bytes) else (None, value or "")
+        value = value.get("bytes") or value.get("path")
+    return value or ""

@@ -1,0 +1,62 @@
+"""Rows of a table, each with an image (a file or its content) and its captions. The index of a sample is its row number."""
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
+from openclip_ext.data.storage import local_path, open_local
+
+
+class RowSource(Source):
+    """A table. Paths of images are relative to the working directory or, if there is no such file, to the table's folder.
+
+    Args:
+        path: Path of the table.
+        num_samples: Number of rows.
+        digest: Hash of the rows.
+    """
+
+    def __init__(self, path: str, num_samples: int, digest: str) -> None:
+        super().__init__(num_samples, digest)
+        self.path = local_path(path)
+
+    @abstractmethod
+    def row(self, number: int) -> tuple[bytes | str, list[str]]:
+        """Return the content or the path of a row's image, empty if missing, and its captions without blank ones."""
+
+    def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
+        image, captions = self.row(raw.index)
+        if not image or not captions:
+            raise BadSampleError(f"row {raw.index} has no {'caption' if image else 'image'}")
+        decoder, caption = limited(decoder, self.max_pixels), captions[draw % len(captions)]
+        if isinstance(image, bytes):
+            return decoder(image), caption
+        try:
+            with open_local(located(image, self.path)) as file:
+                return decoder(file), caption
+        except OSError as error:
+            raise BadSampleError(f"row {raw.index}: {image} cannot be read: {error.strerror or error}") from error
+
+    def describe(self, raw: RawSample) -> tuple[str, str]:
+        image, captions = self.row(raw.index)
+        return image if image and isinstance(image, str) else f"row {raw.index}", (captions or [""])[0]
+
+    def group_of(self, index: int) -> tuple[str, int, int]:
+        return self.path, 0, self.num_samples
+
+
+def located(image: str, table: str) -> str:
+    """Return the existing file that a table's path of an image means; if there is none, the path."""
+    return next(filter(os.path.exists, _possible_paths(image, os.path.dirname(local_path(table)))), image)
+
+
+def _possible_paths(image: str, folder: str) -> Iterator[str]:
+    yield image
+    is_url = image.startswith("file:")
+    name = unquote(re.sub("^file:(//(localhost)?(?=/))?", "", image)) if is_url else os.path.expanduser(image)
+    for path in (name, name.replace("\\", "/")):  # Windows writes backslashes
+        yield path
+        yield os.path.join(folder, path)
