@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     CAPTION = 7
     SINGLE_SOURCE = 8
     HARD_NEGATIVE = 9
+    HELD_OUT = 10
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:

@@ -66,6 +66,7 @@ class _Position:
     seen: tuple[Segment, ...]  # the segments in earlier layouts
     done: int  # number of batches yielded in the current layout
     passed: list[int]  # number of bad samples that each worker has skipped in the current layout
+    before: tuple[int, list[int]] | None = None  # ``done`` and ``passed`` before the last step
 
 
 class TrainLoader:
@@ -195,6 +196,11 @@ class TrainLoader:
         self._position = None
         return self.bad.begin(epoch, is_fresh)
 
+    def undo_step(self) -> None:
+        """Exclude the last yielded step from the progress, because it is not trained on. The iteration must then end."""
+        if self._position is not None and self._position.before is not None:
+            self._position.done, self._position.passed = self._position.before
+
     def check_progress(self, progress: Progress) -> tuple[tuple[Segment, ...], Segment]:
         """Return the segments that used other layouts, and the segment in the current layout, which may have no batches.
 
@@ -306,6 +312,7 @@ class TrainLoader:
                 raise step.failure or WorkerError("the data workers of another rank failed; see its error")
             if self._is_shared and number % exchange_every == 0:
                 self.bad.exchange()
+            position.before = position.done, position.passed
             position.done += len(step.batches)
             position.passed = step.passed
             for batch in step.batches:
