@@ -19,6 +19,7 @@ from openclip_ext.evaluation.training_log import read_log
 from openclip_ext.training.config import for_pairs
 from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
+from tests.data.test_reference import write_store
 from tests.training import runs
 from tests.training.commands import config_of
 from tests.training.runs import SMALL_MODEL, evaluation, results_of, run, small_command, stock_model
@@ -130,10 +131,23 @@ def test_adapters_are_mixed_by_their_scale(flags, start, shards, tmp_path):
     assert change.abs().max() > 1e-3
 
 
-def test_the_comparison_can_be_omitted(flags, shards, tmp_path):
-    folder = runs.train(shards, tmp_path, "run", "openclip", *flags, "--no-before-after")
+def test_the_comparison_can_be_omitted_and_does_not_change_the_training(flags, shards, whole, tmp_path):
+    folder = runs.train(shards, tmp_path, "run", "queueclip", *flags, "--no-before-after")
+    assert runs.losses_of(folder) == runs.losses_of(whole)
+    found, expected = (weights_of(run / "checkpoints" / "epoch_2.pt") for run in (folder, whole))
+    assert runs.differences(found, expected) == []
     assert [line["epoch"] for line in results_of(folder)] == [1, 2]
     assert not (folder / "interpolation.json").exists()
+
+
+def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp_path):
+    store = write_store(tmp_path / "store", shards)
+    more = ("--reference", str(store), "--distill", "0.5", "--keep-data", keep)
+    steps = [
+        line for line in runs.metrics_of(runs.train(shards, tmp_path, "run", "queueclip", *more)) if "loss" in line
+    ]
+    assert len(steps) == 14 and all(line["loss"] and line["reference_infonce"] > 0 for line in steps)
+    assert steps[-1]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(
