@@ -3,9 +3,8 @@
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import open_clip
 
@@ -218,20 +217,18 @@ def _check_other_data(flag: str, spec: DataSpec) -> None:
         raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
     if flag == "--val-classes":
         spec = class_spec(spec)
-    _check_table(flag, spec, lambda spec, read: with_own_columns(spec, read))
+    _check_table(flag, spec)
 
 
-def _check_table(flag: str, spec: DataSpec, call: Callable[..., Any] = lambda spec, read: read(spec)) -> None:
-    """Raise UsageError if the header or the first rows of a CSV file or another table cannot be used.
-
-    ``call`` calls a function with ``spec``, or with another specification of the same table.
-    """
+def _check_table(flag: str, spec: DataSpec) -> None:
+    """Raise UsageError if the header or the first rows of a CSV file or another table cannot be used."""
 
     def check() -> None:
+        read_with = with_own_columns if flag != "--train-data" else lambda spec, read: read(spec)
         if spec.resolved_type == "csv":
-            call(spec, check_csv)
+            read_with(spec, check_csv)
         elif spec.resolved_type == "table":
-            source = call(spec, table_source)
+            source = read_with(spec, table_source)
             refuse_unusable_rows(source)
             if flag == "--keep-data":
                 split(source)
@@ -239,8 +236,6 @@ def _check_table(flag: str, spec: DataSpec, call: Callable[..., Any] = lambda sp
     try:
         # The first rank also converts a table to files that the other ranks map.
         distributed.on_master(check)
-    except UsageError:
-        raise
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {str(error).removeprefix(f'{flag}: ')}") from error
 
