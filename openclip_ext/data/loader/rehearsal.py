@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openclip_ext import distributed
+from openclip_ext import compat, distributed
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.hashing import Purpose, hash64
 from openclip_ext.data.loader.build import build_other_source, build_train_loader
@@ -170,7 +170,9 @@ class RehearsalLoader:
         }
         if self._config.text_groups > 0:
             most, of_equal_size = self._config.text_groups, self._config.equal_text_groups
-            batch["text_groups"] = group_texts(texts_of(batch), most, of_equal_size)
+            groups = group_texts(texts_of(batch), most, of_equal_size)
+            pins = self._config.pin_memory
+            batch["text_groups"] = compat.map_tensors(Tensor.pin_memory, groups) if pins else groups
         return batch
 
     def _concatenated(self, own: Tensor, kept: Tensor) -> Tensor:
