@@ -126,9 +126,9 @@ def setup_logging(log_path: str | None, level: int) -> None:
     others = [*logging.root.handlers]
     setup(log_path, level)
     mask_logs(handler for handler in logging.root.handlers if handler not in others)
-    # OpenCLIP sets every logger to the run's level, but torch's messages below level WARNING do not help users.
+    # OpenCLIP sets every logger to the run's level, but messages of other libraries below level WARNING do not help users.
     for name in logging.root.manager.loggerDict:
-        if name.split(".")[0] == "torch":
+        if name.split(".")[0] in ("torch", "datasets", "dill", "filelock", "fsspec"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
 

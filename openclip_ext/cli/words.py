@@ -31,8 +31,8 @@ _FLAGS = {
     "--data-size": "no flag: the manifest counts the samples",
 }
 COMMANDS = {
-    "finetune": "train --pretrained TAG_OR_FILE",
-    "fine-tune": "train --pretrained TAG_OR_FILE",
+    "finetune": "train --config finetune --pretrained TAG_OR_FILE",
+    "fine-tune": "train --config finetune --pretrained TAG_OR_FILE",
     "eval": "evaluate",
     "test": "evaluate",
     "plot": "report",

@@ -309,7 +309,7 @@ class Comparison:
         for name, value in row["setting"]["options"].items():
             words += option_as_words(OPTIONS[name], value)
         epochs, samples = row["epochs"], row["epoch_samples"]
-        warmup = warmup_steps(self.pilot.config.schedule.warmup, epochs * (samples // self.pilot.batch))
+        warmup = warmup_steps(self.pilot.config.schedule, epochs * (samples // self.pilot.batch))
         words += ["--lr", str(row["lr"]), "--warmup", str(warmup), "--epochs", str(epochs)]
         return shlex.join(without_secrets([*words, "--train-num-samples", str(samples)]))
 

@@ -17,7 +17,7 @@ from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.config import LossConfig, TrainingConfig
+from openclip_ext.training.config import LossConfig, ScheduleConfig, TrainingConfig
 from openclip_ext.training.model import build_loss, build_model, for_training, initialize, text_groups
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
@@ -60,9 +60,9 @@ def seconds_a_sample(config: TrainingConfig, processes: int) -> float:
         torch.set_num_threads(threads)
 
 
-def warmup_steps(asked: int, steps: int) -> int:
-    """Return the number of warm-up steps in a run of ``steps`` steps: ``asked``, limited to a tenth of the run."""
-    return min(asked, steps // 10)
+def warmup_steps(schedule: ScheduleConfig, steps: int) -> int:
+    """Return the number of warm-up steps in a run of ``steps`` steps: as in ``schedule``, but at most a tenth of the run."""
+    return min(schedule.warmup_steps(steps), steps // 10)
 
 
 class PilotRun:
@@ -95,7 +95,7 @@ class PilotRun:
         self.prepare()
         rate = self.logit_scale_lr()
         optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())
-        warmup = warmup_steps(config.schedule.warmup, self.steps)
+        warmup = warmup_steps(config.schedule, self.steps)
         schedule = replace(config.schedule, lr=run.lr, epochs=run.epochs, warmup=warmup)
         self._set_rates = create_schedule(schedule, optimizer, self.steps_per_epoch, rate)
         self.settings = StepSettings.of(config.step, device, self.normalize())

@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     SINGLE_SOURCE = 8
     HARD_NEGATIVE = 9
     REPLACEMENT = 10
+    HELD_OUT = 11
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:

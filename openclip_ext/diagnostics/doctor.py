@@ -19,7 +19,7 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.model import prepare_for
-from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.rehearsal import build_loader
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
@@ -98,11 +98,12 @@ class Doctor:
             yield OK, "data: the run has no training data and only evaluates"
             return
         loading = replace(self.config.loading, rank=0, world_size=self.world_size, workers=0)
-        loader = build_train_loader(spec, loading, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
+        keep = self.config.keep
+        loader = build_loader(spec, loading, keep, preprocess=torch.as_tensor, tokenizer=torch.as_tensor)
         source = loader.source
         self.reference = source.reference
         self.steps = loader.batches_per_epoch // loading.accum_freq
-        self.samples = source.num_samples  # --train-num-samples shortens epochs, but not the loss's tables
+        self.samples = loader.num_samples  # --train-num-samples shortens epochs, but not the loss's tables
         try:
             first = source.read_one(next(index for index in range(source.num_samples) if not source.is_left_out(index)))
             _, caption = source.decode(first, decode_image)

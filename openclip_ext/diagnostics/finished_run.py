@@ -92,6 +92,8 @@ def load_run(
     config = read_config(run)
     loaded = _read_checkpoint(run / "checkpoints", checkpoint)
     flags = config["flags"]
+    if flags.get("keep_data"):
+        raise UsageError(f"{run} was trained with --keep-data, which this program does not support: use another run")
     settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
     if TRAINED_KEY in loaded.model_file:
         if settings.lora.rank is not None:

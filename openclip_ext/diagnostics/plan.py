@@ -30,6 +30,7 @@ from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.flags import parse
 from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_loss_flags, import_losses, take_loss_options
+from openclip_ext.training.recipes import by_pairs
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -231,7 +232,7 @@ def _gib(size: float) -> str:
 def run_to_plan(argv: list[str], world_size: int) -> TrainingConfig:
     """Return the configuration of a run with the flags of ``train`` on ``world_size`` ranks, before it is started."""
     processes = {"rank": 0, "local_rank": 0, "world_size": world_size, "distributed": world_size > 1}
-    return with_loss_options(for_processes(parse(argv), "now", **processes))
+    return with_loss_options(for_processes(by_pairs.resolve(parse(argv)), "now", **processes))
 
 
 def main(argv: list[str]) -> None:

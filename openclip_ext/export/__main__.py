@@ -30,6 +30,7 @@ from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.config import model_config as training_model_config
+from openclip_ext.training.interpolation import WEIGHT_KEY, initial_model, mixed
 from openclip_ext.training.model import MODEL_CONFIG
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
@@ -71,6 +72,10 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
     # The model was loaded in the run's precision, which may be half precision. Load the weights again in float32, because
     # half precision rounds the average of --model-ema-decay.
     load_model(model, loaded.model_file["state_dict"], checkpoint)
+    if (chosen := loaded.model_file.get(WEIGHT_KEY)) is not None and interpolate != 1:
+        raise UsageError(
+            f"--interpolate: {checkpoint.name} is a mix of weights already (α = {chosen:g}). Remove the flag"
+        )
     if interpolate != 1:
         _mix_with_initial(model, training_model_config(config["flags"]), interpolate)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
@@ -86,6 +91,7 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
     lines = [line for line in read_log(run).steps if line[unit] < end]
     if lines:
         plot({config["flags"]["name"]: [TrainingLog({}, lines)]}, output / CURVES)
+    interpolate = interpolate if chosen is None else chosen
     results = evaluations(run, loaded, weights_digest(model)) if interpolate == 1 else {}
     card = model_card(config, loaded, lines[-1] if lines else None, results, to == "hf", interpolate)
     write_text(output / "README.md", card)
@@ -97,17 +103,10 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
 
 
 def _mix_with_initial(model: Any, settings: ModelConfig, weight: float) -> None:
-    """Replace the weights by ``(1 − weight)`` times the run's initial weights plus ``weight`` times the trained weights."""
+    """Replace the weights by a mix with the run's initial weights, see :func:`mixed`."""
     if not settings.weights:
         raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
-    with command_line.without_warnings():
-        initial, *_ = replace(settings, precision="fp32").create(torch.device("cpu"))
-    start = initial.state_dict()
-    mixed = {
-        name: torch.lerp(start[name].float(), value, weight) if value.is_floating_point() else value
-        for name, value in model.state_dict().items()
-    }
-    model.load_state_dict(mixed)
+    model.load_state_dict(mixed(initial_model(settings).state_dict(), model.state_dict(), weight))
 
 
 def _check_loadable(model: Any, settings: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import open_clip
@@ -14,7 +14,8 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.data.loader.build import check_csv, table_source
+from openclip_ext.data.loader.build import check_csv, refuse_unusable_rows, table_source, with_own_columns
+from openclip_ext.data.loader.rehearsal import split
 from openclip_ext.data.processes import check_main_program
 from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
@@ -23,7 +24,7 @@ from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
-from openclip_ext.training.validation import metric_names
+from openclip_ext.training.validation import class_spec, metric_names
 
 # Above this learning rate, AdamW destroys pretrained weights within a few steps.
 _HIGHEST_FINE_TUNING_LR = 1e-3
@@ -69,6 +70,9 @@ def check(config: TrainingConfig) -> None:
         if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
         _check_table("--train-data", data)
+        if config.keep.source is not None:
+            _check_other_data("--keep-data", config.keep.spec(data))
+            config.keep.shared(config.loading.batch_size)
     if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
     if config.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
@@ -110,6 +114,7 @@ def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
     evaluation = config.evaluation
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
+        ("--val-classes", evaluation.class_data, "--val-frequency"),
         ("--imagenet-val", evaluation.imagenet_val or evaluation.imagenet_v2, "--zeroshot-frequency"),
         ("--eval-suite", evaluation.suite, "--eval-frequency"),
     ):
@@ -196,23 +201,43 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder} is not a folder: expected an existing folder")
     if config.val_data is not None:
-        files = _local_files(config.val_data)
-        missing = [file for file in files if not os.path.isfile(file)]
-        if missing:
-            raise UsageError(f"--val-data: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
-        _check_table("--val-data", config.val_data)
+        _check_other_data("--val-data", config.val_data)
+    if config.class_data is not None:
+        _check_other_data("--val-classes", config.class_data)
+
+
+def _check_other_data(flag: str, spec: DataSpec) -> None:
+    """Raise UsageError if files of validation data or of ``--keep-data`` are missing, or if a table cannot be used."""
+    try:
+        files = _local_files(spec)
+    except ValueError as error:  # the kind of the data is unknown
+        raise UsageError(f"{flag}: {error}") from error
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
+    if flag == "--val-classes":
+        spec = class_spec(spec)
+    _check_table(flag, spec)
 
 
 def _check_table(flag: str, spec: DataSpec) -> None:
-    """Raise UsageError if the header or the first rows of a CSV file, or the columns of a table, cannot be used."""
-    checks: dict[str, Callable[[DataSpec], object]] = {"csv": check_csv, "table": table_source}
-    check_kind = checks.get(spec.resolved_type)
-    if check_kind is not None:
-        try:
-            # The first rank also converts a table to files that the other ranks map.
-            distributed.on_master(lambda: check_kind(spec) and None)
-        except (ValueError, OSError) as error:
-            raise UsageError(f"{flag}: {error}") from error
+    """Raise UsageError if the header or the first rows of a CSV file or another table cannot be used."""
+
+    def check() -> None:
+        read_with = with_own_columns if flag != "--train-data" else lambda spec, read: read(spec)
+        if spec.resolved_type == "csv":
+            read_with(spec, check_csv)
+        elif spec.resolved_type == "table":
+            source = read_with(spec, table_source)
+            refuse_unusable_rows(source)
+            if flag == "--keep-data":
+                split(source)
+
+    try:
+        # The first rank also converts a table to files that the other ranks map.
+        distributed.on_master(check)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{flag}: {str(error).removeprefix(f'{flag}: ')}") from error
 
 
 def _local_files(spec: DataSpec) -> list[str]:

@@ -16,8 +16,9 @@ from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.cli.options import flag, from_flags
-from openclip_ext.data.loader.config import TrainLoaderConfig
+from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.training.recipes import configurations
 
 if TYPE_CHECKING:
     import torch
@@ -186,17 +187,24 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate schedule. ``warmup`` is in optimizer steps. Only ``const-cooldown`` uses the ``cooldown_`` fields."""
+    """The learning rate schedule. Only ``const-cooldown`` uses the ``cooldown_`` fields.
+
+    ``warmup`` is a number of optimizer steps, or below 1, their share in the run.
+    """
 
     name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
     lr: float = flag(5e-4)
     epochs: int = flag(32)
-    warmup: int = flag(10_000, minimum=0)
+    warmup: float = flag(10_000, minimum=0)
     lr_min: float = flag(0.0, "learning rate at the end of --lr-scheduler cosine (FastCLIP: 4e-5)", minimum=0.0)
     cooldown_epochs: int | None = flag(None, dest="epochs_cooldown", minimum=0)
     cooldown_power: float = flag(1.0, dest="lr_cooldown_power", minimum=0.0)
     cooldown_end: float = flag(0.0, dest="lr_cooldown_end", minimum=0.0)
     skip: bool = flag(False, dest="skip_scheduler")
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of ``steps`` steps."""
+        return round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,9 @@ class EvaluationConfig:
 
     val_data: DataSpec | None = None
     val_every: int = flag(1, dest="val_frequency", minimum=0)
+    # Images of the user's classes, with the class as caption (--val-classes), evaluated as often as val_data.
+    class_data: DataSpec | None = None
+    scores_kept: bool = False  # whether a held-out part of --keep-data is evaluated, as often as val_data
     imagenet_val: str | None = flag(None)
     imagenet_v2: str | None = flag(None)
     imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
@@ -291,13 +302,40 @@ class EvaluationConfig:
     def frequencies(self) -> list[int]:
         """The interval in epochs of each kind of evaluation that has data; 0 means never."""
         imagenet = self.imagenet_val or self.imagenet_v2
-        kinds = ((self.val_data, self.val_every), (imagenet, self.imagenet_every), (self.suite, self.suite_every))
+        kinds = (
+            (self.val_data, self.val_every),
+            (self.class_data, self.val_every),
+            (self.scores_kept or None, self.val_every),
+            (imagenet, self.imagenet_every),
+            (self.suite, self.suite_every),
+        )
         return [every for data, every in kinds if data is not None]
 
     @property
     def is_wanted(self) -> bool:
         """Whether any evaluation runs during training."""
         return any(every > 0 for every in self.frequencies)
+
+
+@dataclass(frozen=True)
+class FineTuningConfig:
+    """What is scored and chosen before and after a run that starts from pretrained weights."""
+
+    val_classes: str | None = flag(
+        None, "images of your classes: a folder with a subfolder for each class, or a table with a column of classes"
+    )
+    is_compared: bool = flag(
+        True,
+        "with --pretrained: score the pretrained model first, and mix its weights with the trained weights at the end",
+        dest="before_after",
+    )
+    keep_at_least: float = flag(
+        0.9,
+        "the chosen mix of weights keeps this share of the pretrained model's score on held-out --keep-data",
+        needs="keep_data",
+        minimum=0.0,
+        maximum=1.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -336,7 +374,7 @@ class ReportingConfig:
 
     destinations: frozenset[str] = frozenset()
     epochs: int = flag(1)
-    warmup: int = flag(0)
+    warmup: float = flag(0)
     name: str = ""
     wandb_project: str = flag("open-clip", dest="wandb_project_name")
     wandb_notes: str = flag("")
@@ -349,6 +387,7 @@ class TrainingConfig:
 
     model: ModelConfig
     data: DataSpec | None  # None means that the run only evaluates
+    keep: KeepConfig
     loading: TrainLoaderConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -358,6 +397,7 @@ class TrainingConfig:
     length: RunLength
     saving: SavePolicy
     evaluation: EvaluationConfig
+    tuning: FineTuningConfig
     folder: RunFolderConfig
     reporting: ReportingConfig
     flags: Mapping[str, Any]  # all parsed flags, by Python name
@@ -388,9 +428,9 @@ class TrainingConfig:
 
 # Dataclasses that are filled from flags. The keys are the headings of these flags in ``--help``.
 FLAG_GROUPS: dict[str, tuple[type, ...]] = {
-    "data": (DataSpec, TrainLoaderConfig, ModelConfig),
+    "data": (DataSpec, KeepConfig, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
-    "length, checkpoints and evaluation": (RunLength, SavePolicy, EvaluationConfig),
+    "length, checkpoints and evaluation": (RunLength, SavePolicy, EvaluationConfig, FineTuningConfig),
     "the run": (RunFolderConfig, ReportingConfig, TrainingConfig),
 }
 
@@ -413,12 +453,14 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
     if "all" in destinations:
         destinations = frozenset({"wandb", "tensorboard"})
     val_data = DataSpec.of_validation(flags) if flags["val_data"] else None
+    class_data = DataSpec.of_validation({**flags, "val_data": flags["val_classes"]}) if flags["val_classes"] else None
     has_data = flags["train_data"] or flags["dataset_type"] == "synthetic"
     return from_flags(
         TrainingConfig,
         flags,
         model=model_config(flags),
         data=from_flags(DataSpec, flags) if has_data else None,
+        keep=from_flags(KeepConfig, flags),
         loading=from_flags(TrainLoaderConfig, flags, patience=flags["rank_patience"]),
         loss=loss,
         optimizer=from_flags(OptimizerConfig, flags),
@@ -427,7 +469,14 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
         parallel=from_flags(ParallelConfig, flags),
         length=from_flags(RunLength, flags),
         saving=from_flags(SavePolicy, flags, folder=checkpoints, name=folder.name),
-        evaluation=from_flags(EvaluationConfig, flags, val_data=val_data),
+        evaluation=from_flags(
+            EvaluationConfig,
+            flags,
+            val_data=val_data,
+            class_data=class_data,
+            scores_kept=flags["keep_data"] is not None,
+        ),
+        tuning=from_flags(FineTuningConfig, flags),
         folder=folder,
         reporting=from_flags(
             ReportingConfig, flags, destinations=destinations, name=folder.name, resumes=flags["resume"] is not None
@@ -436,7 +485,15 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
     )
 
 
-def for_processes(config: TrainingConfig, date: str, **flags: Any) -> TrainingConfig:
+def for_pairs(config: TrainingConfig, pairs: int) -> TrainingConfig:
+    """Return the configuration in which the flags of ``--config`` that follow the number of pairs have their values."""
+    names = config.flags["by_pairs"]
+    values = configurations.get(config.flags["config"]).sized(pairs)
+    flags = {name: value for name, value in config.flags.items() if name != "by_pairs"}
+    return training_config(flags | {name: values[name] for name in names}, config.loss)
+
+
+def for_processes(config: TrainingConfig, date: str, /, **flags: Any) -> TrainingConfig:
     """Return the configuration of one process, after the processes have been connected.
 
     ``date`` is part of the run's default name. ``flags`` are the flags that OpenCLIP sets when it connects the processes.

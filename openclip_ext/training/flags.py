@@ -18,6 +18,7 @@ from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMA
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
+from openclip_ext.training.recipes import configurations
 
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
 
@@ -44,7 +45,7 @@ def parse(argv: list[str]) -> TrainingConfig:
     config = training_config(flags, loss)
     if config.data is None and not config.evaluation.frequencies:
         raise UsageError(
-            "nothing to do: give --train-data, or evaluate with --val-data, --imagenet-val or --eval-suite"
+            "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --imagenet-val or --eval-suite"
         )
     return config
 
@@ -66,6 +67,8 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
     if args.recipe is not None:
         # The recipe's flags come first: argparse uses the last value of a flag, so the user's flags override the recipe.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
+    if args.config is not None:
+        args = _configured(parser, args, argv)
     compat.set_openclip_defaults(args)
     flags = vars(args)
     options = parsing.take_loss_options(flags)
@@ -89,6 +92,25 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(f"--aug-cfg: expected NAME=VALUE, such as color_jitter_prob=0.8 ({error})") from error
     reconcile_siglip(args)
+    return args
+
+
+def _configured(parser: parsing.Parser, args: argparse.Namespace, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed flags with those of ``--config``. ``by_pairs`` lists the flags that follow the number of pairs."""
+    if args.recipe is not None:
+        raise UsageError("--config and --recipe set the same flags: give one of them")
+    if not args.pretrained and ":" not in args.model:
+        raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
+    try:
+        configuration = configurations.get(args.config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    has_loss = parsing.chosen_loss([*argv]) is not None or args.siglip
+    loss = [] if has_loss else ["--loss", configuration.loss_for(args.model)]
+    # argparse keeps existing values of flags that are not given.
+    given = parser.parse_args([*argv], argparse.Namespace(**dict.fromkeys(configuration.sized())))
+    args = _parsed(parser, [*loss, *configuration.argv(), *argv])
+    args.by_pairs = [name for name in configuration.sized() if getattr(given, name) is None]
     return args
 
 
@@ -174,6 +196,9 @@ def _check_together(args: argparse.Namespace) -> None:
         f"--opt {args.opt} needs --lr: OpenCLIP has a default only for its own AdamW": lr is None,
         f"{written and written[0]} needs a run folder: remove --logs none": writes_nothing(args.logs) and written,
         f"--dataset-type synthetic reads no files: remove --val-data {args.val_data}": is_synthetic and args.val_data,
+        "--keep-data does not work with --single-source-batches: remove one": args.keep_data
+        and args.single_source_batches,
+        "--keep-data does not work with --hard-negative-key: remove one": args.keep_data and args.hard_negative_key,
         "--trace is for evaluation only: remove it to train": args.trace and trains,
         "--torchscript cannot train: remove it, or use --torchcompile for speed": args.torchscript and trains,
         f"--name {name} is a path: expected a name. --logs sets the folder": is_path,

@@ -254,14 +254,15 @@ def create_schedule(
     docs/methods/fastclip.md).
     """
     steps = steps_per_epoch * config.epochs
-    if config.warmup >= steps and not config.skip and distributed.is_master():
-        logger.warning(f"Lower --warmup {config.warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
+    warmup = config.warmup_steps(steps)
+    if warmup >= steps and not config.skip and distributed.is_master():
+        logger.warning(f"Lower --warmup {warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
     cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
     encoders = compat.create_scheduler(
         config.name,
         optimizer,
         lr=config.lr,
-        warmup=config.warmup,
+        warmup=warmup,
         steps=steps,
         cooldown=(cooldown, config.cooldown_power, config.cooldown_end),
     )
@@ -270,7 +271,7 @@ def create_schedule(
         if config.skip:
             return
         rate = encoders(min(step, steps - 1))
-        if config.lr_min and step >= config.warmup:
+        if config.lr_min and step >= warmup:
             rate += config.lr_min * (1 - rate / config.lr)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get(SCALE, 1.0)

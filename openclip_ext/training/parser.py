@@ -5,6 +5,8 @@ Our flags come from the fields of the configurations (``openclip_ext/cli/options
 """
 
 import argparse
+import contextlib
+import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ from openclip_ext.cli.options import Option, OptionError, nearest, option_as_wor
 from openclip_ext.losses.options import HARD_SHARE, OPTIONS, SUMMARIES, rho_of
 from openclip_ext.training import recipes
 from openclip_ext.training.config import FLAG_GROUPS
+from openclip_ext.training.recipes import configurations
 
 _WIDTH = 100
 _USAGE = "openclip-ext train --loss NAME --train-data SHARDS --model NAME [FLAG ...]"
@@ -28,7 +31,8 @@ _EVERYDAY = {
     "--batch-size N": "samples per GPU in a micro-batch (default: 64)",
     "--epochs N": "number of epochs (default: 32)",
     "--lr RATE": "peak learning rate, after the warm-up (default: 5e-4)",
-    "--warmup STEPS": "number of steps in which the learning rate rises (default: 10000)",
+    "--warmup STEPS": "number of steps in which the learning rate rises, or their share, such as 0.1 (default: 10000)",
+    "--config finetune": "settings to fine-tune a pretrained model, which follow the number of pairs",
     "--precision KIND": "amp, amp_bf16, or fp32 on a CPU (default: amp)",
     "--name NAME": "name of the run, which writes to LOGS/NAME (--logs LOGS, default: ./logs)",
     "--resume latest": "continue from the newest checkpoint of the run with this name",
@@ -48,11 +52,22 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Add an argument, and record its flags."""
         self.flags += [name for name in names if name.startswith("--")]
+        if "--warmup" in names:
+            options["type"] = _steps_or_share
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError, because argparse would print a long usage text before the message."""
         raise UsageError(message)
+
+
+def _steps_or_share(text: str) -> float:
+    """Parse a number of steps, or a share of the run's steps."""
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 <= value < 1 or value == math.floor(value):
+            return value if 0 < value < 1 else int(value)
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of steps, or a share of the run below 1, such as 0.1")
 
 
 def build_parser() -> Parser:
@@ -71,6 +86,12 @@ def build_parser() -> Parser:
         metavar="NAME",
         help=f"settings of the loss's paper for a data set ({', '.join(recipes.names())}); your flags override them",
     )
+    group.add_argument(
+        "--config",
+        metavar="NAME",
+        help=f"settings for a task ({', '.join(configurations.NAMES)}), which follow the number of pairs; your flags override "
+        "them",
+    )
     return parser
 
 
@@ -82,7 +103,7 @@ def run_options() -> dict[str, list[Option]]:
 def own_flags() -> list[str]:
     """Return all flags that OpenCLIP does not have, without their ``--no-`` forms."""
     of_run = [option.flag for options in run_options().values() for option in options]
-    return ["--loss", "--recipe", "--loss-option", *_loss_flags(), *of_run]
+    return ["--loss", "--recipe", "--config", "--loss-option", *_loss_flags(), *of_run]
 
 
 def _own_loss_options() -> list[Option]:
@@ -219,7 +240,7 @@ def chosen_loss(argv: list[str], flag: str = "--loss") -> str | None:
 def _short() -> str:
     """Return the short help: an example, the common flags, one line per loss, and the names of all other flags."""
     losses = {loss: summary.partition(". ")[0].rstrip(".") for loss, summary in SUMMARIES.items()}
-    of_losses = ["--loss-option NAME=VALUE", "--recipe", *_loss_flags()]
+    of_losses = ["--loss-option NAME=VALUE", "--recipe", "--config", *_loss_flags()]
     of_run = {title: [option.flag for option in options] for title, options in run_options().items()}
     parts = [
         f"usage: {_USAGE}",

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,9 +22,10 @@ from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger, say
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
-from openclip_ext.data.loader.build import build_train_loader
+from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
+from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.workers import WorkerError
-from openclip_ext.data.sources.source import BadDataError, Source
+from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import model as models
@@ -33,14 +35,16 @@ from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checks import check, check_combination, check_device, doubtful_settings, other_batch
 from openclip_ext.training.config import TrainingConfig, for_processes
 from openclip_ext.training.ema import ModelEma
+from openclip_ext.training.interpolation import MODEL_FILE, SCORES_FILE, Mixes, score_mixes
 from openclip_ext.training.model import BuiltModel
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
+from openclip_ext.training.recipes import by_pairs
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.runtime.repeats import MEASURED_STEPS
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
-from openclip_ext.training.validation import build_evaluators, run_evaluators
+from openclip_ext.training.validation import Validation, build_evaluators, run_evaluators
 
 logger = get_logger(__name__)
 
@@ -48,7 +52,8 @@ logger = get_logger(__name__)
 _DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
 # Flags with paths, which may differ between nodes.
 _PATH_FLAGS = {
-    *("train_data", "val_data", "imagenet_val", "imagenet_v2", "eval_data_dir", "manifest", "reference", "cache_dir"),
+    *("train_data", "val_data", "keep_data", "val_classes", "imagenet_val", "imagenet_v2", "eval_data_dir"),
+    *("manifest", "reference", "cache_dir"),
     *("resume", "log_path", "checkpoint_path", "tensorboard_path"),
 }
 
@@ -68,7 +73,8 @@ def run(config: TrainingConfig) -> None:
     handlers = list(logging.root.handlers)
     try:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
-        config = models.with_loss_options(for_processes(config, date, **vars(processes)))
+        connected = {name: value for name, value in vars(processes).items() if value != config.flags.get(name)}
+        config = models.with_loss_options(for_processes(by_pairs.resolve(config), date, **connected))
         hashed_steps = MEASURED_STEPS if config.loading.views == 1 else 0
         loading = replace(config.loading, pin_memory=device.type == "cuda", hashed_steps=hashed_steps)
         config = replace(config, loading=loading)
@@ -133,24 +139,64 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
     config = replace(config, flags={**config.flags, **compat.changed_preprocessing(built.model)})
     trainer = build_trainer(config, built, folder, start)
     has_steps_left = trainer.position.epoch < config.length.epochs
+    is_mixed = _is_mixed(config, trainer)
     try:
         lacks = distributed.on_master(lambda: restoring.lacks_evaluation(folder, trainer.position))
-        trainer.fit(evaluate_first=start.checkpoint is not None and lacks)
+        # A pretrained model is also scored before the first step.
+        is_due = is_mixed if trainer.position.epoch == 0 else start.checkpoint is not None
+        trainer.fit(evaluate_first=is_due and lacks)
+        lacks_mix = distributed.on_master(lambda: folder is not None and not (folder / SCORES_FILE).exists())
+        mixes = _mix(config, trainer, folder) if is_mixed and (has_steps_left or lacks_mix) else None
     finally:
         trainer.reporter.close()
-    if folder is not None and distributed.is_master() and has_steps_left:
+    if folder is not None and distributed.is_master() and (has_steps_left or mixes is not None):
         last = folder / "checkpoints" / f"epoch_{config.length.epochs}.pt"
-        line = models.loading_line(config.model, built.model, folder, last)
+        chosen = last if mixes is None else folder / MODEL_FILE
+        line = models.loading_line(config.model, built.model, folder, chosen)
+        exporting = (
+            f"openclip-ext export {shlex.quote(str(chosen))} --output {shlex.quote(f'{config.folder.name}-exported')}"
+        )
         with contextlib.suppress(OSError):  # the user may have closed the terminal
             print(f"To load the model in stock OpenCLIP:\n  {line}", flush=True)
+            if mixes is not None:
+                print(f"To export it:\n  {exporting}", flush=True)
+
+
+def _is_mixed(config: TrainingConfig, trainer: Trainer) -> bool:
+    """Return whether the run compares and mixes its weights with pretrained weights."""
+    evaluation = config.evaluation
+    has_scores = evaluation.val_data is not None or evaluation.class_data is not None or evaluation.scores_kept
+    is_wanted = config.tuning.is_compared and bool(config.model.weights) and has_scores and evaluation.val_every > 0
+    return is_wanted and trainer.loss.model_head() is None  # heads have no initial weights
+
+
+def _mix(config: TrainingConfig, trainer: Trainer, folder: Path | None) -> Mixes | None:
+    """Choose the mix of pretrained and trained weights on rank 0, and log the scores. Collective: all ranks call it.
+
+    If this fails, log the error and return None, because the trained model is already saved.
+    """
+    mixes = None
+    content = trainer.model_file()
+    if distributed.is_master():
+        validations = [one for one, _ in trainer.evaluators if isinstance(one, Validation)]
+        logger.info("Scoring mixes of the pretrained and the trained weights ...")
+        try:
+            device = trainer.step.settings.device
+            mixes = score_mixes(validations, config.model, content, config.tuning.keep_at_least, device, folder)
+            logger.info(f"Before and after:\n{mixes}")
+        except Exception:
+            logger.exception("The mixes of weights could not be scored; the trained model is saved.")
+    distributed.barrier()
+    return mixes
 
 
 def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> Trainer:
     """Build the parts of a training run, restore them from ``start``'s checkpoint, if any, and write the run's settings."""
     assert config.data is not None
-    loader = build_train_loader(
+    loader = build_loader(
         config.data,
         config.loading,
+        config.keep,
         preprocess=built.images.transform,
         tokenizer=built.tokenizer,
         decoder=built.images.decode,
@@ -162,8 +208,8 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
     if defaults and distributed.is_master():
         logger.info(f"Defaults of the loss in this run: {defaults}.")
     config = replace(config, loss=loss_config)
-    step, temperature_lr = _build_step(config, built, loader.source, steps, is_fresh=start.checkpoint is None)
-    identity = _identity(config, loader.source)
+    step, temperature_lr = _build_step(config, built, loader, steps, is_fresh=start.checkpoint is None)
+    identity = _identity(config, loader)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     reference = loader.source.reference
     # After a resume, an epoch may have fewer steps than the run has already completed in it.
@@ -182,6 +228,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         for warning in filter(None, warnings):
             logger.warning(warning)
         _log_sizes(identity, built.model, step.loss, steps_per_epoch, config.length.epochs)
+    held_out = loader.held_out if isinstance(loader, RehearsalLoader) else None
     if folder is not None:
         distributed.on_master(lambda: _begin_folder(config, folder, position, start, steps_left))
     return Trainer(
@@ -194,17 +241,17 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         reporter=Reporter(
             folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, step.loss.steers
         ),
-        evaluators=build_evaluators(config.evaluation, built, config.step),
+        evaluators=build_evaluators(config.evaluation, built, config.step, held_out),
         position=position,
     )
 
 
 def _build_step(
-    config: TrainingConfig, built: BuiltModel, source: Source, steps: int, is_fresh: bool
+    config: TrainingConfig, built: BuiltModel, loader: AnyTrainLoader | RehearsalLoader, steps: int, is_fresh: bool
 ) -> tuple[TrainStep, float | None]:
     """Build the loss and the optimizer around the model. Return the training step and the temperature's learning rate."""
-    number, device = source.num_samples, built.device
-    loss = models.build_loss(config.loss, config.model.name, built.model, number, device, source.reference)
+    number, device, reference = loader.num_samples, built.device, loader.source.reference
+    loss = models.build_loss(config.loss, config.model.name, built.model, number, device, reference)
     check_combination(config, loss, distributed.world_size(), compat.is_captioner(built.model))
     models.initialize(built.model, loss, config.model.weights, is_fresh)
     model = parallel.distribute(built.model, config.parallel, device, keep_whole=config.evaluation.is_wanted)
@@ -234,18 +281,19 @@ def _temperature_lr(config: TrainingConfig, loss: ContrastiveLoss, steps: int) -
     return rate
 
 
-def _identity(config: TrainingConfig, source: Source) -> RunIdentity:
-    lora, reference, optimizer = config.model.lora, source.reference, config.optimizer
+def _identity(config: TrainingConfig, loader: AnyTrainLoader | RehearsalLoader) -> RunIdentity:
+    lora, reference, optimizer = config.model.lora, loader.source.reference, config.optimizer
+    data = loader.index_digest if isinstance(loader, RehearsalLoader) else loader.source.index_digest
     # A checkpoint stores the optimizer's state by position, and these patterns determine the order of the parameters.
     excluded = [f"--wd-exclude {glob}" for glob in sorted(optimizer.decay_excluded)]
     return RunIdentity(
         model=config.model.name,
         loss=config.loss.name,
-        num_samples=source.num_samples,
+        num_samples=loader.num_samples,
         global_batch=config.loading.batch_size * config.loading.accum_freq * distributed.world_size(),
         seed=config.loading.seed,
         optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
-        data=source.index_digest,
+        data=data,
         lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=run_folder.settings(config.stored_flags, config.loss.options)
         | {"reference_weights": reference and reference.about.get("weights")},
@@ -264,6 +312,7 @@ def _begin_folder(config: TrainingConfig, folder: Path, position: Position, star
             loss, steps = config.loss, position.step + steps_left
             run_folder.write_settings(folder, config.stored_flags, loss.name, dict(loss.options), steps)
             models.write_model_config(config.model, folder)
+            (folder / SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
         if start.checkpoint is None:
             (folder / run_folder.SAVED).unlink(missing_ok=True)
         for unreadable in start.unreadable:

@@ -17,6 +17,7 @@ from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.checkpoint.format import Position, RunIdentity
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import set_training_mode
+from openclip_ext.data.loader.rehearsal import RehearsalLoader
 from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interrupted
 from openclip_ext.data.loader.workers import WorkerError
@@ -50,7 +51,7 @@ class SaveFailed(RuntimeError):
     """The run's last checkpoint could not be written."""
 
 
-def stateful_parts(step: TrainStep, loader: AnyTrainLoader) -> dict[str, Stateful]:
+def stateful_parts(step: TrainStep, loader: AnyTrainLoader | RehearsalLoader) -> dict[str, Stateful]:
     """Return, by name, the parts of a run that a checkpoint contains in addition to model, optimizer and loss."""
     return {"loader": loader, "guard": step.guard}
 
@@ -60,7 +61,7 @@ class Trainer:
     """The training loop: steps, checkpoints, evaluations and reports until the last epoch."""
 
     step: TrainStep
-    loader: AnyTrainLoader
+    loader: AnyTrainLoader | RehearsalLoader
     schedule: Callable[[int], None]  # sets the learning rates for the given optimizer step of the run
     length: RunLength
     policy: SavePolicy
@@ -302,7 +303,7 @@ class Trainer:
             )
         target = folder / f"{name}.pt"
         try:
-            content = self._model_file()
+            content = self.model_file()
             saving.save_adapter(target, content, self.model)
             parts = stateful_parts(self.step, self.loader)
             path = saving.save(folder, name, content, self.loss, position, self.identity, parts)
@@ -318,8 +319,11 @@ class Trainer:
                 (folder.parent / SAVED).touch()
         return path
 
-    def _model_file(self) -> dict[str, Any]:
-        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. ``step`` is added to find the ``.state`` folder."""
+    def model_file(self) -> dict[str, Any]:
+        """Return OpenCLIP's checkpoint dictionary, complete on rank 0. Collective: all ranks call it.
+
+        ``step`` is added to find the ``.state`` folder.
+        """
         model = compat.uncompiled(self.model)
         content = {
             "epoch": self.position.epoch,
@@ -361,7 +365,7 @@ class Trainer:
         if folder is None or metric is None:
             return
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
-            saving.save_model(folder / "best.pt", self._model_file(), self.model)
+            saving.save_model(folder / "best.pt", self.model_file(), self.model)
 
 
 def _padding_share(batches: Sequence[Batch]) -> float:

@@ -2,10 +2,10 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,14 @@ from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import symmetric_cross_entropy
-from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.data.loader.build import build_eval_loader, check_csv
+from openclip_ext.data.loader.eval_loader import EvalLoader
+from openclip_ext.data.sources.source import Source
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.embeddings import outputs_of
 from openclip_ext.evaluation.imagenet import TOP_K, ImageNetZeroShot, imagenet_loader, top_name
-from openclip_ext.evaluation.ranks import image_text_ranks, repeats
+from openclip_ext.evaluation.ranks import IMAGE_TO_TEXT, TEXT_TO_IMAGE, Ranks, image_text_ranks, repeats
+from openclip_ext.evaluation.statistics import half_width, linked_groups
 from openclip_ext.evaluation.tasks import GROUPS, select_tasks
 from openclip_ext.evaluation.training_log import SUITE_PREFIX
 from openclip_ext.files import json_lines
@@ -29,8 +33,13 @@ from openclip_ext.training.model import BuiltModel
 logger = get_logger(__name__)
 
 RECALL_AT = (1, 5, 10)
+RECALLS = tuple(f"{direction}_R@{k}" for direction in (IMAGE_TO_TEXT, TEXT_TO_IMAGE) for k in RECALL_AT)
 # If a metric's name contains one of these words, smaller values are better.
 _LESS_IS_BETTER = ("loss", "rank")
+# Names of a column with classes in the CSV file of --val-classes.
+_CLASS_COLUMNS = ("label", "class")
+CLASS_ACCURACY = "classes_accuracy"
+KEPT = "kept_"  # prefix of the metrics of the held-out --keep-data
 
 
 class Evaluator(Protocol):
@@ -50,8 +59,13 @@ class Evaluator(Protocol):
 ScheduledEvaluator = tuple[Evaluator, int]
 
 
-def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build the evaluators for the flags, in OpenCLIP's order. On ranks other than 0, return an empty list."""
+def build_evaluators(
+    config: EvaluationConfig, built: BuiltModel, step: StepConfig, held_out: Source | None = None
+) -> list[ScheduledEvaluator]:
+    """Build the evaluators for the flags, in OpenCLIP's order. On ranks other than 0, return an empty list.
+
+    ``held_out`` contains the held-out pairs of ``--keep-data``, if any.
+    """
     if not distributed.is_master():
         return []
     evaluators: list[ScheduledEvaluator] = []
@@ -69,6 +83,12 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
     if config.val_data is not None:
         validation = Validation(build_eval_loader(config.val_data, **loading), built.device, step.precision)
         evaluators.append((validation, config.val_every))
+    if config.class_data is not None:
+        classes = build_class_loader(config.class_data, **loading)
+        evaluators.append((ClassValidation(classes, built.device, step.precision), config.val_every))
+    if held_out is not None:
+        kept = KeptValidation(EvalLoader(held_out, **loading), built.device, step.precision)
+        evaluators.append((kept, config.val_every))
     if config.suite is not None and config.suite_data is not None:
         try:
             from openclip_ext.evaluation.suite import build_suite
@@ -77,6 +97,28 @@ def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConf
         suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
         evaluators += [(evaluator, config.suite_every) for evaluator in suite]
     return evaluators
+
+
+def build_class_loader(spec: DataSpec, *, tokenizer: Callable[[list[str]], Tensor], **loading: Any) -> EvalLoader:
+    """Build the loader of ``--val-classes``: the caption of an image is its class, encoded with ``--caption-template``."""
+    template = spec.caption_template
+
+    def tokenize_classes(names: list[str]) -> Tensor:
+        return tokenizer([template.replace("{}", name) for name in names])
+
+    return build_eval_loader(class_spec(spec), tokenizer=tokenize_classes, **loading)
+
+
+def class_spec(spec: DataSpec) -> DataSpec:
+    """Return how to read the images and classes of ``--val-classes``. Raise ValueError if the data cannot be read."""
+    plain = replace(spec, caption_template="{}")
+    if plain.resolved_type == "csv":
+        for column in _CLASS_COLUMNS:
+            named = replace(plain, csv_caption_key=column)
+            with contextlib.suppress(ValueError):
+                check_csv(named)
+                return named
+    return plain
 
 
 def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
@@ -88,6 +130,9 @@ def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
     if config.val_data is not None and config.val_every > 0:
         names += [*retrieval_metrics(torch.eye(2), torch.eye(2)), "clip_val_loss", "num_samples"]
         names += ["val_generative_loss"] * is_captioner
+    if config.val_every > 0:
+        names += [CLASS_ACCURACY] if config.class_data is not None else []
+        names += list(KeptValidation.chosen(dict.fromkeys(RECALLS, 0.0))) if config.scores_kept else []
     if config.imagenet_every > 0:
         folders = {"imagenet": config.imagenet_val, "imagenetv2": config.imagenet_v2}
         names += [top_name(name, k) for name, folder in folders.items() if folder is not None for k in TOP_K]
@@ -116,20 +161,40 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
     return metrics
 
 
+class Score(NamedTuple):
+    """The mean of the samples' scores in [0, 1], half the width of its 95 % interval (or None), and the number of samples."""
+
+    value: float
+    half: float | None
+    samples: int
+
+
 @dataclass(frozen=True)
 class Validation:
-    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, with OpenCLIP's metric names."""
+    """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, with OpenCLIP's metric names.
+
+    Subclasses select other metrics and directions of retrieval.
+    """
 
     loader: Iterable[dict[str, Tensor]]
     device: torch.device
     precision: str = "fp32"
-    name: str = "validation"
+    name: ClassVar[str] = "validation"
+    title: ClassVar[str] = "own pairs, R@1"  # of the score
+    flag: ClassVar[str] = "--val-data"
+    is_own: ClassVar[bool] = True  # whether training should raise the score, or keep it
+    directions: ClassVar[Sequence[str]] = (IMAGE_TO_TEXT, TEXT_TO_IMAGE)  # the score is the mean of their R@1
     _logged: set[str] = field(
         default_factory=set, init=False, compare=False
     )  # so that each evaluation does not repeat it
 
-    @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, float]:
+        """Return the metrics of a model in evaluation mode."""
+        return self.measure(model)[0]
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> tuple[dict[str, float], Score]:
+        """Return the metrics and the score of a model in evaluation mode."""
         images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
         groups: dict[str, list[int]] = {"image": [], "caption": []}
         for batch, output in outputs_of(model, self.loader, self.precision, self.device):
@@ -146,13 +211,42 @@ class Validation:
             for name, hashes in groups.items():
                 hashes += batch[f"{name}_hash"].tolist()
         if count == 0:
-            raise ValueError("--val-data contains no samples: expected at least one")
+            raise ValueError(f"{self.flag} contains no samples: expected at least one")
         if (repeated := repeats(*groups.values())) not in ("", *self._logged):
-            logger.info(f"{count:,} validation samples have {repeated}.")
+            logger.info(f"{count:,} samples of {self.flag} have {repeated}.")
             self._logged.add(repeated)
-        metrics = retrieval_metrics(torch.cat(images), torch.cat(texts), *groups.values())
-        metrics |= {"clip_val_loss": losses / count, "num_samples": count}
-        return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
+        found = image_text_ranks(torch.cat(images), torch.cat(texts), *groups.values())
+        metrics = metrics_of_ranks(found) | {"clip_val_loss": losses / count, "num_samples": count}
+        metrics |= {"val_generative_loss": caption_losses / count} if caption_losses else {}
+        hits = torch.stack([found[direction].hits() for direction in self.directions]).mean(dim=0).cpu()
+        names = [groups["image"]] if self.directions == (IMAGE_TO_TEXT,) else [*groups.values()]
+        score = Score(float(hits.mean()), half_width(hits, linked_groups(*names)), count)
+        return self.chosen(metrics), score
+
+    @staticmethod
+    def chosen(metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics to log, by their names in the log."""
+        return dict(metrics)
+
+
+class KeptValidation(Validation):
+    """Retrieval among the held-out pairs of ``--keep-data``, which shows what the model keeps."""
+
+    name, title, flag, is_own = "kept", "kept pairs, R@1", "held-out --keep-data", False
+
+    @staticmethod
+    def chosen(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {KEPT + name: metrics[name] for name in RECALLS}
+
+
+class ClassValidation(Validation):
+    """Zero-shot classification of ``--val-classes``: whether the class of an image, as caption, is nearest to the image."""
+
+    name, title, flag, directions = "classes", "own classes, accuracy", "--val-classes", (IMAGE_TO_TEXT,)
+
+    @staticmethod
+    def chosen(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {CLASS_ACCURACY: metrics[f"{IMAGE_TO_TEXT}_R@1"]}
 
 
 def retrieval_metrics(
@@ -167,7 +261,6 @@ def retrieval_metrics(
     for equal images and for equal captions, see :func:`image_text_ranks`. None (default) means that all rows differ. Items of
     equal similarity are in random order: ranks are expected ranks, and recall is the probability of a hit.
     """
-    metrics = {}
     rows = range(len(image_features))
     found = image_text_ranks(
         image_features,
@@ -175,6 +268,12 @@ def retrieval_metrics(
         rows if image_groups is None else image_groups,
         rows if caption_groups is None else caption_groups,
     )
+    return metrics_of_ranks(found)
+
+
+def metrics_of_ranks(found: Mapping[str, Ranks]) -> dict[str, float]:
+    """Compute the metrics of :func:`retrieval_metrics` from the ranks in each direction."""
+    metrics = {}
     for name, ranks in found.items():
         expected = ranks.mean()
         metrics[f"{name}_mean_rank"] = float(expected.mean()) + 1

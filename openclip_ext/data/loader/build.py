@@ -7,7 +7,9 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 from PIL import Image
 
 from openclip_ext import distributed
@@ -33,8 +35,9 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
-# At least one of this many first validation samples must have an image and a caption.
+# At least one of this many first samples of validation shards or of a table must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
 
@@ -114,7 +117,7 @@ def build_eval_loader(
         samples = ShardStreams(urls, keys, spec.storage, spec.max_image_pixels)
         _refuse_without_fields(samples, spec)
     else:
-        samples = build_source(spec, preprocess)
+        samples = build_other_source(spec, preprocess)
     return EvalLoader(samples, preprocess=preprocess, tokenizer=tokenizer, batch_size=batch_size, workers=workers)
 
 
@@ -148,6 +151,38 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
     return source
 
 
+def number_of_pairs(spec: DataSpec) -> int:
+    """Return the number of samples that are not excluded. Collective: all ranks call it. For errors, see build_source."""
+    if spec.resolved_type == "webdataset":
+        return build_source(spec, str).num_kept  # type: ignore[arg-type]
+    return distributed.on_master(lambda: build_source(spec, str).num_kept)  # type: ignore[arg-type]
+
+
+def build_other_source(spec: DataSpec, preprocess: Transform) -> Source:
+    """Return the source of data that are not the training data, such as validation data. For errors, see build_source.
+
+    The flags for columns may name the columns of the training data. If a table has no such columns, its own are detected.
+    """
+    return with_own_columns(spec, lambda spec: build_source(spec, preprocess))
+
+
+def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
+    """Return ``read(spec)``. If it fails for a table, return the result for detected columns, or raise the first error."""
+    detected = replace(
+        spec,
+        csv_separator=DataSpec.csv_separator,
+        csv_image_key=DataSpec.csv_image_key,
+        csv_caption_key=DataSpec.csv_caption_key,
+    )
+    try:
+        return read(spec)
+    except ValueError as error:
+        if spec.resolved_type in ("csv", "table") and detected != spec:
+            with contextlib.suppress(ValueError):
+                return read(detected)
+        raise error
+
+
 def table_source(spec: DataSpec) -> Source:
     """Return the source of a Parquet or JSON-lines file, saved data set or class folders; ValueError if invalid."""
     try:
@@ -160,6 +195,18 @@ def table_source(spec: DataSpec) -> Source:
         return TableSource(path, image, caption, spec.caption_template)
     except ImportError as error:
         raise ValueError(f"{spec.source} needs the package {error.name}: pip install datasets") from error
+
+
+def refuse_unusable_rows(source: Source) -> None:
+    """Raise ValueError with the first reason if all of a table's first rows lack a caption or an image that decodes."""
+    reasons = []
+    for raw in source.read([np.arange(min(_FIRST_SAMPLES, source.num_samples))]):
+        try:
+            source.decode(raw, decode_image)
+            return
+        except BadSampleError as error:
+            reasons.append(str(error))
+    raise ValueError(f"none of the first {len(reasons)} rows can be used: {reasons[0]}")
 
 
 def check_csv(spec: DataSpec) -> tuple[str, str, str, str]:

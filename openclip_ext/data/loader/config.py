@@ -1,8 +1,9 @@
 """The configuration of the training loader. This module does not import torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from openclip_ext.cli.options import check_config, flag
+from openclip_ext.data.sources.spec import DataSpec
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,49 @@ class TrainLoaderConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+
+@dataclass(frozen=True)
+class KeepConfig:
+    """Rehearsal: a part of each batch comes from general pairs, so that the model keeps its general abilities."""
+
+    # In the formats of --train-data. None means no rehearsal.
+    source: str | None = flag(
+        None,
+        "general pairs to rehearse, in a format of --train-data; some are held out to score what the model keeps",
+        dest="keep_data",
+        needs="train_data",
+    )
+    share: float = flag(
+        0.25,
+        "share of each batch that comes from --keep-data",
+        dest="keep_share",
+        needs="keep_data",
+        exclusive_minimum=0.0,
+        exclusive_maximum=1.0,
+    )
+
+    def spec(self, own: DataSpec) -> DataSpec:
+        """Return the specification of the pairs to rehearse. Settings of the training data ``own`` that name fields apply."""
+        return replace(
+            own,
+            source=self.source,
+            dataset_type="auto",
+            num_samples=None,
+            manifest=None,
+            resampled=False,
+            upsampling_factors=None,
+            single_source=False,
+            reference=None,
+        )
+
+    def shared(self, batch_size: int) -> tuple[int, int]:
+        """Return how many samples of a batch come from the training data, and how many are rehearsed: both at least one.
+
+        Raises:
+            ValueError: The batch has one sample.
+        """
+        if batch_size < 2:
+            raise ValueError(f"--keep-data: expected a --batch-size of at least 2, found {batch_size}")
+        rehearsed = min(max(round(self.share * batch_size), 1), batch_size - 1)
+        return batch_size - rehearsed, rehearsed

@@ -186,6 +186,11 @@ class TrainLoader:
         self.bad.load_state_dict(state_dict.get("bad", {}))
         self._loaded, self._position = progress, None
 
+    def undo_step(self) -> None:
+        """Exclude the last yielded step from the progress, because it is not trained on. The iteration must then end."""
+        assert self._position is not None
+        self._position.steps -= 1
+
     def begin(self, epoch: int) -> int:
         """Begin an epoch, or continue the loaded one, whose batches :meth:`rest` yields; return the number of steps left.
 
@@ -327,8 +332,10 @@ def _check_arguments(
             f"{lanes.global_batch:,}. Lower the batch size or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
-        raise ValueError("--draw-captions: each image of this data set has one caption. Remove the flag, or name several columns: "
-            "--csv-caption-key 'title;description'")
+        raise ValueError(
+            "--draw-captions: each image of this data set has one caption. Remove the flag, or name several columns: "
+            "--csv-caption-key 'title;description'"
+        )
     if config.draw_captions and source.reference is not None:
         raise ValueError(
             "--draw-captions: expected no --reference, which has the embedding of one caption for each image. "

@@ -118,7 +118,9 @@ def cut_logs(folder: Path, position: Position) -> None:
 
 def lacks_evaluation(folder: Path | None, position: Position) -> bool:
     """Return whether the run stopped between saving an epoch's checkpoint and logging the epoch's evaluation."""
-    if folder is None or position.step_in_epoch > 0 or position.epoch == 0:
+    if folder is None:
+        return position.epoch == 0 and position.step == 0
+    if position.step_in_epoch > 0:
         return False
     results = json_lines.read(folder / "checkpoints" / "results.jsonl")
     metrics = [line for line in json_lines.read(folder / "metrics.jsonl") if "evaluation" in line]

@@ -80,7 +80,8 @@ class Reporter:
         self.active = distributed.is_master()
         self.total_steps = first_step + steps_left
         self.steps_per_epoch = steps_per_epoch
-        self.epochs, self.warmup, self._is_steered = config.epochs, config.warmup, is_steered
+        self.epochs, self._is_steered = config.epochs, is_steered
+        self.warmup = config.warmup * (self.total_steps if config.warmup < 1 else 1)
         self._folder = folder if self.active else None
         self._failed: set[str] = set()
         self._unwritten: defaultdict[str, bytes] = defaultdict(bytes)  # by file: lines that are still to be written

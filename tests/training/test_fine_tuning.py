@@ -1,0 +1,292 @@
+"""Fine-tuning: rehearsal, scores before and after, the chosen mix of weights, own classes, and ``--config finetune``."""
+
+import csv
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import open_clip
+import pytest
+import torch
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
+from openclip_ext.diagnostics.finished_run import load_run
+from openclip_ext.evaluation.training_log import read_log
+from openclip_ext.training.config import for_pairs
+from openclip_ext.training.flags import parse
+from openclip_ext.training.interpolation import ALPHAS, choose
+from tests.data.test_reference import write_store
+from tests.training import runs
+from tests.training.commands import config_of
+from tests.training.runs import SMALL_MODEL, evaluation, results_of, run, small_command, stock_model
+
+R_AT_1 = ("image_to_text_R@1", "text_to_image_R@1")
+NUM_KEEP = 210
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """Return weights to fine-tune, trained for two epochs, so that their scores are above chance."""
+    folder = tmp_path_factory.mktemp("start")
+    return runs.train(runs.make_shards(folder / "shards"), folder, "run", "openclip") / "checkpoints" / "epoch_2.pt"
+
+
+@pytest.fixture(scope="module")
+def keep(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("keep")
+    write_shards(folder, ShapesConfig(NUM_KEEP, 5, "train", NUM_KEEP), workers=1)
+    return str(folder / "*.tar")
+
+
+@pytest.fixture(scope="module")
+def flags(start, keep, shards) -> list[str]:
+    return ["--pretrained", str(start), "--keep-data", keep, "--val-data", shards, "--lr", "3e-3"]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, shards, tmp_path_factory) -> Path:
+    return runs.train(shards, tmp_path_factory.mktemp("whole"), "run", "queueclip", *flags)
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def scores_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "interpolation.json").read_text())
+
+
+def test_the_start_is_scored_at_step_0_and_the_mixes_have_the_scores_of_evaluations(whole, start, shards, tmp_path):
+    epochs = results_of(whole)
+    assert [line["epoch"] for line in epochs] == [0, 1, 2]
+    log = read_log(whole)
+    assert [one.samples for one in log.validations] == [0, 7 * 16, 14 * 16] and not log.unfinished
+    scores = scores_of(whole)["scores"]
+    for prefix, name, samples in (("", "validation", runs.NUM_SAMPLES), ("kept_", "kept", 100)):
+        assert scores[name].keys() == {f"{weight:g}" for weight in ALPHAS}
+        for weight, line in (("0", epochs[0]), ("1", epochs[-1])):
+            assert scores[name][weight]["value"] == pytest.approx(sum(line[prefix + key] for key in R_AT_1) / 2)
+            assert scores[name][weight]["samples"] == samples and scores[name][weight]["half"] > 0
+    model = whole / "checkpoints" / "interpolated.pt"
+    assert (
+        run(evaluation(tmp_path, "own", "--model", SMALL_MODEL, "--pretrained", str(model), "--val-data", shards)) == 0
+    )
+    (line,) = results_of(tmp_path / "own")
+    chosen = scores["validation"][f"{scores_of(whole)['chosen']:g}"]["value"]
+    assert chosen == pytest.approx(sum(line[key] for key in R_AT_1) / 2)
+
+
+def test_the_chosen_model_is_the_exact_mix_and_loads_in_stock_openclip(whole, start):
+    model, chosen = whole / "checkpoints" / "interpolated.pt", scores_of(whole)["chosen"]
+    first, last, mix = (weights_of(path) for path in (start, whole / "checkpoints" / "epoch_2.pt", model))
+    assert mix.keys() == last.keys() and chosen > 0
+    for name, value in mix.items():
+        expected = torch.lerp(first[name], last[name], chosen) if value.is_floating_point() else last[name]
+        assert torch.equal(value, expected), name
+    stock_model(model, SMALL_MODEL)
+
+
+@pytest.mark.parametrize(("loss", "more"), [("queueclip", ""), ("openclip", "--accum-freq 2 --model-ema-decay 0.5")])
+def test_a_stopped_run_is_the_same(loss, more, flags, shards, whole, tmp_path):
+    expected = whole if not more else runs.train(shards, tmp_path, "whole", loss, *flags, *more.split())
+    found = runs.train(shards, tmp_path, "stopped", loss, *flags, *more.split(), stops=[2, 3])
+    runs.assert_same_run(found, expected)
+    assert results_of(found) == results_of(expected) and scores_of(found) == scores_of(expected)
+    # A run that was killed before the choice makes it up for.
+    (found / "interpolation.json").unlink()
+    assert run(small_command(shards, tmp_path, "stopped", loss, *flags, *more.split(), "--resume", "latest")) == 0
+    assert scores_of(found) == scores_of(expected) and results_of(found) == results_of(expected)
+
+
+@pytest.mark.parametrize("more", [[], ["--fsdp", "--precision", "fp32"]])
+def test_two_ranks(more, flags, start, shards, tmp_path):
+    folder = runs.train_on_two_ranks(shards, tmp_path, "queueclip", *flags, *more)
+    assert [line["epoch"] for line in results_of(folder)] == [0, 1, 2]
+    first, last, mix = (
+        weights_of(path)
+        for path in (start, folder / "checkpoints" / "epoch_2.pt", folder / "checkpoints" / "interpolated.pt")
+    )
+    name, chosen = "visual.conv1.weight", scores_of(folder)["chosen"]
+    trained = last.get(name, last.get(f"module.{name}"))
+    assert torch.equal(mix[name], torch.lerp(first[name], trained, chosen))
+
+
+def test_adapters_are_mixed_by_their_scale(flags, start, shards, tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'openclip_ext[lora]'")
+    folder = runs.train(shards, tmp_path, "run", "openclip", *flags, "--lora-rank", "4", "--lr", "1e-2")
+    chosen, first, mix = (
+        scores_of(folder)["chosen"],
+        weights_of(start),
+        weights_of(folder / "checkpoints/interpolated.pt"),
+    )
+    content = torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)
+    adapted, name = content["unmerged"]["state_dict"], "transformer.resblocks.0.mlp.c_fc"
+    change = adapted[f"{name}.lora_B.default.weight"] @ adapted[f"{name}.lora_A.default.weight"]
+    expected = first[f"{name}.weight"] + chosen * 2 * change  # --lora-alpha is twice the rank
+    torch.testing.assert_close(mix[f"{name}.weight"], expected, atol=1e-6, rtol=0)
+    assert change.abs().max() > 1e-3
+
+
+def test_the_comparison_can_be_omitted_and_does_not_change_the_training(flags, shards, whole, tmp_path):
+    folder = runs.train(shards, tmp_path, "run", "queueclip", *flags, "--no-before-after")
+    assert runs.losses_of(folder) == runs.losses_of(whole)
+    found, expected = (weights_of(run / "checkpoints" / "epoch_2.pt") for run in (folder, whole))
+    assert runs.differences(found, expected) == []
+    assert [line["epoch"] for line in results_of(folder)] == [1, 2]
+    assert not (folder / "interpolation.json").exists()
+
+
+def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp_path):
+    store = write_store(tmp_path / "store", shards)
+    more = ("--reference", str(store), "--distill", "0.5", "--keep-data", keep)
+    steps = [
+        line for line in runs.metrics_of(runs.train(shards, tmp_path, "run", "queueclip", *more)) if "loss" in line
+    ]
+    assert len(steps) == 14 and all(line["loss"] and line["reference_infonce"] > 0 for line in steps)
+    assert steps[-1]["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "kept", "at_least", "expected"),
+    [
+        ((0.1, 0.2, 0.3, 0.4, 0.5), (1, 0.95, 0.91, 0.8, 0.5), 0.9, 0.5),
+        ((0.1, 0.2, 0.3, 0.4, 0.5), (1, 0.95, 0.91, 0.8, 0.5), 0.5, 1.0),
+        ((0.1, 0.3, 0.3, 0.2, 0.1), (1, 1, 1, 1, 1), 0.9, 0.25),  # equal own scores: the smallest weight
+        ((0.1, 0.2, 0.3, 0.4, 0.5), (1, 0.5, 0.6, 0.4, 0.3), 0.9, 0.5),  # none keeps enough
+        ((0.1, 0.2, 0.5, 0.4, 0.3), (), 0.9, 0.5),
+        ((), (1, 0.95, 0.91, 0.8, 0.5), 0.9, 0.5),
+    ],
+)
+def test_the_rule_of_the_choice(own, kept, at_least, expected):
+    by_weight = (dict(zip(ALPHAS, scores, strict=True)) if scores else {} for scores in (own, kept))
+    choice = choose(*by_weight, at_least)
+    assert choice.weight == expected and "--lr" not in choice.reason
+
+
+def test_a_training_that_did_not_help_is_said():
+    by_weight = dict(zip(ALPHAS, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True))
+    assert "--lr" in choose(by_weight, {}, 0.9).reason
+
+
+def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path):
+    """Class folders and a table of labels give the same accuracy, in a run that only evaluates and in a training."""
+    colors, images = ["red", "green", "blue", "yellow"], {}
+    with tarfile.open(shards.replace("{00000..00006}", "00000")) as archive:
+        for member in archive:
+            if member.name.endswith(".png"):
+                images[member.name] = archive.extractfile(member).read()
+    rows = [("path", "label")]
+    for number, (name, content) in enumerate(sorted(images.items())):
+        file = tmp_path / "photos" / colors[number % 4] / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        rows.append((str(file), colors[number % 4]))
+    with open(tmp_path / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    model, _, preprocess = open_clip.create_model_and_transforms(SMALL_MODEL, pretrained=str(start))
+    tokenizer = open_clip.get_tokenizer(SMALL_MODEL)
+    from PIL import Image
+
+    with torch.no_grad():
+        pixels = torch.stack([preprocess(Image.open(path).convert("RGB")) for path, _ in rows[1:]])
+        texts = model.encode_text(tokenizer([f"a photo of a {color}" for color in colors]), normalize=True)
+        nearest = (model.eval().encode_image(pixels, normalize=True) @ texts.T).argmax(dim=1).tolist()
+    expected = sum(colors[place] == label for place, (_, label) in zip(nearest, rows[1:], strict=True)) / len(nearest)
+    for name in ("photos", "labels.csv"):
+        more = ["--model", SMALL_MODEL, "--pretrained", str(start), "--val-classes", str(tmp_path / name)]
+        assert run(evaluation(tmp_path / "logs", name, *more)) == 0
+        assert results_of(tmp_path / "logs" / name) == [{"classes_accuracy": pytest.approx(expected), "epoch": 0}]
+    folder = runs.train(shards, tmp_path, "run", "openclip", *more)
+    assert results_of(folder)[0]["classes_accuracy"] == pytest.approx(expected)
+    assert scores_of(folder)["scores"].keys() == {"classes"}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("--keep-data nothing.tar", ["--keep-data", "nothing.tar"]),
+        ("--keep-data nothing", ["--keep-data", "nothing"]),
+        ("--keep-data FEW", ["--keep-data", "200"]),
+        ("--keep-data UNUSABLE", ["--keep-data", "none of the first"]),
+        ("--val-classes nothing.csv", ["--val-classes", "nothing.csv"]),
+        ("--keep-share 0.5", ["--keep-share", "--keep-data"]),
+        ("--keep-data KEEP --keep-share 1", ["--keep-share"]),
+        ("--keep-data KEEP --batch-size 1", ["--keep-data", "--batch-size"]),
+        ("--keep-data KEEP --single-source-batches", ["--single-source-batches"]),
+        ("--keep-data KEEP --hard-negative-key txt", ["--hard-negative-key"]),
+        ("--config finetune", ["--config", "--pretrained"]),
+        ("--config finetun --pretrained x.pt", ["finetune"]),
+        ("--config finetune --pretrained x.pt --recipe cc3m", ["--recipe"]),
+        ("--warmup 1.5", ["--warmup"]),
+    ],
+)
+def test_a_mistake_is_said_before_the_model_is_built(mistake, words, shards, keep, tmp_path):
+    for name, count in (("FEW", 150), ("UNUSABLE", 300)):
+        lines = [json.dumps({"path": f"{row}.png", "caption": f"sample {row}"}) for row in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        if name in mistake:
+            pytest.importorskip("datasets")
+    if "FEW" in mistake:
+        with tarfile.open(shards.replace("{00000..00006}", "00000")) as archive:
+            archive.extractall(tmp_path, filter="data")
+        shutil.copy(next(tmp_path.glob("*.png")), tmp_path / "0.png")
+    named = {"KEEP": keep, "FEW": str(tmp_path / "FEW.jsonl"), "UNUSABLE": str(tmp_path / "UNUSABLE.jsonl")}
+    argv = [named.get(word, word) for word in mistake.split()]
+    with mock.patch("openclip_ext.training.model.build_model") as build, pytest.raises(ValueError) as error:
+        run(small_command(shards, tmp_path, "run", "openclip", *argv))
+    assert not build.called and all(word in str(error.value) for word in words)
+
+
+def test_tools_that_need_all_training_data_refuse_the_run(whole):
+    with pytest.raises(UsageError, match="--keep-data"):
+        load_run(whole)
+
+
+def finetune(*argv: str) -> list[str]:
+    return ["--config", "finetune", "--pretrained", "start.pt", *argv]
+
+
+@pytest.mark.parametrize(
+    ("argv", "loss"),
+    [
+        ("--model ViT-B-32", "queueclip"),
+        ("--model ViT-B-16-SigLIP2", "siglip"),
+        ("--model ViT-B-16-SigLIP2 --loss fastclip", "fastclip"),
+        ("--model ViT-B-32 --siglip", "siglip"),
+    ],
+)
+def test_the_configuration_has_the_loss_of_the_start(argv, loss):
+    config = config_of(*finetune(*argv.split()))
+    assert config.loss.name == loss
+    assert (config.keep.share, config.tuning.keep_at_least, config.schedule.warmup) == (0.25, 0.9, 0.1)
+
+
+def test_the_configuration_follows_the_number_of_pairs_and_the_users_flags_win():
+    config = parse([*finetune("--train-data", "x.tar", "--lr", "3e-5", "--wd", "0")])
+    sizes = [1000, 3000, 3001, 10**5, 10**7]
+    sized = [for_pairs(config, pairs) for pairs in sizes]
+    epochs = [one.length.epochs for one in sized]
+    assert epochs == sorted(epochs, reverse=True) and epochs[0] == epochs[1] > epochs[2] > epochs[-1]
+    assert {one.optimizer.lr for one in sized} == {3e-5} and {one.optimizer.weight_decay for one in sized} == {0}
+    assert all("by_pairs" not in one.flags for one in sized)
+
+
+def test_a_run_with_the_configuration(start, shards, tmp_path):
+    given = small_command(shards, tmp_path, "run", "openclip", "--config", "finetune", "--pretrained", str(start))
+    argv = [word for word in given if word != "--local-loss"]
+    at = argv.index("--epochs")
+    assert run([*argv[:at], *argv[at + 2 :], "--train-num-samples", "16"]) == 0
+    flags = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]
+    assert (flags["epochs"], flags["warmup"], flags["wd"], flags["batch_size"]) == (20, 3, 0.1, 16)
+
+
+def test_the_warm_up_may_be_a_share_of_the_run(shards, tmp_path):
+    rates = {}
+    for name, warmup in (("share", "0.4"), ("steps", "4")):  # of 10 steps
+        folder = runs.train(shards, tmp_path, name, "openclip", "--warmup", warmup)
+        rates[name] = [line["lr"] for line in runs.metrics_of(folder) if "lr" in line]
+    assert rates["share"] == rates["steps"] and rates["share"][3] == 1e-3 > rates["share"][2]
