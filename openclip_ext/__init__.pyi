@@ -23,6 +23,7 @@ def create_loss(
         "fastclip-v3",
         "isogclr",
         "neuclip",
+        "neuclip-paper",
         "openclip",
         "queueclip",
         "scent",

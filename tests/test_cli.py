@@ -55,7 +55,7 @@ def test_the_shell_completes_commands_flags_and_losses():
 complete_word() {{ COMP_CWORD=$1; shift; COMP_WORDS=(openclip-ext "$@"); _openclip_ext; echo "${{COMPREPLY[@]}}"; }}
 """ + "\n".join(f"complete_word {position} {words}" for position, words in asked.items())
     shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.split("\n")[:3] == ["--batch-size", "train", "neuclip"]
+    assert shown.split("\n")[:3] == ["--batch-size", "train", "neuclip neuclip-paper"]
 
 
 def test_help_is_the_answer_to_nothing_and_there_is_a_version(capsys):

@@ -46,7 +46,7 @@ def _learned(rho: float) -> Options:
 
 
 # Settings of losses whose temperature scheme can be chosen, the most promising first (see docs/results.md). {} is the
-# published setting.
+# loss's default.
 _SETTINGS: Sequence[Options] = (
     *(_solved(4.0), _constant(0.05), _constant(0.1), _learned(5.0)),
     *(_solved(5.0), {}, _constant(0.03), _learned(4.0)),
@@ -79,8 +79,7 @@ def settings(loss: str, fixed: Mapping[str, Any]) -> tuple[list[Options], list[s
         used = _options_used(loss, {**fixed, **options})
         if any(name not in used for name in options):
             continue
-        published = {"temperature_scheme": own_scheme(loss)} if registry.find_method(loss).training_scheme else {}
-        given = {**(FOR_SHORT_RUNS if options else published), **fixed, **options}
+        given = {**(FOR_SHORT_RUNS if options else {}), **fixed, **options}
         setting = {name: value for name, value in given.items() if name in used}
         if {**used, **setting} in complete:
             continue

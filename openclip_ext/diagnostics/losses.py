@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from openclip_ext.cli import command_line
 from openclip_ext.losses.options import PARTS, SUMMARIES
-from openclip_ext.losses.registry import check_options, find_method, list_losses, training_defaults
+from openclip_ext.losses.registry import check_options, find_method, list_losses, run_defaults
 from openclip_ext.training.parser import describe_options
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
 
 def _described(name: str) -> Iterator[str]:
     name = find_method(name).name
-    options = training_defaults(name, {})
+    options = run_defaults(name, {})
     loss = check_options(name, **options)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in PARTS if part in options]

@@ -80,9 +80,8 @@ class Training:
         options = {} if self.reference_dim is None else {"steer": True}
         options |= self.options
         uses_openclips = _OPENCLIP_OPTIONS.keys() <= registry.options_used_by(self.loss, **options).keys()
-        more = _OPENCLIP_OPTIONS if uses_openclips else registry.training_defaults(self.loss, options)
-        sizes = {"embed_dim": embed_dim, "num_samples": samples, "reference_dim": self.reference_dim}
-        return registry.create_loss(self.loss, **sizes, **(more | options))
+        more = _OPENCLIP_OPTIONS if uses_openclips else registry.run_defaults(self.loss, options)
+        return registry.create_loss(self.loss, embed_dim, samples, self.reference_dim, **(more | options))
 
 
 @dataclass(frozen=True)

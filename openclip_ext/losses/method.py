@@ -70,8 +70,8 @@ class Method:
         normalizer, temperature_scheme: Names of the default parts. The user can choose other parts.
         objective: The objective. None means the objective of the normalizer.
         normalizer_defaults, temperature_defaults: Defaults of options. They apply only with the default normalizer or scheme.
-        training_defaults: Defaults that only the training program uses. They apply only with the default normalizer.
-        training_scheme: Default temperature scheme of the training program. Empty means ``temperature_scheme``.
+        pretrained_scheme: Default temperature scheme of runs that start from a pretrained model. Empty means
+            ``temperature_scheme``.
         fixed: Arguments of the parts that the user cannot set.
         whole: The form of the loss without replaceable parts, or None.
         two_views: The variant of this loss for two views of each image, without texts, or None.
@@ -86,8 +86,7 @@ class Method:
     objective: type[Objective] | None = None
     normalizer_defaults: dict[str, Any] = field(default_factory=dict)
     temperature_defaults: dict[str, Any] = field(default_factory=dict)
-    training_defaults: dict[str, Any] = field(default_factory=dict)
-    training_scheme: str = ""
+    pretrained_scheme: str = ""
     fixed: dict[str, Any] = field(default_factory=dict)
     whole: WholeLoss | None = None
     two_views: WholeLoss | None = None

@@ -27,7 +27,7 @@ Example:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -354,13 +354,24 @@ class _Fit:
         self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
 
 
-METHOD = Method(
-    name="neuclip",
+_PAPER = Method(
+    name="neuclip-paper",
     normalizer="prototypes",
     temperature_scheme="global",
     normalizer_defaults={"alpha_gradient": True},
-    temperature_defaults={"lr_tau": 1.25e-4},
-    training_defaults={"verify_fit": True},
-    training_scheme="solved",
-    parts=(NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective),),
+    parts=(
+        NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective, defaults={"lr_tau": 1.25e-4}),
+    ),
+)
+METHODS = (
+    # With a solved temperature and a verified fit, no run collapsed (docs/methods/neuclip.md).
+    replace(
+        _PAPER,
+        name="neuclip",
+        temperature_scheme="solved",
+        normalizer_defaults={"alpha_gradient": True, "verify_fit": True},
+        pretrained_scheme="global",
+        parts=(),
+    ),
+    _PAPER,
 )

@@ -156,9 +156,10 @@ def create_loss(
     embed_dim: int | None = None,
     num_samples: int | None = None,
     reference_dim: int | None = None,
+    steps: int = 0,
     **options: Any,
 ) -> ContrastiveLoss:
-    """Create a loss.
+    """Create a loss, with the same defaults as ``openclip-ext train --loss``.
 
     Args:
         name: A name in :func:`list_losses`, or ``my.module:METHOD`` for your own loss.
@@ -167,6 +168,8 @@ def create_loss(
         reference_dim: Embedding dimension of a reference model. Each call then needs the reference's embeddings as
             ``reference=(image, text)``. None (default) means no reference model. With a reference model, every loss is
             composed of parts, even ``openclip``.
+        steps: Number of optimizer steps of the run. In a long run, a solved temperature starts lower. 0 (default) means a
+            short run.
         options: See :data:`OPTIONS`. All have a default. ``hard_share`` sets ``rho``: ``hard_share = exp(−ρ)``.
 
     Returns:
@@ -185,7 +188,7 @@ def create_loss(
     if reference_dim is not None:
         reference_dim = _checked_size("reference_dim", reference_dim, "the embedding dimension of the reference model")
         options = {"steer": True, **options}
-    composition, values = _checked_values(name, options)
+    composition, values = _checked_values(name, options, steps)
     if composition.has_reference and reference_dim is None:
         given = min(REFERENCE_OPTIONS & options.keys())
         raise OptionError(given, f"{given}= needs a reference model: set reference_dim=, its embedding dimension")
@@ -223,19 +226,15 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
     return _compose(name, options).defaults()
 
 
-def training_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
-    """Return a loss's options with the training program's defaults. Some differ from the defaults of :func:`create_loss`.
+def run_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
+    """Return all options of a loss with their defaults in a run, in which some options are ``given``.
 
-    For some losses, the training program replaces the paper's temperature scheme. It keeps the paper's scheme if ``given``
-    contains a part, ``equal_captions``, ``views`` or an option of this scheme. It also keeps the scheme if ``pretrained``,
-    because the model then has a learned temperature. ``steps`` is the number of optimizer steps of the run.
+    ``steps`` is the number of optimizer steps of the run. If ``pretrained``, the model already has a learned temperature.
     """
-    composition, scheme = _compose(name, given), find_method(name).training_scheme
-    own = set(composition.part_names).union(*map(_keywords, composition.classes.parts[-1:]))
-    if scheme and not pretrained and not given.keys() & own:
-        composition = _compose(name, {**given, "temperature_scheme": scheme})
-    of_length = composition.long_run_defaults if steps >= _LONG_RUN_STEPS else {}
-    return composition.defaults() | composition.training_defaults | of_length
+    scheme = find_method(name).pretrained_scheme
+    if pretrained and scheme and not given.get("temperature_scheme"):
+        given = {**given, "temperature_scheme": scheme}
+    return _compose(name, given).defaults(steps)
 
 
 @contextlib.contextmanager
@@ -258,17 +257,17 @@ class _Composition:
     part_names: dict[str, Any] = field(default_factory=dict)
     has_reference: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
-    training_defaults: dict[str, Any] = field(default_factory=dict)
     long_run_defaults: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> set[str]:
         found = set().union(*(_keywords(cls) for cls in (self.classes.build, *self.classes.parts)))
         return found if self.has_reference else found - REFERENCE_OPTIONS
 
-    def defaults(self) -> dict[str, Any]:
-        """Return all options of the classes with their defaults."""
+    def defaults(self, steps: int = 0) -> dict[str, Any]:
+        """Return all options of the classes with their defaults in a run of this number of optimizer steps."""
         keywords = self.keywords()
-        values = {name: self.classes.defaults.get(name, option.default) for name, option in OPTIONS.items()}
+        known = self.classes.defaults | (self.long_run_defaults if steps >= _LONG_RUN_STEPS else {})
+        values = {name: known.get(name, option.default) for name, option in OPTIONS.items()}
         return self.part_names | {name: value for name, value in values.items() if name in keywords}
 
     @_wide_default_dtype()
@@ -338,7 +337,6 @@ def _compose_parts(method: Method, options: Mapping[str, Any]) -> _Composition:
         has_reference=bool(REFERENCE_OPTIONS & options.keys()),
         part_names=names | {"equal_captions": NEGATIVE} | ({"views": 1} if method.two_views is not None else {}),
         fixed=method.fixed,
-        training_defaults=method.training_defaults if has_own_normalizer else {},
         long_run_defaults=scheme.long_run_defaults | of_scheme,
     )
     unused = ", ".join(sorted({**of_normalizer, **of_scheme}.keys() - composition.defaults()))
@@ -391,11 +389,11 @@ def _part_that_uses(name: str, options: Mapping[str, Any], unused: Sequence[str]
     return ""
 
 
-def _checked_values(name: str, options: dict[str, Any]) -> tuple[_Composition, dict[str, Any]]:
+def _checked_values(name: str, options: dict[str, Any], steps: int = 0) -> tuple[_Composition, dict[str, Any]]:
     """Return the classes of a loss and the values of all its options. Raise OptionError for a wrong option."""
     options = _with_rho(options)
     composition = _compose(name, options)
-    defaults = composition.defaults()
+    defaults = composition.defaults(steps)
     unused = sorted(set(options) - set(defaults))
     if unused:
         takes = ", ".join(f"{option}=" for option in sorted(defaults))

@@ -185,11 +185,11 @@ def text_groups(config: TrainingConfig) -> dict[str, Any]:
 def for_training(
     config: LossConfig, steps: int, pretrained: bool = False, reference: EmbeddingStore | None = None
 ) -> LossConfig:
-    """Return the loss's configuration, with :func:`registry.training_defaults` for options that were not given.
+    """Return the loss's configuration, with :func:`registry.run_defaults` for options that were not given.
 
     With a ``reference``, the default ``reference_temperature`` is the reference model's own temperature.
     """
-    options = registry.training_defaults(config.name, config.given, steps, pretrained)
+    options = registry.run_defaults(config.name, config.given, steps, pretrained)
     if reference is not None and "steer" in config.given:
         options["reference_temperature"] = reference.temperature
     of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}

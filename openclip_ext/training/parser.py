@@ -264,7 +264,7 @@ def describe_options(loss: str) -> str:
     """Return a help text for the loss's options, except OpenCLIP's flags. Each option is shown as a flag with its default."""
     from openclip_ext.losses import registry  # imported late, because it imports torch
 
-    defaults = registry.training_defaults(registry.find_method(loss).name, {})
+    defaults = registry.run_defaults(registry.find_method(loss).name, {})
     lines = []
     for option in sorted(OPTIONS.values(), key=lambda option: option.ablation):
         if option.name not in defaults or option.openclip_flag:

@@ -25,7 +25,7 @@
 # a preemption or a node failure. Activate the Python environment and submit this script from the root of the clone, with the
 # trainer's flags. With --recipe, the GPUs share the recipe's global batch, unless you set --batch-size:
 #
-#   sbatch scripts/slurm/train.sh --recipe cc3m --loss neuclip --train-data 'PATH/TO/cc3m/{00000..00331}.tar'
+#   sbatch scripts/slurm/train.sh --recipe cc3m --loss neuclip-paper --train-data 'PATH/TO/cc3m/{00000..00331}.tar'
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 scripts/slurm/train.sh --recipe cc12m --loss fastclip ...
 #   sbatch --array=0-2 scripts/slurm/train.sh --seed %a --name seed-%a --loss neuclip ...
 #

@@ -68,8 +68,8 @@ def test_the_models_parameter_follows() -> None:
 def test_hard_share_sets_rho() -> None:
     loss = create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01)
     assert loss.temperature.target == pytest.approx(-math.log(0.01))
-    for recipe in ([], ["--recipe", "cc3m"]):  # --hard-share also overrides the recipe's rho
-        config = config_of("--loss", "neuclip", "--hard-share", "0.01", *recipe)
+    for loss in (["neuclip"], ["neuclip-paper", "--recipe", "cc3m"]):  # --hard-share also overrides the recipe's rho
+        config = config_of("--loss", *loss, "--hard-share", "0.01")
         assert config.loss.options["rho"] == pytest.approx(-math.log(0.01))
 
 

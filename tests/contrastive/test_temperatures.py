@@ -22,11 +22,11 @@ def _parameter(tau: float) -> nn.Parameter:
         ("fastclip scent amorlip", 0.05, 0.04, {}, 0.04),
         ("fastclip scent amorlip", 0.02, 0.025, {}, 0.02 ** (2 / 3) * 0.025 ** (1 / 3)),
         ("fastclip scent amorlip", 0.031, 0.02, {}, 0.02),
-        ("neuclip fastclip-v0", 0.02, 0.025, {}, 0.025),
+        ("neuclip-paper fastclip-v0", 0.02, 0.025, {}, 0.025),
         # The temperature is clamped to its bounds.
-        ("fastclip fastclip-v0 scent amorlip neuclip", 0.05, 0.001, {}, 0.01),
-        ("fastclip fastclip-v0 amorlip neuclip", 0.9, 7.0, {}, 1.0),
-        ("fastclip fastclip-v0 amorlip neuclip", 0.05, 0.001, {"temperature_min": 0.04}, 0.04),
+        ("fastclip fastclip-v0 scent amorlip neuclip-paper", 0.05, 0.001, {}, 0.01),
+        ("fastclip fastclip-v0 amorlip neuclip-paper", 0.9, 7.0, {}, 1.0),
+        ("fastclip fastclip-v0 amorlip neuclip-paper", 0.05, 0.001, {"temperature_min": 0.04}, 0.04),
         # These losses do not use the model's parameter, so it is not clamped.
         ("sogclr fastclip-v1 fastclip-v2 tempnet", 0.05, 0.004, {}, 0.004),
     ],
@@ -44,7 +44,7 @@ def test_the_models_parameter_after_a_step(
 
 
 def test_start_and_learning_rate() -> None:
-    loss = create_loss("neuclip", embed_dim=WIDTH, temperature=0.05, lr_tau=1e-3)
+    loss = create_loss("neuclip-paper", embed_dim=WIDTH, temperature=0.05, lr_tau=1e-3)
     assert loss.initial_logit_scale == pytest.approx(math.log(20))
     assert loss.logit_scale_lr == 1e-3
     assert create_loss("fastclip-v0", num_samples=4).logit_scale_lr is None

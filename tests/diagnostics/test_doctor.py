@@ -67,7 +67,7 @@ def test_a_run_without_problems(shards, tmp_path, capsys):
         ("--lora-rank 4", "warning  memory: the estimate trains all weights"),
         ("--hard-negative-key json:nope", "warning  data: the first sample is bad: no hard negative: expected a"),
         ("--lock-image --lock-text --lock-text-freeze-layer-norm --loss sogclr", "ERROR    nothing is left"),
-        ("--recipe cc3m --loss neuclip", "warning  batch: --recipe cc3m is for a global batch of 1,024"),
+        ("--recipe cc3m --loss neuclip-paper", "warning  batch: --recipe cc3m is for a global batch of 1,024"),
         ("--model demo-vit --max-bad-fraction 0 --draw-captions", "ok       model: "),
         (
             "--model ViT-B-32 --pretrained laion2b_s34b_b79k --cache-dir none --force-patch-dropout 0",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,8 +90,11 @@ _NEUCLIP = {"prototypes": 9, "restart_every": 3, "normalizer_updates": 2}
 def _neuclip(**changed: Any) -> Case:
     options = _NEUCLIP | {"verify_fit": False} | changed
 
+    name = "neuclip" if options["verify_fit"] else "neuclip-paper"
+
     # AdaGrad's first step depends only on the gradient's sign. This amplifies rounding errors of gradients near zero.
-    return Case("neuclip", lambda loss: prototypes.NeuClip(**options, eps=EPS, rho=6.5), options, tolerance=1e-7)
+    reference = partial(prototypes.NeuClip, **options, eps=EPS, rho=6.5)
+    return Case(name, lambda loss: reference(), options | {"temperature_scheme": "global"}, tolerance=1e-7)
 
 
 def _queueclip(m: int, weight: float, leave_own_out: bool = False) -> Case:
@@ -145,7 +149,7 @@ def _amortized(loss: ContrastiveLoss, options: dict[str, Any]) -> networks.Amort
         anew.start_epoch(epoch)
         return mlps(anew.online)
 
-    loss_name = "neuclip" if options.get("normalizer") == "mlp" else "amorlip"
+    loss_name = "neuclip-paper" if options.get("normalizer") == "mlp" else "amorlip"
     names = {field.name for field in fields(networks.AmortizedPartition)}
     return networks.AmortizedPartition(
         mlps(loss.normalizer.online),
@@ -168,7 +172,7 @@ def _neuclip_mlp(objective: str) -> Case:
     options = {name: value for name, value in _AMORLIP.items() if name != "rho_end"}
     options |= {"normalizer": "mlp", "normalizer_objective": objective}
     return Case(
-        "neuclip", lambda loss: networks.NeuClipMlp(_amortized(loss, options), EPS, 6.5), options, tolerance=1e-6
+        "neuclip-paper", lambda loss: networks.NeuClipMlp(_amortized(loss, options), EPS, 6.5), options, tolerance=1e-6
     )
 
 

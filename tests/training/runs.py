@@ -35,6 +35,7 @@ _FLAGS = {
     "fastclip-v1": ["--temperature-scheme=solved", "--temperature=none", "--temperature-queue=24", "--rho=1"],
     "amorlip": ["--fit-every", "2", "--loss-option=target_every=2"],
     "neuclip": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
+    "neuclip-paper": ["--prototypes", "24", "--normalizer-updates", "2", "--restart-every", "4"],
     "queueclip": ["--prototypes", "24"],
     "sogclr": ["--views", "2"],
     "cliplite": ["--opt", "timm/lookahead_sgd", "--lookahead-steps", "3", "--momentum", "0.9", "--caption-aware-flip"],

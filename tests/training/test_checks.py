@@ -21,7 +21,7 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("batch_size", "told"), [([], True), (["--batch-size", "1024"], False)])
 def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
-    config = config_of("--recipe", "cc3m", "--loss", "neuclip", *batch_size)
+    config = config_of("--recipe", "cc3m", "--loss", "neuclip-paper", *batch_size)
     message = other_batch(config, config.loading.batch_size, 1) or ""
     assert ("for a global batch of 1,024, but this run has 128: give --batch-size 1024" in message) == told
 

@@ -45,11 +45,13 @@ def test_options_of_an_own_loss_need_names_that_are_free(name, monkeypatch):
 
 
 def test_explicit_flags_win_over_the_recipe():
-    config = config_of("--recipe", "cc3m", "--loss", "neuclip", "--lr", "3e-4", "--rho", "7")
+    config = config_of("--recipe", "cc3m", "--loss", "neuclip-paper", "--lr", "3e-4", "--rho", "7")
     assert (config.model.name, config.optimizer.lr, config.loss.options["rho"]) == ("RN50", 3e-4, 7.0)
     assert "prototypes" in config.loss.given
-    assert config_of("--recipe", "cc3m", "--loss", "neuclip", "--loss-option", "rho=7").loss.given["rho"] == 7.0
-    loss = config_of("--recipe", "cc3m", "--loss", "neuclip", "--normalizer", "mlp").loss  # an MLP has no prototypes
+    assert config_of("--recipe", "cc3m", "--loss", "neuclip-paper", "--loss-option", "rho=7").loss.given["rho"] == 7.0
+    loss = config_of(
+        "--recipe", "cc3m", "--loss", "neuclip-paper", "--normalizer", "mlp"
+    ).loss  # an MLP has no prototypes
     assert loss.options["normalizer"] == "mlp"
     assert "prototypes" not in loss.options
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openclip_ext.losses.options import OPTIONS
-from openclip_ext.losses.registry import options_used_by
+from openclip_ext.losses.registry import list_losses, options_used_by
 from openclip_ext.training import recipes
 from openclip_ext.training.model import for_training
 from tests.training.commands import config_of
@@ -34,14 +34,17 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
         assert OPTIONS[option].check(value) == config.loss.options[option] == value
 
 
-def test_a_recipe_is_as_published_where_a_training_has_a_default_of_its_own():
-    command = ["--loss", "neuclip"]
-    asked = ([], ["--recipe", "cc3m"], ["--lr-tau", "1e-4"], ["--normalizer", "queue"])
-    options = [for_training(config_of(*command, *more).loss, 10).options for more in asked]
-    assert [found["temperature_scheme"] for found in options] == ["solved", "global", "global", "global"]
-    assert [found.get("verify_fit") for found in options] == [True, False, True, None]
-    assert for_training(config_of(*command).loss, 10, pretrained=True).options["temperature_scheme"] == "global"
-    assert options[0].keys() == options_used_by("neuclip", temperature_scheme="solved").keys()
+@pytest.mark.parametrize("name", list_losses())
+def test_the_training_program_and_create_loss_have_the_same_defaults(name):
+    of_program = for_training(config_of("--loss", name).loss, 10).options
+    of_run = {"epochs": of_program["epochs"]} if "epochs" in of_program else {}
+    assert of_program == options_used_by(name) | of_run
+
+
+def test_a_pretrained_model_keeps_a_learned_temperature():
+    for more, scheme in (([], "global"), (["--temperature-scheme", "solved"], "solved")):
+        options = for_training(config_of("--loss", "neuclip", *more).loss, 10, pretrained=True).options
+        assert options["temperature_scheme"] == scheme and options["verify_fit"]
 
 
 def test_listing_recipes_needs_no_torch():

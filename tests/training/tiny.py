@@ -35,6 +35,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "openclip": {"local_loss": True, "gather_with_grad": True},
     "amorlip": {"gather_stage2": True, "fit_every": 2, "target_every": 2, "normalizer_lr": 1e-3},
     "neuclip": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
+    "neuclip-paper": {"prototypes": 12, "normalizer_updates": 2, "restart_every": 2, "normalizer_lr": 1e-2},
     "queueclip": {"prototypes": 12},
 }
 # Every registered loss is included, so the tests with one process, two processes and shards also cover new losses.

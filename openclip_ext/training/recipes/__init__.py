@@ -1,6 +1,7 @@
 """Recipes: the settings with which the papers trained their losses.
 
-``--recipe cc3m --loss neuclip`` inserts :meth:`Recipe.argv` before the user's flags, so the user's flags override the recipe.
+``--recipe cc3m --loss neuclip-paper`` inserts :meth:`Recipe.argv` before the user's flags, so the user's flags override the
+recipe.
 ``python -m openclip_ext.training.recipes`` lists the recipes. ``recipes.json`` contains the size and the common flags of each
 data set. For each loss, it contains the source, options, other flags (null means OpenCLIP's default), results and notes.
 """
