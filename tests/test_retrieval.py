@@ -8,9 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from openclip_ext.evaluation import ranks as retrieval
-from openclip_ext.evaluation.ranks import IMAGE_TO_TEXT, TEXT_TO_IMAGE, chance, image_text_ranks, ranks_of_best_match
-from openclip_ext.evaluation.retrieval import retrieval_metrics as datacomp_metrics
-from openclip_ext.training.validation import retrieval_metrics
+from openclip_ext.evaluation.ranks import (
+    IMAGE_TO_TEXT,
+    TEXT_TO_IMAGE,
+    chance,
+    image_text_ranks,
+    ranks_of_best_match,
+    retrieval_metrics,
+)
+from openclip_ext.evaluation.scoring import caption_metrics
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 2**24])
@@ -74,9 +80,11 @@ def test_equal_images_and_captions_are_right_answers(pairs):
     own = {name: place for place, name in enumerate(dict.fromkeys(images))}
     shown = [{own[one] for one, caption in pairs if caption == name} for name in captions]
     perfect = torch.stack([torch.eye(6)[[*places]].sum(dim=0) for places in shown])
-    metrics = retrieval_metrics(torch.eye(6)[[own[name] for name in images]], perfect, images, captions)
+    metrics = retrieval_metrics(
+        image_text_ranks(torch.eye(6)[[own[name] for name in images]], perfect, images, captions)
+    )
     assert metrics["image_to_text_R@1"] == metrics["text_to_image_R@1"] == 1
-    collapsed = retrieval_metrics(torch.ones(6, 4), torch.ones(6, 4), images, captions)
+    collapsed = retrieval_metrics(image_text_ranks(torch.ones(6, 4), torch.ones(6, 4), images, captions))
     for name, value in chance(images, captions).items():
         items = {IMAGE_TO_TEXT: captions, TEXT_TO_IMAGE: images}[name]
         queries = {IMAGE_TO_TEXT: images, TEXT_TO_IMAGE: captions}[name]
@@ -85,7 +93,7 @@ def test_equal_images_and_captions_are_right_answers(pairs):
 
 
 def test_a_collapsed_model_scores_chance_in_datacomps_retrieval():
-    found = datacomp_metrics(torch.ones(9, 4), torch.ones(18, 4), torch.arange(18) // 2)
+    found, _ = caption_metrics(torch.ones(9, 4), torch.ones(18, 4), torch.arange(18) // 2)
     assert found["image_retrieval_recall@1"] == found["text_retrieval_recall@1"] == pytest.approx(1 / 9)
     assert found["text_retrieval_recall@5"] == pytest.approx(1 - 13 * 12 / (18 * 17))
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.encoder import ImageTextModel
 from openclip_ext.evaluation.metrics import target_ranks
-from openclip_ext.evaluation.models import ImageTextModel, load_model
+from openclip_ext.evaluation.models import open_model
 
 
 def accuracy(logits: Tensor, targets: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
@@ -31,8 +32,8 @@ def load_clip(
     model_type: str, model_name: str, pretrained: str, cache_dir: str | None = None, device: str = "cpu"
 ) -> tuple[ImageTextModel, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
     """Return a model, its transform and its tokenizer. This function replaces ``clip_benchmark.cli.load_clip``."""
-    loaded = load_model(model_name, pretrained, device)
-    return loaded.model, loaded.preprocess, loaded.tokenizer
+    opened = open_model(pretrained, model_name)
+    return opened.model.to(device), opened.transform, opened.tokenizer
 
 
 def build_dataset(*args: Any, root: str, build: Callable = cli.build_dataset, **options: Any) -> Any:

@@ -18,9 +18,9 @@ from huggingface_hub.utils.sha import sha_fileobj
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
-from openclip_ext.evaluation import data
+from openclip_ext.evaluation import samples as reading
 from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
-from openclip_ext.evaluation.tasks import Task, select_tasks
+from openclip_ext.evaluation.tasks import Entry, select_tasks
 from openclip_ext.files.writing import output_path, write_text
 
 CHECKSUMS_FILE = "checksums.json"
@@ -34,17 +34,17 @@ _DOCUMENTS = ["README*", "LICENSE*"]
 OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
 
 
-def _is_converted(task: Task) -> bool:
+def _is_converted(task: Entry) -> bool:
     """Return whether the hub stores a task's data as a CSV table and a zip of images, which must be converted to tars."""
     return task.kind in ("retrieval", "winogavil")
 
 
-def repository_of(task: Task) -> str:
+def repository_of(task: Entry) -> str:
     """Return the hub's data set repository of a task, as ``owner/name``."""
     return f"nlphuji/{task.key.split('/')[-1]}" if _is_converted(task) else f"djghosh/{task.folder}"
 
 
-def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
+def _snapshot_arguments(task: Entry, folder: Path) -> dict[str, Any]:
     patterns = ["*.csv", "*.zip"] if _is_converted(task) else ["*.txt", "test/*.tar"]
     return {
         "repo_id": repository_of(task),
@@ -54,7 +54,7 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
-def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
+def fetch_set(task: Entry, data_dir: Path, endpoint: str | None = None) -> None:
     """Download one data set completely, convert it if needed, and write its checksums.
 
     After an error, the next call reuses complete files. Raise ValueError if a checksum is still wrong after three attempts, or
@@ -110,7 +110,7 @@ def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
+def check_set(data_dir: Path, task: Entry, any_size: bool = False) -> tuple[str, list[str]]:
     """Check one data set without a network: compare checksums, if the folder has them, and read every tar to its end.
 
     Returns `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` or `BROKEN`, and a list of faults.
@@ -130,23 +130,23 @@ def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, 
         samples = count_items(folder, task, any_size)
         if samples != task.size and not any_size:
             problems.append(f"found {samples:,} samples, but DataComp's data set has {task.size:,}")
-    except data.DataError as error:
+    except reading.DataError as error:
         problems.append(str(error))
     return (BROKEN if problems else UNPROVEN if records is None else OK), problems
 
 
-def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
+def count_items(folder: Path, task: Entry, any_size: bool = False) -> int:
     """Read a data set completely; return the number of items to score: images, or instances for WinoGAViL."""
     num_classes = None
     if not _is_converted(task):
-        classnames, _ = data.read_classes(folder, task, any_size)
+        classnames, _ = reading.read_classes(folder, None if any_size else task.classes)
         num_classes = None if task.kind == "faces" else len(classnames)
-    spec = data.SampleFormat(num_classes, len(task.metadata), captions=task.kind == "retrieval")
-    samples = data.find_samples(folder)
-    for sample in samples:
-        data.parse_sample(sample.read(), spec, f"{sample.file.name}: {sample.key}")
+    wanted = reading.SampleFormat(num_classes, len(task.metadata), captions=task.kind == "retrieval")
+    samples = reading.shard_samples(folder, wanted)
+    for sample in samples.stored:
+        sample.parse(wanted)
     if task.kind == "winogavil":
-        return len(data.read_instances(folder, {sample.key for sample in samples}))
+        return len(reading.read_instances(folder, {sample.key for sample in samples.stored}))
     return len(samples)
 
 
@@ -189,7 +189,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if usable == len(tasks) else 1
 
 
-def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
+def _sizes(task: Entry, args: argparse.Namespace) -> dict[Path, int]:
     """Return the size in bytes of each file to download, as the hub reports it."""
     wanted = _snapshot_arguments(task, args.data_dir / task.folder)
     try:

@@ -40,7 +40,7 @@ from openclip_ext.training.runtime.repeats import MEASURED_STEPS
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
-from openclip_ext.training.validation import build_evaluators, run_evaluators
+from openclip_ext.training.validation import build_tasks, run_tasks
 
 logger = get_logger(__name__)
 
@@ -194,7 +194,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         reporter=Reporter(
             folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, step.loss.steers
         ),
-        evaluators=build_evaluators(config.evaluation, built, config.step),
+        tasks=build_tasks(config.evaluation, built, config.step),
         position=position,
     )
 
@@ -293,7 +293,7 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     """Evaluate the model of ``--pretrained`` or ``--resume``, because there is no training data. OpenCLIP does the same."""
-    evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
+    tasks = build_tasks(config.evaluation, built, config.step)
     position = Position()
     weights: str | Path | None = config.model.weights
     if (checkpoint := start.checkpoint) is not None:
@@ -303,7 +303,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
         heads = read_heads(weights) if weights else None
         if not weights:
             logger.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
-        metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
+        metrics = run_tasks(tasks, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()

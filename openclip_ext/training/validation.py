@@ -1,15 +1,16 @@
-"""Evaluation during training: the evaluators' interface, their creation from flags, and OpenCLIP's validation."""
+"""Evaluation during training: the tasks that the flags select, and OpenCLIP's validation."""
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.format import load_model_file
@@ -17,66 +18,77 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import symmetric_cross_entropy
 from openclip_ext.data.loader.build import build_eval_loader
-from openclip_ext.evaluation.embeddings import outputs_of
-from openclip_ext.evaluation.imagenet import TOP_K, ImageNetZeroShot, imagenet_loader, top_name
-from openclip_ext.evaluation.ranks import image_text_ranks, repeats
+from openclip_ext.evaluation.ranks import image_text_ranks, retrieval_metrics
 from openclip_ext.evaluation.tasks import GROUPS, select_tasks
 from openclip_ext.evaluation.training_log import SUITE_PREFIX
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel
 
+if TYPE_CHECKING:  # imported late, because most runs do not evaluate
+    from openclip_ext.evaluation.encoder import Encoder
+    from openclip_ext.evaluation.scoring import Classification
+
 logger = get_logger(__name__)
 
-RECALL_AT = (1, 5, 10)
+TOP_K = (1, 5)  # of ImageNet's accuracies
 # If a metric's name contains one of these words, smaller values are better.
 _LESS_IS_BETTER = ("loss", "rank")
 
 
-class Evaluator(Protocol):
-    """Interface of the evaluations that the trainer runs."""
+class TrainingTask(Protocol):
+    """A task that the trainer scores the live model on."""
 
     @property
     def name(self) -> str:
-        """The evaluator's name in messages."""
+        """The task's name in messages."""
         ...
 
-    def run(self, model: nn.Module) -> dict[str, float]:
-        """Return the metrics of an unwrapped model in evaluation mode. Only rank 0 calls it."""
+    def score(self, encoder: "Encoder") -> dict[str, float]:
+        """Return the metrics to log. Only rank 0 calls it."""
         ...
 
 
-# An evaluator, and its interval in epochs. An interval of 0 means that it never runs.
-ScheduledEvaluator = tuple[Evaluator, int]
+@dataclass(frozen=True)
+class Scheduled:
+    """A task and its interval in epochs. An interval of 0 means that it never runs."""
+
+    task: TrainingTask
+    every: int
+    encoder: "Callable[[nn.Module], Encoder]"  # makes the encoder of an unwrapped model in evaluation mode
 
 
-def build_evaluators(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[ScheduledEvaluator]:
-    """Build the evaluators for the flags, in OpenCLIP's order. On ranks other than 0, return an empty list."""
-    if not distributed.is_master():
+def build_tasks(config: EvaluationConfig, built: BuiltModel, step: StepConfig) -> list[Scheduled]:
+    """Build the tasks for the flags, in OpenCLIP's order. On ranks other than 0, return an empty list."""
+    if not distributed.is_master() or not config.frequencies:
         return []
-    evaluators: list[ScheduledEvaluator] = []
-    folders = ("imagenet", "--imagenet-val", config.imagenet_val), ("imagenetv2", "--imagenet-v2", config.imagenet_v2)
-    imagenet = {
-        name: imagenet_loader(flag, folder, built.preprocess_val, config.batch_size, config.workers)
-        for name, flag, folder in folders
-        if folder is not None
-    }
-    if imagenet:
-        zero_shot = ImageNetZeroShot(imagenet, built.tokenizer, built.device, step.precision)
-        evaluators.append((zero_shot, config.imagenet_every))
+    from openclip_ext.evaluation.encoder import Encoder, resolve_precision
+    from openclip_ext.evaluation.open_tasks import datacomp_suite, imagenet_task
+
     loading: dict[str, Any] = {"batch_size": config.batch_size, "workers": config.workers}
-    loading |= {"preprocess": built.preprocess_val, "tokenizer": built.tokenizer}
+    parts: dict[str, Any] = {"transform": built.preprocess_val, "tokenizer": built.tokenizer, "device": built.device}
+    live = partial(Encoder, **parts, **loading, autocast=step.precision)
+    tasks = []
+    folders = ("imagenet", "--imagenet-val", config.imagenet_val), ("imagenetv2", "--imagenet-v2", config.imagenet_v2)
+    imagenet = {}
+    for name, flag, folder in folders:
+        if folder is not None:
+            try:
+                imagenet[name] = imagenet_task(name, folder)
+            except ValueError as error:
+                raise UsageError(f"{flag} {folder}: expected a folder of images for each class ({error})") from error
+    if imagenet:
+        tasks.append(Scheduled(ImageNet(imagenet), config.imagenet_every, live))
     if config.val_data is not None:
-        validation = Validation(build_eval_loader(config.val_data, **loading), built.device, step.precision)
-        evaluators.append((validation, config.val_every))
+        loader = build_eval_loader(
+            config.val_data, preprocess=built.preprocess_val, tokenizer=built.tokenizer, **loading
+        )
+        tasks.append(Scheduled(Validation(loader), config.val_every, live))
     if config.suite is not None and config.suite_data is not None:
-        try:
-            from openclip_ext.evaluation.suite import build_suite
-        except ImportError as error:
-            raise UsageError(f"--eval-suite needs {error.name}: pip install 'openclip_ext[eval]'") from error
-        suite = build_suite(config.suite, config.suite_data, device=built.device, **loading)
-        evaluators += [(evaluator, config.suite_every) for evaluator in suite]
-    return evaluators
+        suite = datacomp_suite(config.suite, config.suite_data)
+        as_upstream = partial(Encoder, **parts, **loading, autocast=resolve_precision("datacomp", built.device))
+        tasks.append(Scheduled(suite, config.suite_every, as_upstream))
+    return tasks
 
 
 def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
@@ -86,7 +98,8 @@ def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
     """
     names: list[str] = []
     if config.val_data is not None and config.val_every > 0:
-        names += [*retrieval_metrics(torch.eye(2), torch.eye(2)), "clip_val_loss", "num_samples"]
+        pair = torch.eye(2)
+        names += [*retrieval_metrics(image_text_ranks(pair, pair, [0, 1], [0, 1])), "clip_val_loss", "num_samples"]
         names += ["val_generative_loss"] * is_captioner
     if config.imagenet_every > 0:
         folders = {"imagenet": config.imagenet_val, "imagenetv2": config.imagenet_v2}
@@ -97,20 +110,21 @@ def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
     return names
 
 
-def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
-    """Run evaluators. If one fails, log the error and omit its metrics, or raise the error if ``must_succeed``."""
+def run_tasks(tasks: Iterable[Scheduled], model: nn.Module, must_succeed: bool = False) -> dict[str, float]:
+    """Score a model on tasks. If one fails, log the error and omit its metrics, or raise the error if ``must_succeed``."""
     model = compat.unwrap(model)
     was_training = model.training
     model.eval()
     metrics: dict[str, float] = {}
     try:
-        for evaluator in evaluators:
+        for scheduled in tasks:
             try:
-                metrics.update(evaluator.run(model))
+                # Each encoder is new, because cached class embeddings belong to earlier weights.
+                metrics.update(scheduled.task.score(scheduled.encoder(model)))
             except Exception:
                 if must_succeed:
                     raise
-                logger.exception(f"The evaluation {evaluator.name} failed; training continues without it.")
+                logger.exception(f"The evaluation {scheduled.task.name} failed; training continues without it.")
     finally:
         model.train(was_training)
     return metrics
@@ -120,68 +134,52 @@ def run_evaluators(evaluators: Iterable[Evaluator], model: nn.Module, must_succe
 class Validation:
     """OpenCLIP's validation on ``--val-data``: loss, ranks and recall, with OpenCLIP's metric names."""
 
-    loader: Iterable[dict[str, Tensor]]
-    device: torch.device
-    precision: str = "fp32"
-    name: str = "validation"
-    _logged: set[str] = field(
-        default_factory=set, init=False, compare=False
-    )  # so that each evaluation does not repeat it
+    loader: Iterable[Mapping[str, Any]]
+    name: str = "--val-data"
+    _logged: set[str] = field(default_factory=set, init=False, compare=False)  # so that no evaluation repeats it
 
-    @torch.no_grad()
-    def run(self, model: nn.Module) -> dict[str, float]:
-        images, texts, losses, caption_losses, count = [], [], 0.0, 0.0, 0
-        groups: dict[str, list[int]] = {"image": [], "caption": []}
-        for batch, output in outputs_of(model, self.loader, self.precision, self.device):
-            size = len(batch["text"])
-            image, text = output["image_features"].float(), output["text_features"].float()
-            logits = output["logit_scale"].float() * image @ text.T
-            losses += float(symmetric_cross_entropy(logits)) * size
-            if "logits" in output and "labels" in output:  # CoCa's captions
-                caption_losses += float(F.cross_entropy(output["logits"].float().mT, output["labels"])) * size
-            count += size
-            # Features are stored on the host, because the device may lack memory for a large validation set.
-            images.append(image.cpu())
-            texts.append(text.cpu())
-            for name, hashes in groups.items():
-                hashes += batch[f"{name}_hash"].tolist()
-        if count == 0:
-            raise ValueError("--val-data contains no samples: expected at least one")
-        if (repeated := repeats(*groups.values())) not in ("", *self._logged):
-            logger.info(f"{count:,} validation samples have {repeated}.")
+    def score(self, encoder: "Encoder") -> dict[str, float]:
+        from openclip_ext.evaluation.scoring import Retrieval
+
+        task = Retrieval(name=self.name, batches=lambda encoder: self.loader, losses=validation_losses)
+        scores = task.score(encoder)
+        values = {name: value for name, value in scores.metrics.items() if name not in ("main_metric", "mean_R@1")}
+        if (repeated := scores.notes) not in ("", *self._logged):
+            logger.info(f"{scores.samples:,} validation samples have {repeated}.")
             self._logged.add(repeated)
-        metrics = retrieval_metrics(torch.cat(images), torch.cat(texts), *groups.values())
-        metrics |= {"clip_val_loss": losses / count, "num_samples": count}
-        return metrics | ({"val_generative_loss": caption_losses / count} if caption_losses else {})
+        return {**{name: value for name, value in values.items() if value is not None}, "num_samples": scores.samples}
 
 
-def retrieval_metrics(
-    image_features: Tensor,
-    text_features: Tensor,
-    image_groups: Sequence[int] | None = None,
-    caption_groups: Sequence[int] | None = None,
-) -> dict[str, float]:
-    """Compute the mean and median rank (from 1) and the recall of paired items, from images to texts and from texts to images.
+def validation_losses(output: Mapping[str, Any]) -> dict[str, float]:
+    """Return OpenCLIP's loss of a batch from the model's outputs, and for CoCa the loss of its captions."""
+    image, text = output["image_features"].float(), output["text_features"].float()
+    logits = output["logit_scale"].float() * image @ text.T
+    losses = {"clip_val_loss": float(symmetric_cross_entropy(logits))}
+    if "logits" in output and "labels" in output:
+        losses["val_generative_loss"] = float(F.cross_entropy(output["logits"].float().mT, output["labels"]))
+    return losses
 
-    Row ``i`` of both tensors is a pair. Metrics have OpenCLIP's names (``image_to_text_R@1``, ...). Groups have equal values
-    for equal images and for equal captions, see :func:`image_text_ranks`. None (default) means that all rows differ. Items of
-    equal similarity are in random order: ranks are expected ranks, and recall is the probability of a hit.
-    """
-    metrics = {}
-    rows = range(len(image_features))
-    found = image_text_ranks(
-        image_features,
-        text_features,
-        rows if image_groups is None else image_groups,
-        rows if caption_groups is None else caption_groups,
-    )
-    for name, ranks in found.items():
-        expected = ranks.mean()
-        metrics[f"{name}_mean_rank"] = float(expected.mean()) + 1
-        metrics[f"{name}_median_rank"] = math.floor(float(expected.quantile(0.5))) + 1
-        for k in RECALL_AT:
-            metrics[f"{name}_R@{k}"] = float(ranks.hits(k).mean())
-    return metrics
+
+@dataclass(frozen=True)
+class ImageNet:
+    """OpenCLIP's zero-shot accuracy on ImageNet and ImageNet-V2, with its metric names."""
+
+    tasks: "Mapping[str, Classification]"  # by prefix of the metric names (``imagenet`` or ``imagenetv2``)
+    name: str = "imagenet-zero-shot"
+
+    def score(self, encoder: "Encoder") -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, task in self.tasks.items():
+            scores = task.score(encoder)
+            if scores.skipped:
+                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
+            metrics |= {top_name(name, k): value for k in TOP_K if (value := scores.metrics[f"acc{k}"]) is not None}
+        return metrics
+
+
+def top_name(data: str, k: int) -> str:
+    """Return OpenCLIP's name of the top-k accuracy on ``imagenet`` or ``imagenetv2``."""
+    return f"{data}-zeroshot-val-top{k}"
 
 
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:

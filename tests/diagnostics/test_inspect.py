@@ -25,7 +25,7 @@ from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import read_samples
 from openclip_ext.evaluation.embed import main as write_reference
-from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
+from openclip_ext.evaluation.encoder import Embeddings, embed, tables
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference

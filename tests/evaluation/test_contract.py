@@ -10,7 +10,16 @@ from pathlib import Path
 from tests.evaluation import datasets
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("beyond", "datacomp", "download", "report", "shapes", "cliplite.editing", "cliplite.grounding", "cliplite.probes")
+COMMANDS = (
+    "beyond",
+    "datacomp",
+    "download",
+    "report",
+    "shapes",
+    "cliplite.editing",
+    "cliplite.grounding",
+    "cliplite.probes",
+)
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from openclip_ext.evaluation.data import read_shard
 from openclip_ext.evaluation.download import (
     BROKEN,
     CHECKSUMS_FILE,
@@ -21,6 +20,7 @@ from openclip_ext.evaluation.download import (
     main,
     repository_of,
 )
+from openclip_ext.evaluation.samples import read_shard
 from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 from tests.evaluation.fake_hub import FakeHub

@@ -14,7 +14,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import embed
-from openclip_ext.evaluation.transformers_model import load_transformers_model
+from openclip_ext.evaluation.models import open_model
 from tests.data.shards import write_shards
 
 transformers = pytest.importorskip("transformers")
@@ -91,9 +91,9 @@ def test_rows_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="includes its weights"):
-        load_transformers_model(f"transformers:{folder}", "cpu", "openai")
+        open_model("openai", f"transformers:{folder}")
     with pytest.raises(UsageError, match="cannot be loaded"):
-        load_transformers_model(f"transformers:{tmp_path}/none", "cpu")
+        open_model(f"transformers:{tmp_path}/none")
     transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_TOWERS["vision_config"])).save_pretrained(folder)
     with pytest.raises(UsageError, match="CLIPVisionModel without get_image_features"):
-        load_transformers_model(f"transformers:{folder}", "cpu")
+        open_model(f"transformers:{folder}")
