@@ -30,16 +30,9 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.encoder import Encoder, ImageTextModel
-from openclip_ext.evaluation.samples import (
-    CLASSNAMES_FILE,
-    Batch,
-    SampleFormat,
-    Samples,
-    class_folders,
-    file_samples,
-    read_lines,
-    shard_samples,
-)
+from openclip_ext.evaluation.open_tasks import own_task
+from openclip_ext.evaluation.samples import Batch, Samples, file_samples
+from openclip_ext.evaluation.scoring import Classification
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import output_path, write_text
 
@@ -132,13 +125,12 @@ def read_voc(devkit: Path, split: str, encoder: Encoder, kind: str) -> Split:
     return Split(found.values["features"].numpy(), rows, classes, len(found.skipped))
 
 
-def read_labelled(path: Path, encoder: Encoder, kind: str) -> Split:
-    """Return the features and labels of a folder with one folder per class, or of a data set in DataComp's format."""
-    if (path / CLASSNAMES_FILE).is_file():
-        classes = read_lines(path / CLASSNAMES_FILE, "class names", are_labels=True)
-        samples = shard_samples(path, SampleFormat(len(classes)))
-    else:
-        samples, classes = class_folders(path)
+def read_labeled(path: Path, encoder: Encoder, kind: str) -> Split:
+    """Return the features and labels of class folders, a table of labels, or a data set in DataComp's layout."""
+    task = own_task(path)
+    if not isinstance(task, Classification):
+        raise UsageError(f"{path}: expected labeled images, in one of the formats of openclip-ext evaluate --tasks")
+    samples, classes, _ = task.read()
     found = read_features(samples, encoder, kind)
     features, labels = (found.values[name].numpy() for name in ("features", "label"))
     return Split(features, labels, tuple(classes), len(found.skipped))
@@ -221,7 +213,7 @@ def main(argv: list[str]) -> None:
     if is_voc:
         train, test = (read_voc(args.devkit, split, encoder, args.features) for split in ("trainval", "test"))
     else:
-        train, test = (read_labelled(path, encoder, args.features) for path in (args.train, args.test))
+        train, test = (read_labeled(path, encoder, args.features) for path in (args.train, args.test))
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))[:5] or "the same names in another order"
         raise ValueError(f"expected the same classes in training and test data, found differences: {different}")

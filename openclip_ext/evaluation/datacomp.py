@@ -10,8 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +35,6 @@ from openclip_ext.files.writing import output_path, write_text
 
 SUMMARY_FILE = "eval_summary.json"
 logger = get_logger("eval.datacomp")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A task to evaluate, with the place of its data."""
-
-    key: str
-    task: Task
-    data: Path  # may be missing, or a pattern of shards
-
-    @property
-    def size(self) -> int:
-        """Number of samples, to share tasks among processes; 1000 if unknown."""
-        return TASKS[self.key].size if self.key in TASKS else 1000
-
-    @property
-    def is_there(self) -> bool:
-        return self.key not in TASKS or self.data.is_dir()
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -105,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the tasks and print the summary; return the exit status. Raise ValueError if nothing can be evaluated."""
-    jobs = find_jobs(args)
+    tasks = find_tasks(args)
     opened, encoder = load_encoder(args, show_progress=distributed.is_master())
     own = options_of_run(opened.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
@@ -115,55 +96,56 @@ def evaluate(args: argparse.Namespace) -> int:
         if args.output_dir is None:
             raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
     log = ResultLog(args.output_dir or default_output_dir(opened), run, opened.checkpoint)
-    given = [job for job in jobs if job.is_there]
+    given = {key: task for key, task in tasks.items() if not _is_missing(key, task)}
     todo = distributed.on_master(lambda: _begin(log, given, args))
     if distributed.is_master() and len(todo) < len(given):
         logger.info(f"{len(given) - len(todo)} of {len(given)} tasks already have results of this model: {log.path}")
-    share = share_tasks([job for job in given if job.key in todo], distributed.world_size())[distributed.rank()]
+    share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
-    for part in distributed.all_gather_object(evaluate_tasks(share, encoder, log)):
+    for part in distributed.all_gather_object(evaluate_tasks({key: given[key] for key in share}, encoder, log)):
         failed.update(part)
     # A task whose data were removed may still have a result.
     lines = log.completed()
-    missing = [job.key for job in jobs if not job.is_there and job.key not in lines]
+    missing = [key for key in tasks if key not in given and key not in lines]
     if distributed.is_master():
         _report(args, log, lines, failed, missing)
     return 1 if failed or (args.tasks and missing) else 0
 
 
-def find_jobs(args: argparse.Namespace) -> list[Job]:
+def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     """Return the tasks that the arguments select; raise ValueError if there are none, or if all data are missing."""
     names = [name for entry in args.tasks or () for name in ([entry] if os.path.exists(entry) else entry.split(","))]
-    known = {key for entry in TASKS.values() for key in (entry.key, entry.name, entry.folder)} | SUITES.keys()
+    known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
     paths = [name for name in names if name not in known and _is_path(name)]
     pairs = _pairs(args)
-    jobs = []
-    for place in paths:
-        task = own_task(Path(place), args.template, pairs(place))
-        jobs.append(Job(task.name, task, Path(place)))
+    own = [own_task(Path(place), args.template, pairs(place)) for place in paths]
     if args.val_data is not None:
-        jobs.append(Job("val-data", retrieval("val-data", pairs(args.val_data)), Path(args.val_data)))
-    names = [name for name in names if name not in paths]
-    if len({job.key for job in jobs}) < len(jobs):
+        own.append(retrieval("val-data", pairs(args.val_data)))
+    tasks = {task.name: task for task in own}
+    if len(tasks) < len(own):
         raise ValueError("--tasks: two data sets have the same name: give them in folders with different names")
-    if not names and jobs:
-        return jobs
-    entries = select_tasks(names)
+    names = [name for name in names if name not in paths]
+    if not names and own:
+        return tasks
     if args.data_dir is None:
+        select_tasks(names)  # a wrong name is the likelier mistake
         raise ValueError(
             f"--data-dir is missing: expected the folder of DataComp's tasks, or own data in --tasks: {FORMATS}"
         )
-    found = [
-        Job(entry.key, datacomp_task(entry, args.data_dir, args.allow_size_mismatch), args.data_dir / entry.folder)
-        for entry in entries
-    ]
-    if not jobs and not any(job.is_there for job in found):
+    entries = select_tasks(names)
+    found = {entry.key: datacomp_task(entry, args.data_dir, args.allow_size_mismatch) for entry in entries}
+    if not own and all(_is_missing(key, task) for key, task in found.items()):
         content = sorted(path.name for path in args.data_dir.glob("*"))[:5]
         raise ValueError(
             f"--data-dir {args.data_dir} has none of the {len(found)} expected folders, such as {entries[0].folder}. "
             f"Found: {', '.join(content) or 'nothing'}. Your own data are --tasks PATH: {FORMATS}"
         )
-    return [*jobs, *found]
+    return tasks | found
+
+
+def _is_missing(key: str, task: Task) -> bool:
+    """Return whether the folder of one of DataComp's tasks does not exist."""
+    return key in TASKS and task.path is not None and not task.path.is_dir()
 
 
 def _is_path(name: str) -> bool:
@@ -181,52 +163,55 @@ def _pairs(args: argparse.Namespace) -> Callable[[str], DataSpec]:
     return lambda place: DataSpec(place, **fields)
 
 
-def _begin(log: ResultLog, jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
+def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) -> list[str]:
     """Return the keys of tasks to evaluate: without a result, with other data or a refused size, or all (``--overwrite``)."""
     lines = log.completed()
 
-    def is_old(job: Job) -> bool:
-        line = lines.get(job.key)
-        if line is None or args.overwrite:
+    def is_old(key: str, task: Task) -> bool:
+        if args.overwrite or key not in lines or has_other_data(lines[key], task):
             return True
-        return line["data"] != fingerprint(job.data) or (has_other_size(line) and not args.allow_size_mismatch)
+        return has_other_size(lines[key]) and not args.allow_size_mismatch
 
-    todo = [job.key for job in jobs if is_old(job)]
+    todo = [key for key, task in tasks.items() if is_old(key, task)]
     log.begin(todo)
     return todo
 
 
-def evaluate_tasks(jobs: Sequence[Job], encoder: Encoder, log: ResultLog) -> dict[str, str]:
+def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
+    """Return whether a task's data differ from the data of a result."""
+    return task.path is not None and line["data"] != fingerprint(task.path)
+
+
+def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) -> dict[str, str]:
     """Evaluate tasks one by one, storing each result immediately; return the errors of failed tasks by key."""
     failed = {}
-    bar = tqdm(jobs, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
+    bar = tqdm(tasks.items(), desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
     with logging_redirect_tqdm(), bar:
-        for job in bar:
-            name = job.task.name
-            bar.set_postfix_str(name)
+        for key, task in bar:
+            bar.set_postfix_str(task.name)
             started = time.perf_counter()
             try:
                 # Computed before the task reads the data, because the files may change during the evaluation.
-                data = fingerprint(job.data)
-                scores = job.task.score(encoder)
+                data = "" if task.path is None else fingerprint(task.path)
+                scores = task.score(encoder)
                 seconds = time.perf_counter() - started
-                log.add(job.key, name, data, scores, seconds)
+                log.add(key, task, data, scores, seconds)
             except Exception as error:
                 known = isinstance(error, DataError)
-                failed[job.key] = str(error) if known else f"{type(error).__name__}: {error}"
-                logger.error(f"{name}: {failed[job.key]}", exc_info=not known)
+                failed[key] = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error(f"{task.name}: {failed[key]}", exc_info=not known)
                 with contextlib.suppress(
                     UsageError, OSError
                 ):  # all processes later report that the folder is not usable
-                    log.fail(job.key, failed[job.key])
+                    log.fail(key, failed[key])
                 continue
             value = scores.metrics["main_metric"]
-            shown = "no main metric" if value is None else f"{job.task.main_metric} {value:.4f}"
-            logger.info(f"{name}: {shown} ({scores.samples} samples in {seconds:.1f} s)")
+            shown = "no main metric" if value is None else f"{task.main_metric} {value:.4f}"
+            logger.info(f"{task.name}: {shown} ({scores.samples} samples in {seconds:.1f} s)")
             if scores.notes:
-                logger.info(f"{name}: {scores.notes}")
+                logger.info(f"{task.name}: {scores.notes}")
             if scores.skipped:
-                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
+                logger.warning(f"{task.name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
     return failed
 
 
@@ -238,12 +223,12 @@ def _report(
     missing: list[str],
 ) -> None:
     """Write and print the summary of all results in the folder."""
-    places = {} if args.data_dir is None else {key: args.data_dir / entry.folder for key, entry in TASKS.items()}
-    changed = {
-        key
-        for key, line in lines.items()
-        if key in places and places[key].is_dir() and line["data"] != fingerprint(places[key])
-    }
+    places = (
+        {}
+        if args.data_dir is None
+        else {key: datacomp_task(TASKS[key], args.data_dir) for key in lines if key in TASKS}
+    )
+    changed = {key for key, task in places.items() if not _is_missing(key, task) and has_other_data(lines[key], task)}
     problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
     kept = [line for key, line in lines.items() if key not in changed]
     summarized = summary(kept, problems | failed, missing)
@@ -254,14 +239,15 @@ def _report(
     say(f"{summary_text(summarized, kept, args.data_dir)}\n\nResults: {log.path}")
 
 
-def share_tasks(jobs: Sequence[Any], processes: int) -> list[list[Any]]:
+def share_tasks(keys: Iterable[str], processes: int) -> list[list[str]]:
     """Split tasks among processes: from the largest to the smallest, each task goes to the process with the least work.
 
     Each process then evaluates its smallest tasks first, to report errors early.
     """
-    shares: list[list[Any]] = [[] for _ in range(processes)]
-    for job in sorted(jobs, key=lambda job: job.size, reverse=True):
-        min(shares, key=lambda share: sum(other.size for other in share)).append(job)
+    sizes = {key: TASKS[key].size if key in TASKS else 1000 for key in keys}
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        min(shares, key=lambda share: sum(sizes[other] for other in share)).append(key)
     return [share[::-1] for share in shares]
 
 

@@ -59,17 +59,11 @@ _GROUPED = {
 def datacomp_task(entry: Entry, data_dir: str | Path, any_size: bool = False) -> Task:
     """Return the task of an entry of DataComp's list. ``any_size``: whether the data's size may differ from DataComp's."""
     folder = Path(data_dir) / entry.folder
-    common: dict[str, Any] = {
-        "name": entry.name,
-        "main_metric": entry.main_metric,
-        "size": None if any_size else entry.size,
-    }
-    if entry.kind == "faces":
-        return Faces(folder=folder, **common)
-    if entry.kind == "retrieval":
-        return CaptionSets(folder=folder, **common)
-    if entry.kind == "winogavil":
-        return Associations(folder=folder, **common)
+    size = None if any_size else entry.size
+    common: dict[str, Any] = {"name": entry.name, "path": folder, "main_metric": entry.main_metric, "size": size}
+    kinds: dict[str, type[Task]] = {"faces": Faces, "retrieval": CaptionSets, "winogavil": Associations}
+    if entry.kind in kinds:
+        return kinds[entry.kind](**common)
     more: Any = None
     if entry.key == "wilds/iwildcam":
         more = metrics.iwildcam_metrics
@@ -150,31 +144,31 @@ def own_task(path: Path, template: str | None = None, pairs: DataSpec | None = N
     Raises:
         DataError: The path does not exist, or its format is unknown.
     """
-    name = path.stem if path.is_file() else path.resolve().name
+    name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else str(path)
     if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
         return _in_datacomp_layout(path, name)
     if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
-        return Classification(name=name, read=partial(read_class_folders, path, template))
+        return Classification(name=name, path=path, read=partial(read_class_folders, path, template))
     if not path.exists() and "{" not in path.name and "*" not in path.name and "::" not in str(path):
         raise DataError(f"{path} not found: {FORMATS}")
     column = label_column(path)
     if column is not None:
-        return Classification(name=name, read=partial(_read_table, path, column, template))
+        return Classification(name=name, path=path, read=partial(_read_table, path, column, template))
     return retrieval(name, DataSpec(str(path)) if pairs is None else pairs)
 
 
 def retrieval(name: str, spec: DataSpec) -> Retrieval:
     """Return the retrieval task of a set of image-caption pairs."""
-    return Retrieval(name=name, batches=lambda encoder: encoder.pairs(spec))
+    return Retrieval(name=name, path=Path(str(spec.source)), batches=lambda encoder: encoder.pairs(spec))
 
 
 def _in_datacomp_layout(folder: Path, name: str) -> Task:
     kind_file = folder / "dataset_type.txt"
     if (folder / INSTANCES_FILE).is_file():
-        return Associations(name=name, folder=folder, main_metric="avg_jaccard_score")
+        return Associations(name=name, path=folder, main_metric="avg_jaccard_score")
     if kind_file.is_file() and kind_file.read_text().strip() == "retrieval":
-        return CaptionSets(name=name, folder=folder)
-    return Classification(name=name, read=partial(_read_labeled, folder))
+        return CaptionSets(name=name, path=folder)
+    return Classification(name=name, path=folder, read=partial(_read_labeled, folder))
 
 
 def prompts(folder: Path, template: str | None) -> list[str]:

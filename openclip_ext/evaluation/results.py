@@ -20,7 +20,7 @@ from openclip_ext.files.writing import held, write_text
 
 if TYPE_CHECKING:  # at run time, these modules would import OpenCLIP and scikit-learn, which takes seconds
     from openclip_ext.evaluation.models import OpenedModel
-    from openclip_ext.evaluation.scoring import Scores
+    from openclip_ext.evaluation.scoring import Scores, Task
 
 LOG_FILE, RESULTS_FILE, _LOCK_FILE = "eval_log.jsonl", "eval_results.jsonl", ".eval_results.jsonl.lock"
 # Change this name whenever a code change may give the same weights different scores on the same data.
@@ -77,12 +77,13 @@ class ResultLog:
         """Record that a task failed."""
         self._append({"key": key, "state": "failed", "reason": reason})
 
-    def add(self, key: str, name: str, data: str, scores: "Scores", seconds: float) -> None:
+    def add(self, key: str, task: "Task", data: str, scores: "Scores", seconds: float) -> None:
         """Record the result of a task. ``data`` is the `fingerprint` of its data."""
         line = {
             "key": key,
             "state": "done",
-            "dataset": name,
+            "dataset": task.name,
+            "metric": task.main_metric,
             "metrics": scores.metrics,
             "half_widths": dict(scores.half_widths),
             "data": data,

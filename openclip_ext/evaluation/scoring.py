@@ -78,11 +78,13 @@ class Task(ABC):
 
     Attributes:
         name: The task's name in results.
+        path: Folder or file of the data. None means data without a place of their own.
         main_metric: The metric that stands for the task. None means that the task has no such metric.
         size: The number of samples that the data must have. None means any number.
     """
 
     name: str
+    path: Path | None = None
     main_metric: str | None = None
     size: int | None = None
 
@@ -177,18 +179,18 @@ def half_widths(hits: Mapping[str, Tensor], groups: Sequence[int]) -> dict[str, 
 class Faces(Task):
     """FairFace or UTKFace: four questions about each face. Each question has its own classes and templates."""
 
-    folder: Path
+    path: Path
 
     def measure(self, encoder: Encoder) -> Scores:
         names = (CLASSNAMES_FILE, TEMPLATES_FILE)
-        lines = zip(names, read_classes(self.folder), strict=True)
-        classnames, templates = (_by_question(self.folder / name, part) for name, part in lines)
+        lines = zip(names, read_classes(self.path), strict=True)
+        classnames, templates = (_by_question(self.path / name, part) for name, part in lines)
         if len(classnames["toxic"]) <= FACE_CRIME_FROM:
             raise DataError(
-                f"{self.folder / CLASSNAMES_FILE}: expected more than {FACE_CRIME_FROM} lines toxic:CLASS, found "
+                f"{self.path / CLASSNAMES_FILE}: expected more than {FACE_CRIME_FROM} lines toxic:CLASS, found "
                 f"{len(classnames['toxic'])}. Download the data set again."
             )
-        samples = shard_samples(self.folder, SampleFormat(metadata_columns=len(FACE_METADATA)))
+        samples = shard_samples(self.path, SampleFormat(metadata_columns=len(FACE_METADATA)))
         batches = encoder.batches(samples)
         weights = [encoder.class_embeddings(classnames[name], templates[name]) for name in FACE_QUESTIONS]
         answers = classify(encoder, batches, samples, weights)
@@ -200,7 +202,7 @@ class Faces(Task):
             if too_large.any():
                 key, row = answers.keys[too_large.argmax()], metadata[too_large.argmax()]
                 raise DataError(
-                    f"{self.folder}: {key}: expected {question} below {limit} in the .npy, found {row.tolist()}."
+                    f"{self.path}: {key}: expected {question} below {limit} in the .npy, found {row.tolist()}."
                 )
         return Scores.of_samples(metrics.face_metrics(answers.values["predicted"].numpy(), metadata), answers)
 
@@ -266,11 +268,11 @@ class CaptionSets(Task):
     Only the captions of an image's own sample are right, even if another sample has an equal caption.
     """
 
-    folder: Path
+    path: Path
     main_metric: str | None = "mean_recall@1"
 
     def measure(self, encoder: Encoder) -> Scores:
-        samples = shard_samples(self.folder, SampleFormat(captions=True, convert_first=False))
+        samples = shard_samples(self.path, SampleFormat(captions=True, convert_first=False))
         found = encoder.embed_images(samples, autocast=True)
         texts = encoder.encode_texts([caption for own in found.captions for caption in own])
         owners = torch.repeat_interleave(torch.tensor([len(own) for own in found.captions])).to(texts.device)
@@ -307,12 +309,12 @@ class Associations(Task):
     k is the number of images associated with the cue. An instance is skipped if one of its images does not decode.
     """
 
-    folder: Path
+    path: Path
     main_metric: str | None = "jaccard_score_10-12"
 
     def measure(self, encoder: Encoder) -> Scores:
-        samples = shard_samples(self.folder, SampleFormat(convert_first=False))
-        instances = read_instances(self.folder, {sample.key for sample in samples.stored})
+        samples = shard_samples(self.path, SampleFormat(convert_first=False))
+        instances = read_instances(self.path, {sample.key for sample in samples.stored})
         found = encoder.embed_images(samples, autocast=True)
         images, rows = found.values["image"], {key: row for row, key in enumerate(found.keys)}
         usable = [instance for instance in instances if rows.keys() >= {*instance.candidates}]

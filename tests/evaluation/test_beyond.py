@@ -10,8 +10,8 @@ from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics import linear_probe, zeroshot_classification
 from sklearn.metrics import top_k_accuracy_score
 
+from eval import beyond
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation import beyond
 from tests.evaluation import datasets
 
 

@@ -131,7 +131,7 @@ def test_evaluations_use_the_preprocessing_of_a_pretrained_tag(shards, tmp_path,
     values = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "image_interpolation": "bilinear"}
     assert {name: value for name, value in found.items() if name.startswith("image_")} == values
     file.unlink()  # the tools for finished runs need only the checkpoint
-    assert list(load_run(tmp_path / "run").model.visual.preprocess_cfg["mean"]) == [0.0] * 3
+    assert list(load_run(tmp_path / "run").encoder.model.visual.preprocess_cfg["mean"]) == [0.0] * 3
 
 
 def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):

@@ -38,7 +38,7 @@ def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Se
         averages=tables.cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
         tasks=tables.cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
         note=tables.size_note(rows),
-        repeated=any(len(run.final.repeats) > 1 for run in evaluated),
+        repeated=any(len(run.final.scores) > 1 for run in evaluated),
         baseline=evaluated[0].name if evaluated else "",
         differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
         curves=_learning_curves(evaluated),
