@@ -5,6 +5,7 @@ embeddings scores at chance, not 1.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +33,21 @@ def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
     return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)
 
 
-def classification_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, num_classes: int) -> Metrics:
+class Answers(NamedTuple):
+    """A model's answers for ``N`` labeled images."""
+
+    labels: np.ndarray  # ``(N,)`` class numbers
+    predictions: np.ndarray  # ``(N,)`` class numbers
+    ranks: np.ndarray  # ``(N,)`` how many classes rank before the label
+    metadata: np.ndarray  # ``(N, columns)``
+
+
+def classification_metrics(answers: Answers, num_classes: int) -> Metrics:
     """Compute ``acc1``, ``acc5`` (None for fewer than 5 classes) and ``mean_per_class_recall`` (over classes that occur)."""
-    right, occurring, _ = _counts(labels, predictions)
+    right, occurring, _ = _counts(answers.labels, answers.predictions)
     return {
-        "acc1": float((ranks == 0).mean()),
-        "acc5": float((ranks < 5).mean()) if num_classes >= 5 else None,
+        "acc1": float((answers.ranks == 0).mean()),
+        "acc5": float((answers.ranks < 5).mean()) if num_classes >= 5 else None,
         "mean_per_class_recall": float((right / occurring).mean()),
     }
 
@@ -88,45 +98,25 @@ def group_metrics(
     return metrics
 
 
-def iwildcam_metrics(labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, metadata: np.ndarray) -> Metrics:
+def iwildcam_metrics(answers: Answers, columns: Sequence[str]) -> Metrics:
     """Return WILDS's metrics of iWildCam: accuracy, and macro recall and F1 over the classes that occur."""
-    right, occurring, _ = _counts(labels, predictions)
-    return {
-        "acc_avg": float((ranks == 0).mean()),
-        "recall-macro_all": float((right / occurring).mean()),
-        "F1-macro_all": macro_f1(labels, predictions),
-    }
+    found = classification_metrics(answers, 1)
+    f1 = macro_f1(answers.labels, answers.predictions)
+    return {"acc_avg": found["acc1"], "recall-macro_all": found["mean_per_class_recall"], "F1-macro_all": f1}
 
 
-def grouped_metrics(
-    labels: np.ndarray,
-    predictions: np.ndarray,
-    ranks: np.ndarray,
-    metadata: np.ndarray,
-    *,
-    name: str,
-    top: int,
-    columns: Sequence[str],
-    group: str,
-) -> Metrics:
-    """Return the :func:`group_metrics` of the top-``top`` accuracy by the column ``group`` of the metadata."""
-    return group_metrics(name, np.less(ranks, top), metadata, columns, [group])
-
-
-def fmow_metrics(
-    labels: np.ndarray, predictions: np.ndarray, ranks: np.ndarray, metadata: np.ndarray, *, columns: Sequence[str]
-) -> Metrics:
+def fmow_metrics(answers: Answers, columns: Sequence[str]) -> Metrics:
     """Return FMoW's accuracies by year and region.
 
     DataComp's accuracy of the worst region includes 'Other'. A second metric excludes this region.
     """
 
     def by(column: str, chosen: np.ndarray | slice = slice(None)) -> Metrics:
-        return group_metrics("acc", np.equal(ranks, 0)[chosen], metadata[chosen], columns, [column])
+        return group_metrics("acc", (answers.ranks == 0)[chosen], answers.metadata[chosen], columns, [column])
 
     by_year, by_region = by("year"), by("region")
     worst = {"acc_worst_year": by_year.pop("acc_wg"), "acc_worst_region": by_region.pop("acc_wg")}
-    named = metadata[:, columns.index("region")] != FMOW_OTHER_REGION
+    named = answers.metadata[:, columns.index("region")] != FMOW_OTHER_REGION
     without_other = by("region", named)["acc_wg"] if named.any() else None
     return {**by_year, **by_region, **worst, "acc_worst_region_without_other": without_other}
 

@@ -4,23 +4,23 @@ A user's task is a folder with one folder of images per class, a folder in DataC
 image-caption pairs in any format of training data.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import open_clip
-import pandas as pd
 from timm.data import ImageNetInfo
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.loader.build import build_source
-from openclip_ext.data.sources.keys import CAPTION_COLUMNS
+from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec, is_saved
 from openclip_ext.evaluation import metrics
 from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.metrics import Answers, Metrics
 from openclip_ext.evaluation.results import averages
 from openclip_ext.evaluation.samples import (
     CLASSNAMES_FILE,
@@ -48,12 +48,25 @@ FORMATS = (
     f"({', '.join(LABEL_COLUMNS)}), or image-caption pairs in a format of --train-data"
 )
 
-# Key of a task scored by group -> prefix of the group metrics, k of the top-k accuracy, and the metadata column of the groups.
+# Key of a task with metrics of its own -> their function. For tasks scored by group: prefix of the group metrics, k of the
+# top-k accuracy, and the metadata column that defines the groups.
+_METRICS: dict[str, Callable[[Answers, Sequence[str]], Metrics]] = {
+    "wilds/iwildcam": metrics.iwildcam_metrics,
+    "wilds/fmow": metrics.fmow_metrics,
+}
 _GROUPED = {
     "wilds/camelyon17": ("acc", 1, "slide"),
     "fairness/dollar_street": ("acc_top5", 5, "income_ds"),
     "fairness/geode": ("acc", 1, "region"),
 }
+
+
+def _more_metrics(answers: Answers, key: str, columns: Sequence[str]) -> Metrics:
+    """Return the metrics that one of DataComp's tasks has in addition to those of classification."""
+    if key in _GROUPED:
+        name, top, group = _GROUPED[key]
+        return metrics.group_metrics(name, answers.ranks < top, answers.metadata, columns, [group])
+    return _METRICS[key](answers, columns) if key in _METRICS else {}
 
 
 def datacomp_task(entry: Entry, data_dir: str | Path, any_size: bool = False) -> Task:
@@ -64,14 +77,7 @@ def datacomp_task(entry: Entry, data_dir: str | Path, any_size: bool = False) ->
     kinds: dict[str, type[Task]] = {"faces": Faces, "retrieval": CaptionSets, "winogavil": Associations}
     if entry.kind in kinds:
         return kinds[entry.kind](**common)
-    more: Any = None
-    if entry.key == "wilds/iwildcam":
-        more = metrics.iwildcam_metrics
-    elif entry.key == "wilds/fmow":
-        more = partial(metrics.fmow_metrics, columns=entry.metadata)
-    elif entry.key in _GROUPED:
-        name, top, group = _GROUPED[entry.key]
-        more = partial(metrics.grouped_metrics, name=name, top=top, columns=entry.metadata, group=group)
+    more = partial(_more_metrics, key=entry.key, columns=entry.metadata)
     read = partial(_read_labeled, folder, None if any_size else entry.classes, len(entry.metadata))
     return Classification(read=read, more=more, **common)
 
@@ -151,10 +157,10 @@ def own_task(path: Path, template: str | None = None, pairs: DataSpec | None = N
         return Classification(name=name, path=path, read=partial(read_class_folders, path, template))
     if not path.exists() and "{" not in path.name and "*" not in path.name and "::" not in str(path):
         raise DataError(f"{path} not found: {FORMATS}")
-    column = label_column(path)
-    if column is not None:
-        return Classification(name=name, path=path, read=partial(_read_table, path, column, template))
-    return retrieval(name, DataSpec(str(path)) if pairs is None else pairs)
+    spec = DataSpec(str(path)) if pairs is None else pairs
+    if (labels := _label_source(spec)) is not None:
+        return Classification(name=name, path=path, read=partial(_read_table, path, labels, template))
+    return retrieval(name, spec)
 
 
 def retrieval(name: str, spec: DataSpec) -> Retrieval:
@@ -206,26 +212,15 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
     return Labeled(samples, lines, prompts(folder, template))
 
 
-def label_column(path: Path) -> str | None:
-    """Return the name of a table's column of labels; None if the file is no table, or also has a column of captions."""
-    ending = path.suffix.lower()
-    try:
-        if ending in (".csv", ".tsv"):
-            columns = list(pd.read_csv(path, sep=None, engine="python", nrows=0, dtype=str).columns)
-        elif ending == ".parquet":
-            from pyarrow import parquet
-
-            columns = parquet.read_schema(path).names
-        elif ending in (".jsonl", ".json"):
-            with open(path, encoding="utf-8") as file:
-                columns = [*json.loads(file.readline())]
-        else:
-            return None
-    except (ValueError, OSError, ImportError):  # the source of the table explains what is wrong with the file
+def _label_source(spec: DataSpec) -> Source | None:
+    """Return a table whose captions are labels. None means that the data are no table, or have captions."""
+    if spec.resolved_type not in ("csv", "table"):
         return None
-    found = [name for name in columns if name.strip().lower() in LABEL_COLUMNS]
-    has_captions = any(name.strip().lower() in CAPTION_COLUMNS for name in columns if name not in found)
-    return found[0] if found and not has_captions else None
+    for column in (spec.csv_caption_key, *LABEL_COLUMNS):
+        with contextlib.suppress(ValueError):
+            source = build_source(replace(spec, csv_caption_key=column), no_transform)
+            return source if column in LABEL_COLUMNS else None
+    return None  # the loader of pairs explains what is wrong with the table
 
 
 def no_transform(image: Any) -> Any:
@@ -233,11 +228,9 @@ def no_transform(image: Any) -> Any:
     return image
 
 
-def _read_table(path: Path, column: str, template: str | None) -> Labeled:
+def _read_table(path: Path, source: Source, template: str | None) -> Labeled:
     # The labels are read as if they were captions. An image's label is the place of its text among all texts.
-    samples, classes = source_samples(
-        path.name, build_source(DataSpec(str(path), csv_caption_key=column), no_transform)
-    )
+    samples, classes = source_samples(path.name, source)
     return Labeled(samples, classes, prompts(path.parent, template))
 
 

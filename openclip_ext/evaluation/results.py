@@ -133,7 +133,7 @@ def _names(keys: Sequence[str], most: int = 5) -> str:
 
 
 def name_of(key: str) -> str:
-    """Return the name of one of DataComp's tasks; another key is returned unchanged."""
+    """Return the name of one of DataComp's tasks; another key, such as a group's title, is returned unchanged."""
     return TASKS[key].name if key in TASKS else key
 
 

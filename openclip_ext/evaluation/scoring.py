@@ -18,7 +18,7 @@ from torch import Tensor
 
 from openclip_ext.evaluation import metrics
 from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.evaluation.metrics import FACE_CRIME_FROM, FACE_QUESTIONS, Metrics
+from openclip_ext.evaluation.metrics import FACE_CRIME_FROM, FACE_QUESTIONS, Answers, Metrics
 from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match, repeats, retrieval_metrics
 from openclip_ext.evaluation.samples import (
     CLASSNAMES_FILE,
@@ -144,13 +144,12 @@ class Classification(Task):
 
     Attributes:
         read: Reads the data.
-        more: Returns metrics of a data set of its own from labels ``(N,)``, predictions ``(N,)``, ranks of the labels ``(N,)``
-            and metadata ``(N, columns)``.
+        more: Returns further metrics of a data set.
         autocast: Whether images are encoded under autocast. DataComp's harness does not.
     """
 
     read: Callable[[], Labeled]
-    more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Metrics] | None = None
+    more: Callable[[Answers], Metrics] | None = None
     main_metric: str | None = "acc1"
     autocast: bool = False
 
@@ -158,14 +157,15 @@ class Classification(Task):
         samples, classnames, templates = self.read()
         batches = encoder.batches(samples)
         weights = encoder.class_embeddings(classnames, templates)
-        answers = classify(encoder, batches, samples, [weights], self.autocast)
-        labels, predicted, ranks = (answers.values[name].numpy() for name in ("label", "predicted", "rank"))
-        values = metrics.classification_metrics(labels, predicted[:, 0], ranks, len(classnames))
+        found = classify(encoder, batches, samples, [weights], self.autocast)
+        labels, predicted, ranks = (found.values[name].numpy() for name in ("label", "predicted", "rank"))
+        metadata = found.values.get("metadata", torch.empty(len(labels), 0)).numpy()
+        answers = Answers(labels, predicted[:, 0], ranks, metadata)
+        values = metrics.classification_metrics(answers, len(classnames))
         if self.more is not None:
-            metadata = answers.values.get("metadata", torch.empty(len(labels), 0)).numpy()
-            values |= self.more(labels, predicted[:, 0], ranks, metadata)
+            values |= self.more(answers)
         hits = {f"acc{k}": torch.from_numpy(ranks < k) for k in (1, 5) if values[f"acc{k}"] is not None}
-        scores = Scores.of_samples(values, answers, half_widths(hits, range(len(ranks))))
+        scores = Scores.of_samples(values, found, half_widths(hits, range(len(ranks))))
         return replace(scores, classes=len(classnames))
 
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.report.__main__ import main as run_report
 from openclip_ext.evaluation.results import LOG_FILE, read_log
 from tests.data.shards import write_csv, write_shards
 from tests.evaluation import datasets
@@ -65,6 +66,23 @@ def test_class_folders_are_a_task_without_any_data_of_datacomp(evaluate, photos,
     assert found["photos"]["metrics"]["acc1"] == accuracy(tiny, photos, "{}"), "the data have changed"
     _, found = evaluate("--tasks", photos, "--template", "digit {}", "--overwrite")
     assert found["photos"]["metrics"]["acc1"] == accuracy(tiny, photos, "digit {}")
+
+
+def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
+    checkpoint.parent.mkdir(parents=True)
+    shutil.copy(tiny_folder / "epoch_1.pt", checkpoint)
+    table = write_csv(tmp_path, rows=6, columns=("place", "words"))
+    flags = {"model": datasets.TINY_MODEL, "csv_img_key": "place", "csv_caption_key": "words"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": flags, "loss": {}}))
+    for model, more in (("run", []), ("run/checkpoints/epoch_1.pt", ["--overwrite"])):
+        arguments = [str(tmp_path / model), "--tasks", str(photos), "--val-data", str(table), "--device", "cpu", *more]
+        assert datacomp.main([*arguments, "--workers", "0"]) == 0
+        lines = read_log(tmp_path / "run" / "datacomp" / "epoch_1")
+        assert [line["key"] for line in lines if line["state"] == "done"] == ["photos", "val-data"]
+    run_report([str(tmp_path / "run"), "--output", str(tmp_path / "report")])
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert f"| photos | acc1 | {100 * lines[0]['metrics']['acc1']:.2f} |" in page and "| val-data | mean_R@1 |" in page
 
 
 @pytest.mark.parametrize("folders", ["names", "numbers", "order"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
+from openclip_ext.evaluation.results import name_of
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
 from openclip_ext.pages.rendering import markdown_table, with_minus
 
@@ -156,8 +157,3 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
         rows.append(row)
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
-
-
-def name_of(key: str) -> str:
-    """Return the name of a task; the title of a group is returned unchanged."""
-    return TASKS[key].name if key in TASKS else key
