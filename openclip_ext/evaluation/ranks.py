@@ -90,7 +90,22 @@ def image_text_ranks(
     }
 
 
-def retrieval_metrics(ranks: Mapping[str, Ranks]) -> dict[str, float]:
+def retrieval_metrics(
+    images: Tensor,
+    texts: Tensor,
+    image_groups: Sequence[Hashable] | None = None,
+    caption_groups: Sequence[Hashable] | None = None,
+) -> dict[str, float]:
+    """Return the :func:`rank_metrics` of paired embeddings ``(N, d)``. For the groups, see :func:`image_text_ranks`.
+
+    None (default) means that all rows differ.
+    """
+    rows = range(len(images))
+    groups = (rows if of is None else of for of in (image_groups, caption_groups))
+    return rank_metrics(image_text_ranks(images, texts, *groups))
+
+
+def rank_metrics(ranks: Mapping[str, Ranks]) -> dict[str, float]:
     """Return the mean and median rank (from 1) and the recall of each direction, with OpenCLIP's names.
 
     The names are ``image_to_text_R@1``, ... Items of equal similarity are in random order: ranks are expected ranks, and

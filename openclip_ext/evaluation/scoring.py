@@ -19,7 +19,7 @@ from torch import Tensor
 from openclip_ext.evaluation import metrics
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.metrics import FACE_CRIME_FROM, FACE_QUESTIONS, Answers, Metrics
-from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match, repeats, retrieval_metrics
+from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, rank_metrics, ranks_of_best_match, repeats
 from openclip_ext.evaluation.samples import (
     CLASSNAMES_FILE,
     TEMPLATES_FILE,
@@ -253,7 +253,7 @@ class Retrieval(Task):
         if count == 0:
             raise ValueError(f"{self.name} contains no samples: expected at least one")
         ranks = image_text_ranks(torch.cat(images), torch.cat(texts), *groups.values())
-        values: Metrics = {**retrieval_metrics(ranks), **{name: total / count for name, total in sums.items()}}
+        values: Metrics = {**rank_metrics(ranks), **{name: total / count for name, total in sums.items()}}
         values |= {"mean_R@1": sum(float(of.hits().mean()) for of in ranks.values()) / len(ranks)}
         hits = {f"{name}_R@1": of.hits() for name, of in ranks.items()}
         hits["mean_R@1"] = sum(hits.values(), start=torch.zeros(())) / len(hits)

@@ -83,6 +83,7 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
     run_report([str(tmp_path / "run"), "--output", str(tmp_path / "report")])
     page = (tmp_path / "report" / "report.md").read_text()
     assert f"| photos | acc1 | {100 * lines[0]['metrics']['acc1']:.2f} |" in page and "| val-data | mean_R@1 |" in page
+    assert "DataComp average" not in page
 
 
 @pytest.mark.parametrize("folders", ["names", "numbers", "order"])

@@ -61,6 +61,8 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
         own = TASKS[key].main_metric if key in TASKS else " or ".join(sorted(names))
         metric = "average" if key in GROUPS else own or "main metric"
         done = [len(members.intersection(final.tasks)) for final in finals]
+        if not any(done):  # a group of which no run has a task
+            continue
         partial = [f"partial {count}/{len(members)}" if count else "-" for count in done]
         cells = tuple(final.score(key) or text for final, text in zip(finals, partial, strict=True))
         rows.append(Row(key, metric, cells, tuple(bool(final.other_sizes & members) for final in finals)))
