@@ -118,7 +118,7 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
     paths = [name for name in names if name not in known and _is_path(name)]
     pairs = _pairs(args)
-    own = [own_task(Path(place), args.template, pairs(place)) for place in paths]
+    own = [own_task(place, args.template, pairs(place)) for place in paths]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
     tasks = {task.name: task for task in own}
@@ -150,7 +150,7 @@ def _is_missing(key: str, task: Task) -> bool:
 
 def _is_path(name: str) -> bool:
     is_of_files = name.endswith((".csv", ".tsv", ".parquet", ".jsonl", ".tar"))
-    return os.path.exists(name) or is_of_files or name.startswith((".", "/", "~"))
+    return os.path.exists(name) or is_of_files or "://" in name or name.startswith((".", "/"))
 
 
 def _pairs(args: argparse.Namespace) -> Callable[[str], DataSpec]:

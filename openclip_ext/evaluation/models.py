@@ -91,9 +91,9 @@ def open_model(
     """
     ref, name = _resolve(ref, model)
     if name is None:
+        found = "the model is unknown" if ref is None or Path(ref).exists() else "not found"
         raise UsageError(
-            f"{ref}: the model is unknown: expected a run folder LOGS/NAME, a folder of an exported model, or --model and "
-            "--checkpoint"
+            f"{ref}: {found}: expected a run folder LOGS/NAME, a folder of an exported model, or --model and --checkpoint"
         )
     if name.startswith(TRANSFORMERS):
         return _open_transformers(name, ref)

@@ -138,26 +138,27 @@ def datacomp_suite(suite: str, data_dir: str | Path, any_size: bool = False) -> 
     return Suite(found)
 
 
-def own_task(path: Path, template: str | None = None, pairs: DataSpec | None = None) -> Task:
+def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | None = None) -> Task:
     """Return the task of a user's data.
 
     Args:
-        path: A folder or a file in one of the formats of :data:`FORMATS`.
+        place: A folder or a file in one of the formats of :data:`FORMATS`, or a pattern or URL of shards.
         template: Prompt with ``{}`` for the class name. None means the data's ``zeroshot_classification_templates.txt``, or
             else :data:`DEFAULT_TEMPLATE`.
-        pairs: How to read image-caption pairs; ``source`` is replaced by the path.
+        pairs: How to read tables and image-caption pairs. None means with default keys and columns.
 
     Raises:
         DataError: The path does not exist, or its format is unknown.
     """
-    name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else str(path)
+    path = Path(place)
+    name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else str(place)
     if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
         return _in_datacomp_layout(path, name)
     if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
         return Classification(name=name, path=path, read=partial(read_class_folders, path, template))
-    if not path.exists() and "{" not in path.name and "*" not in path.name and "::" not in str(path):
+    if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
         raise DataError(f"{path} not found: {FORMATS}")
-    spec = DataSpec(str(path)) if pairs is None else pairs
+    spec = DataSpec(str(place)) if pairs is None else pairs
     if (labels := _label_source(spec)) is not None:
         return Classification(name=name, path=path, read=partial(_read_table, path, labels, template))
     return retrieval(name, spec)

@@ -330,7 +330,7 @@ def fingerprint(path: Path) -> str:
         inside = [found for pattern in ("*", "test/*") for found in path.glob(pattern)]
         inside = [found for found in inside if found.suffix in (".txt", ".jsonl", ".tar")]
     else:
-        inside = [*path.rglob("*")] if path.is_dir() else [path]
+        inside = [*path.rglob("*")] if path.is_dir() else [path] if path.exists() else [*path.parent.glob(path.name)]
     for found in sorted(found for found in inside if found.is_file()):
         status = found.stat()
         digest.update(f"{found.relative_to(path.parent)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())

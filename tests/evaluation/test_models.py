@@ -59,6 +59,8 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
     for name, checkpoint, message in (
         ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
         (TINY_MODEL, None, "--checkpoint is missing"),
+        (None, tmp_path / "typo", "typo: not found: expected a run folder"),
+        (None, tiny_folder / "epoch_1.pt", r"epoch_1\.pt: the model is unknown"),
         (TINY_MODEL, tiny_folder, "neither a file nor a pretrained tag"),
         ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
