@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from openclip_ext.data.shapes.write import make_sample
+from openclip_ext.evaluation.ranks import retrieval_metrics
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.validation import retrieval_metrics
 
 MODEL = "demo-vit"
 CONTEXT_LENGTH = 20

@@ -27,8 +27,8 @@ from transformers import set_seed
 
 import openclip_ext
 from openclip_ext.data import with_index
+from openclip_ext.evaluation.ranks import retrieval_metrics
 from openclip_ext.integrations.sentence_transformers import GlobalContrastiveLoss
-from openclip_ext.training.validation import retrieval_metrics
 
 PACKAGES = ("numpy", "pandas", "networkx", "PIL")
 WIDTH = 256

@@ -48,7 +48,7 @@ def program(wheel, tmp_path_factory):
     (packages / "others.pth").write_text("\n".join(own))
     python = folder / "bin" / "python"
     sh(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.suite').origin)"
+    code = "import importlib.util as u; print(u.find_spec('openclip_ext.evaluation.scoring').origin)"
     assert sh(python, "-c", code, cwd=folder).startswith(str(folder / "lib"))
     return folder / "bin" / "openclip-ext"
 

@@ -1,0 +1,1 @@
+"""The evaluations of the CLIP-Lite paper: linear probes, concept editing, and phrase grounding."""

@@ -18,7 +18,7 @@ from openclip_ext.compare.short_run import CURVE_POINTS, PilotRun
 from openclip_ext.compare.space import BASELINE
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.diagnostics import estimation_error
-from openclip_ext.evaluation.embeddings import embed
+from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match
 from openclip_ext.losses import registry
 from openclip_ext.training.config import TrainingConfig
@@ -121,7 +121,8 @@ class ComparePilot:
         training.loss.eval()
         loading = replace(self.config.loading, seed=0, caption_hash=training.loss.needs_positives)
         loader = self.data.loader(loading, training.built.preprocess_val, training.texts, samples)
-        found = embed(training.model, loader.iterate(0), self.config.step.precision, training.device, samples)
+        parts = training.model, training.built.preprocess_val, training.texts, training.device
+        found = Encoder(*parts, self.config.step.precision).embed(loader.iterate(0), samples)
         if not all(bool(side.isfinite().all()) for side in (found.image, found.text)):
             return None
         of_run = partial(estimation_error.measure, batch_size=self.batch, anchors=self.anchors, device=training.device)

@@ -3,13 +3,12 @@
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from openclip_ext import compat
 from openclip_ext.checkpoint.finding import scan
@@ -23,13 +22,13 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.evaluation.embeddings import TABLES, Embeddings, embed, tables
+from openclip_ext.evaluation.encoder import TABLES, Embeddings, Encoder, tables
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
-from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checkpoint.restoring import load_model, restore_loss, unmerged
-from openclip_ext.training.config import ModelConfig, model_config
+from openclip_ext.training.config import model_config
 from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.lora import add_adapters
 
@@ -45,10 +44,9 @@ class FinishedRun:
     checkpoint: Path
     step: int
     samples_seen: int
-    precision: str
     loss_name: str
     loss: ContrastiveLoss
-    model: nn.Module
+    encoder: Encoder
     source: Source
     loader: EvalLoader
     embed_dim: int
@@ -94,18 +92,21 @@ def load_run(
     flags = config["flags"]
     if flags.get("keep_data"):
         raise UsageError(f"{run} was trained with --keep-data, which this program does not support: use another run")
-    settings, model, preprocess, tokenizer = open_model(flags, loaded, device)
+    settings = model_config(flags)
+    opened = open_model(loaded.path, settings.name, precision=settings.precision, heads=False)
+    model: Any = opened.model
     if TRAINED_KEY in loaded.model_file:
         if settings.lora.rank is not None:
             add_adapters(model, settings.lora, weights=None)
         load_model(model, unmerged(loaded, model)[TRAINED_KEY], loaded.path)
+        model.eval()
     assert loaded.shared is not None  # _read_checkpoint rejects checkpoints without shared state
     identity = loaded.shared["identity"]
-    source = _training_data(from_flags(DataSpec, flags), train_data, preprocess, identity)
+    source = _training_data(from_flags(DataSpec, flags), train_data, opened.transform, identity)
     loader = EvalLoader(
         source,
-        preprocess=preprocess,
-        tokenizer=tokenizer,
+        preprocess=opened.transform,
+        tokenizer=opened.tokenizer,
         batch_size=batch_size or flags["batch_size"],
         workers=flags["workers"] if workers is None else workers,
     )
@@ -119,10 +120,9 @@ def load_run(
         checkpoint=loaded.path,
         step=loaded.position.step,
         samples_seen=loaded.position.samples,
-        precision=settings.precision,
         loss_name=name,
         loss=loss.to(device).eval(),
-        model=model,
+        encoder=Encoder(model.to(device), opened.transform, opened.tokenizer, device, settings.precision),
         source=source,
         loader=loader,
         embed_dim=width,
@@ -161,7 +161,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     batches = math.ceil(run.source.num_kept / run.loader.batch_size)
     progress = command_line.progress_bar(run.loader, desc="embedding", unit="batch", total=batches)
     if folder is None:
-        return embed(run.model, progress, run.precision, run.device, run.source.num_samples)
+        return run.encoder.embed(progress, run.source.num_samples)
     shape = [run.source.num_samples, run.embed_dim]
     of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
     about_file = folder / ABOUT
@@ -171,7 +171,7 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
         return Embeddings(image, text, index, about["logit_scale"])
     folder.mkdir(parents=True, exist_ok=True)
     about_file.unlink(missing_ok=True)
-    embeddings = embed(run.model, progress, run.precision, run.device, run.source.num_samples, folder)
+    embeddings = run.encoder.embed(progress, run.source.num_samples, folder)
     about = {"of": of, "rows": len(embeddings.index), "logit_scale": embeddings.logit_scale}
     write_text(about_file, json.dumps(about))
     return embeddings
@@ -190,17 +190,3 @@ def _read_checkpoint(folder: Path, name: str) -> Checkpoint:
             f"{path} has no state of a loss: give a checkpoint of openclip-ext train with its .state folder"
         )
     return loaded
-
-
-def open_model(
-    flags: Mapping[str, Any], checkpoint: Checkpoint, device: torch.device
-) -> tuple[ModelConfig, Any, Callable, Callable]:
-    """Return a run's model configuration, model (with a checkpoint's weights), evaluation transform and tokenizer."""
-    add_model_configs()
-    # The checkpoint has the weights. The flags of the run folder have the preprocessing of a pretrained tag.
-    settings = replace(model_config(flags), pretrained=None, pretrained_image=False)
-    with command_line.without_warnings():
-        model, _, preprocess = settings.create(device)
-        tokenizer = settings.tokenizer()
-    load_model(model, checkpoint.model_file["state_dict"], checkpoint.path)
-    return settings, model.eval(), preprocess, tokenizer

@@ -5,30 +5,28 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from openclip_ext import distributed
-from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.cli.command_line import count, count_or_zero
 from openclip_ext.cli.command_line import device as device_name
 from openclip_ext.data.processes import available_cores
-from openclip_ext.evaluation.features import PRECISIONS, Encoder, resolve_precision
-from openclip_ext.evaluation.models import MODEL_OPTIONS, LoadedModel, load_model, model_of_run
-from openclip_ext.evaluation.run_folder import read_config
+from openclip_ext.evaluation.encoder import PRECISIONS, Encoder, resolve_precision
+from openclip_ext.evaluation.models import MODEL_OPTIONS, OpenedModel, open_model
 
-MODEL_HELP = "OpenCLIP's model name; hf-hub: and local-dir: names are accepted"
+MODEL_HELP = "OpenCLIP's model name; hf-hub:, local-dir: and transformers: names are accepted"
+REF_HELP = (
+    "run folder LOGS/NAME (its newest checkpoint), checkpoint file, or folder of an exported or a transformers model"
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, takes_run: bool = False) -> None:
     """Add the arguments that `load_encoder` reads. With ``takes_run``, the user can give a run folder instead."""
     if takes_run:
-        parser.add_argument(
-            "run", nargs="?", type=Path, help="run folder LOGS/NAME: use its model and newest checkpoint"
-        )
+        parser.add_argument("run", nargs="?", help=REF_HELP)
     parser.add_argument("--model", required=not takes_run, help=MODEL_HELP)
     parser.add_argument("--checkpoint", help="checkpoint file, or a pretrained tag of the model")
     add_running_arguments(parser)
@@ -72,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the model options for `load_model`."""
+    """Return the model options for `open_model`."""
     return {name: getattr(args, name) for name in MODEL_OPTIONS}
 
 
@@ -98,19 +96,15 @@ def process_group() -> Iterator[None]:
         distributed.shutdown()
 
 
-def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[LoadedModel, Encoder]:
-    """Load the model that the arguments of `add_model_arguments` select; return the model and an encoder for it."""
-    if getattr(args, "run", None) is not None:
-        if args.model or args.checkpoint:
-            raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
-        args.model = read_config(args.run)["flags"]["model"]
-        # If training goes on, each process could find another newest checkpoint.
-        args.checkpoint = str(distributed.on_master(lambda: checkpoint_file(args.run)))
-    args.model = args.model or model_of_run(args.checkpoint)
-    if args.model is None:
+def load_encoder(args: argparse.Namespace, show_progress: bool = True) -> tuple[OpenedModel, Encoder]:
+    """Open the model that the arguments of `add_model_arguments` select; return the model and an encoder for it."""
+    run = getattr(args, "run", None)
+    if run is not None and (args.model or args.checkpoint):
+        raise ValueError("a run folder determines model and checkpoint: remove --model and --checkpoint")
+    if run is None and args.model is None and args.checkpoint is None:
         raise ValueError("no model given: expected a run folder LOGS/NAME, or --model and --checkpoint")
     device = own_device(args.device)
+    settings = {"batch_size": args.batch_size, "workers": args.workers, "show_progress": show_progress}
     precision = resolve_precision(args.precision, device)
-    loaded = load_model(args.model, args.checkpoint, device, args.model_config, **model_options(args))
-    parts = loaded.model, loaded.preprocess, loaded.tokenizer
-    return loaded, Encoder(*parts, device, precision, args.batch_size, args.workers, show_progress)
+    opened = open_model(run or args.checkpoint, args.model, args.model_config, **model_options(args))
+    return opened, opened.encoder(device, autocast=precision, **settings)

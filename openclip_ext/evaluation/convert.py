@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pandas as pd
 import webdataset
 
-from openclip_ext.evaluation.data import IMAGE_EXTENSIONS, INSTANCES_FILE
+from openclip_ext.evaluation.samples import IMAGE_EXTENSIONS, INSTANCES_FILE
 
 IMAGES_PER_SHARD = 1000
 _SUFFIX = re.compile(rf"\.({'|'.join(IMAGE_EXTENSIONS)})$", re.IGNORECASE)

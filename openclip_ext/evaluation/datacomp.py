@@ -1,30 +1,36 @@
-"""Evaluate a checkpoint on DataComp's 40 tasks: ``python -m eval.datacomp``.
+"""Evaluate a model on DataComp's 40 tasks and on the user's own: ``openclip-ext evaluate``, ``python -m eval.datacomp``.
 
 The exit status is 0 if all tasks have a result, 1 if a task failed, and 2 if nothing could be evaluated. A task without data
 counts as failed only if ``--tasks`` lists the task. Other tasks without data are only reported.
 """
 
 import argparse
+import contextlib
 import json
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from openclip_ext import distributed
 from openclip_ext.cli import command_line
+from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger, mask_logs, say
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
-from openclip_ext.evaluation.data import DataError, fingerprint
-from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import LoadedModel, options_of_run
-from openclip_ext.evaluation.results import ResultFile, has_other_data, run_identity, summary, summary_text
-from openclip_ext.evaluation.run_folder import label_of
-from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.tasks import SUITES, Task, select_tasks
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.models import OpenedModel, flags_of_run, options_of_run
+from openclip_ext.evaluation.open_tasks import FORMATS, datacomp_task, own_task, retrieval
+from openclip_ext.evaluation.results import ResultLog, has_other_size, run_identity, summary, summary_text
+from openclip_ext.evaluation.run_folder import label_of, read_config
+from openclip_ext.evaluation.samples import DataError, fingerprint
+from openclip_ext.evaluation.scoring import Task
+from openclip_ext.evaluation.tasks import SUITES, TASKS, select_tasks
 from openclip_ext.files.writing import output_path, write_text
 
 SUMMARY_FILE = "eval_summary.json"
@@ -34,16 +40,25 @@ logger = get_logger("eval.datacomp")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.Parser(
         prog="openclip-ext evaluate",
-        description="Evaluate a checkpoint on DataComp's 40 tasks (the average is over 38). Several processes under "
-        "torchrun share the tasks. The same command continues an interrupted run.",
+        description="Evaluate a model on your own data, or on DataComp's 40 tasks (the average is over 38). Several processes "
+        "under torchrun share the tasks. The same command continues an interrupted run.",
         epilog="Exit status: 0 if all tasks have a result, 1 if a task failed or data of --tasks are missing, 2 if nothing "
         "could be evaluated.",
     )
     add_model_arguments(parser, takes_run=True)
-    folder_help = "folder with the wds_*_test folders (see openclip-ext download)"
-    parser.add_argument("--data-dir", type=Path, required=True, help=folder_help)
-    tasks_help = f"keys of tasks such as vtab/pets, or suites ({', '.join(SUITES)}); default: all 40 tasks"
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks_help)
+    tasks_help = (
+        "your own data: class folders, a table of labels or of image-caption pairs, or a folder in DataComp's layout. Or, "
+        f"with --data-dir, keys of DataComp's tasks such as vtab/pets, or suites ({', '.join(SUITES)}). Default: all tasks in "
+        "--data-dir"
+    )
+    parser.add_argument("--tasks", nargs="+", metavar="PATH|TASK", help=tasks_help)
+    folder_help = "folder with the wds_*_test folders of DataComp's tasks (see openclip-ext download)"
+    parser.add_argument("--data-dir", type=Path, help=folder_help)
+    parser.add_argument("--val-data", help="image-caption pairs for retrieval, in any format of training's --val-data")
+    template_help = (
+        "prompt for your own classes, with {} for the class name (default: the data's, else a photo of a {}.)"
+    )
+    parser.add_argument("--template", help=template_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that already have a result")
@@ -71,95 +86,176 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the tasks and print the summary; return the exit status. Raise ValueError if nothing can be evaluated."""
-    tasks = select_tasks([name for entry in args.tasks or () for name in entry.split(",")])
-    missing = [task.key for task in tasks if not (args.data_dir / task.folder).is_dir()]
-    if len(missing) == len(tasks):
-        found = sorted(path.name for path in args.data_dir.glob("*"))[:5]
-        raise ValueError(
-            f"--data-dir {args.data_dir} has none of the {len(tasks)} expected folders, such as {tasks[0].folder}. "
-            f"Found: {', '.join(found) or 'nothing'}."
-        )
-    loaded, encoder = load_encoder(args, show_progress=distributed.is_master())
-    own = options_of_run(args.checkpoint)
+    tasks = find_tasks(args)
+    opened, encoder = load_encoder(args, show_progress=distributed.is_master())
+    own = options_of_run(opened.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
-    run = run_identity(loaded, encoder.precision)
+    run = run_identity(opened, encoder.autocast)
     if other:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
         if args.output_dir is None:
             raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
-    results = ResultFile(args.output_dir or default_output_dir(loaded), run, loaded.checkpoint)
-    given = [task for task in tasks if task.key not in missing]
-    todo = distributed.on_master(
-        lambda: results.prepare(given, args.data_dir, args.overwrite, args.allow_size_mismatch)
-    )
+    log = ResultLog(args.output_dir or default_output_dir(opened), run, opened.checkpoint)
+    given = {key: task for key, task in tasks.items() if not _is_missing(key, task)}
+    todo = distributed.on_master(lambda: _begin(log, given, args))
     if distributed.is_master() and len(todo) < len(given):
-        logger.info(
-            f"{len(given) - len(todo)} of {len(given)} tasks already have results of this model: {results.path}"
-        )
+        logger.info(f"{len(given) - len(todo)} of {len(given)} tasks already have results of this model: {log.path}")
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
-    for part in distributed.all_gather_object(evaluate_tasks(share, args, encoder, results)):
+    for part in distributed.all_gather_object(evaluate_tasks({key: given[key] for key in share}, encoder, log)):
         failed.update(part)
     # A task whose data were removed may still have a result.
-    lines = results.lines()
-    missing = [key for key in missing if key not in {line["key"] for line in lines}]
+    lines = log.completed()
+    missing = [key for key in tasks if key not in given and key not in lines]
     if distributed.is_master():
-        changed = {line["key"] for line in lines if has_other_data(line, args.data_dir)}
-        problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
-        summarized = summary([line for line in lines if line["key"] not in changed], problems | failed, missing)
-        content = json.dumps({"run": results.run, **summarized}, indent=2, allow_nan=False) + "\n"
-        path = results.path.with_name(SUMMARY_FILE)
-        if not path.is_file() or path.read_text(encoding="utf-8") != content:  # the folder may be read-only
-            write_text(path, content)
-        say(f"{summary_text(summarized, args.data_dir)}\n\nResults: {results.path}")
+        _report(args, log, lines, failed, missing)
     return 1 if failed or (args.tasks and missing) else 0
 
 
-def evaluate_tasks(
-    tasks: Sequence[Task], args: argparse.Namespace, encoder: Encoder, results: ResultFile
-) -> dict[str, str]:
+def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
+    """Return the tasks that the arguments select; raise ValueError if there are none, or if all data are missing."""
+    names = [name for entry in args.tasks or () for name in ([entry] if os.path.exists(entry) else entry.split(","))]
+    known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
+    paths = [name for name in names if name not in known and _is_path(name)]
+    pairs = _pairs(args)
+    own = [own_task(place, args.template, pairs(place)) for place in paths]
+    if args.val_data is not None:
+        own.append(retrieval("val-data", pairs(args.val_data)))
+    tasks = {task.name: task for task in own}
+    if len(tasks) < len(own):
+        raise ValueError("--tasks: two data sets have the same name: give them in folders with different names")
+    names = [name for name in names if name not in paths]
+    if not names and own:
+        return tasks
+    if args.data_dir is None:
+        select_tasks(names)  # a wrong name is the likelier mistake
+        raise ValueError(
+            f"--data-dir is missing: expected the folder of DataComp's tasks, or own data in --tasks: {FORMATS}"
+        )
+    entries = select_tasks(names)
+    found = {entry.key: datacomp_task(entry, args.data_dir, args.allow_size_mismatch) for entry in entries}
+    if not own and all(_is_missing(key, task) for key, task in found.items()):
+        content = sorted(path.name for path in args.data_dir.glob("*"))[:5]
+        raise ValueError(
+            f"--data-dir {args.data_dir} has none of the {len(found)} expected folders, such as {entries[0].folder}. "
+            f"Found: {', '.join(content) or 'nothing'}. Your own data are --tasks PATH: {FORMATS}"
+        )
+    return tasks | found
+
+
+def _is_missing(key: str, task: Task) -> bool:
+    """Return whether the folder of one of DataComp's tasks does not exist."""
+    return key in TASKS and task.path is not None and not task.path.is_dir()
+
+
+def _is_path(name: str) -> bool:
+    is_of_files = name.endswith((".csv", ".tsv", ".parquet", ".jsonl", ".tar"))
+    return os.path.exists(name) or is_of_files or "://" in name or name.startswith((".", "/"))
+
+
+def _pairs(args: argparse.Namespace) -> Callable[[str], DataSpec]:
+    """Return a function that reads a place as training would: with the keys and columns in the flags of the model's run."""
+    folder = Path(args.run or "")
+    is_run = args.run is not None and (folder / "checkpoints").is_dir()
+    flags = read_config(folder)["flags"] if is_run else flags_of_run(args.run or args.checkpoint)
+    names = ("image_key", "caption_key", "csv_separator", "csv_img_key", "csv_caption_key", "max_image_pixels")
+    fields = {name.replace("img", "image"): flags[name] for name in names if flags.get(name) is not None}
+    return lambda place: DataSpec(place, **fields)
+
+
+def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) -> list[str]:
+    """Return the keys of tasks to evaluate: without a result, with other data or a refused size, or all (``--overwrite``)."""
+    lines = log.completed()
+
+    def is_old(key: str, task: Task) -> bool:
+        if args.overwrite or key not in lines or has_other_data(lines[key], task):
+            return True
+        return has_other_size(lines[key]) and not args.allow_size_mismatch
+
+    todo = [key for key, task in tasks.items() if is_old(key, task)]
+    log.begin(todo)
+    return todo
+
+
+def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
+    """Return whether a task's data differ from the data of a result."""
+    return task.path is not None and line["data"] != fingerprint(task.path)
+
+
+def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) -> dict[str, str]:
     """Evaluate tasks one by one, storing each result immediately; return the errors of failed tasks by key."""
     failed = {}
-    bar = tqdm(tasks, desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
+    bar = tqdm(tasks.items(), desc="tasks", unit="task", position=0, disable=not encoder.show_progress)
     with logging_redirect_tqdm(), bar:
-        for task in bar:
+        for key, task in bar:
             bar.set_postfix_str(task.name)
             started = time.perf_counter()
             try:
                 # Computed before the task reads the data, because the files may change during the evaluation.
-                data = fingerprint(args.data_dir / task.folder)
-                result = evaluate_task(task, args.data_dir, encoder, args.allow_size_mismatch)
+                data = "" if task.path is None else fingerprint(task.path)
+                scores = task.score(encoder)
                 seconds = time.perf_counter() - started
-                results.add(task, data, result, seconds)
+                log.add(key, task, data, scores, seconds)
             except Exception as error:
                 known = isinstance(error, DataError)
-                failed[task.key] = str(error) if known else f"{type(error).__name__}: {error}"
-                logger.error(f"{task.name}: {failed[task.key]}", exc_info=not known)
+                failed[key] = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error(f"{task.name}: {failed[key]}", exc_info=not known)
+                with contextlib.suppress(
+                    UsageError, OSError
+                ):  # all processes later report that the folder is not usable
+                    log.fail(key, failed[key])
                 continue
-            score = result.metrics["main_metric"]
-            shown = "no main metric" if score is None else f"{task.main_metric} {score:.4f}"
-            logger.info(f"{task.name}: {shown} ({result.samples} samples in {seconds:.1f} s)")
-            if result.skipped:
-                logger.warning(f"{task.name}: {len(result.skipped)} images do not decode, {result.skipped[0]}")
+            value = scores.metrics["main_metric"]
+            shown = "no main metric" if value is None else f"{task.main_metric} {value:.4f}"
+            logger.info(f"{task.name}: {shown} ({scores.samples} samples in {seconds:.1f} s)")
+            if scores.notes:
+                logger.info(f"{task.name}: {scores.notes}")
+            if scores.skipped:
+                logger.warning(f"{task.name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
     return failed
 
 
-def share_tasks(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
+def _report(
+    args: argparse.Namespace,
+    log: ResultLog,
+    lines: dict[str, dict[str, Any]],
+    failed: dict[str, str],
+    missing: list[str],
+) -> None:
+    """Write and print the summary of all results in the folder."""
+    places = (
+        {}
+        if args.data_dir is None
+        else {key: datacomp_task(TASKS[key], args.data_dir) for key in lines if key in TASKS}
+    )
+    changed = {key for key, task in places.items() if not _is_missing(key, task) and has_other_data(lines[key], task)}
+    problems = dict.fromkeys(sorted(changed), "the data have changed since the evaluation. Evaluate them again")
+    kept = [line for key, line in lines.items() if key not in changed]
+    summarized = summary(kept, problems | failed, missing)
+    content = json.dumps({"run": log.run, **summarized}, indent=2, allow_nan=False) + "\n"
+    path = log.folder / SUMMARY_FILE
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:  # the folder may be read-only
+        write_text(path, content)
+    say(f"{summary_text(summarized, kept, args.data_dir)}\n\nResults: {log.path}")
+
+
+def share_tasks(keys: Iterable[str], processes: int) -> list[list[str]]:
     """Split tasks among processes: from the largest to the smallest, each task goes to the process with the least work.
 
     Each process then evaluates its smallest tasks first, to report errors early.
     """
-    shares: list[list[Task]] = [[] for _ in range(processes)]
-    for task in sorted(tasks, key=lambda task: task.size, reverse=True):
-        min(shares, key=lambda share: sum(other.size for other in share)).append(task)
+    sizes = {key: TASKS[key].size if key in TASKS else 1000 for key in keys}
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        min(shares, key=lambda share: sum(sizes[other] for other in share)).append(key)
     return [share[::-1] for share in shares]
 
 
-def default_output_dir(loaded: LoadedModel) -> Path:
+def default_output_dir(opened: OpenedModel) -> Path:
     """Return ``RUN/datacomp/epoch_K`` for ``RUN/checkpoints/epoch_K.pt``, and ``datacomp/MODEL-TAG`` for a pretrained tag."""
-    checkpoint = Path(loaded.checkpoint).absolute()
+    checkpoint = Path(opened.checkpoint).absolute()
     if not checkpoint.is_file():
-        return Path("datacomp") / f"{loaded.name}-{loaded.checkpoint}".replace("/", "-").replace(":", "-")
+        return Path("datacomp") / f"{opened.name}-{opened.checkpoint}".replace("/", "-").replace(":", "-")
     folder = checkpoint.parent
     return (folder.parent if folder.name == "checkpoints" else folder) / "datacomp" / label_of(checkpoint)
 

@@ -1,11 +1,10 @@
 """Download DataComp's evaluation sets from the Hugging Face hub, and check them: ``python -m eval.download --data-dir DIR``.
 
-``huggingface_hub`` downloads the files, continues interrupted downloads, and compares the files with the hub's checksums. Each
-complete folder has a ``checksums.json`` with the SHA-256 of all its files, so ``--verify`` needs no network.
+``huggingface_hub`` downloads the files, continues interrupted downloads, and compares the files with the hub's checksums.
+``--verify`` reads all files to their ends, without a network.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,37 +13,35 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
-from huggingface_hub.utils.sha import sha_fileobj
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
-from openclip_ext.evaluation import data
+from openclip_ext.evaluation import samples as reading
 from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
-from openclip_ext.evaluation.tasks import Task, select_tasks
-from openclip_ext.files.writing import output_path, write_text
+from openclip_ext.evaluation.tasks import Entry, select_tasks
+from openclip_ext.files.writing import output_path
 
-CHECKSUMS_FILE = "checksums.json"
 # Subfolder for a set's CSV table and zip. It is deleted after the conversion.
 SOURCE_FOLDER = "source"
-# Folder in which huggingface_hub records complete files.
+# Folder in which huggingface_hub records complete files. It is removed when all files of the set are complete.
 HUB_FOLDER = ".cache"
 _ATTEMPTS = 3
 _DOCUMENTS = ["README*", "LICENSE*"]
-# Results of `check_set`. UNPROVEN: complete, but without checksums, because another tool downloaded the set.
-OK, UNPROVEN, MISSING, INCOMPLETE, BROKEN = "ok", "ok, no checksums", "missing", "incomplete", "broken"
+# Results of `check_set`.
+OK, MISSING, INCOMPLETE, BROKEN = "ok", "missing", "incomplete", "broken"
 
 
-def _is_converted(task: Task) -> bool:
+def _is_converted(task: Entry) -> bool:
     """Return whether the hub stores a task's data as a CSV table and a zip of images, which must be converted to tars."""
     return task.kind in ("retrieval", "winogavil")
 
 
-def repository_of(task: Task) -> str:
+def repository_of(task: Entry) -> str:
     """Return the hub's data set repository of a task, as ``owner/name``."""
     return f"nlphuji/{task.key.split('/')[-1]}" if _is_converted(task) else f"djghosh/{task.folder}"
 
 
-def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
+def _snapshot_arguments(task: Entry, folder: Path) -> dict[str, Any]:
     patterns = ["*.csv", "*.zip"] if _is_converted(task) else ["*.txt", "test/*.tar"]
     return {
         "repo_id": repository_of(task),
@@ -54,8 +51,8 @@ def _snapshot_arguments(task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
-def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
-    """Download one data set completely, convert it if needed, and write its checksums.
+def fetch_set(task: Entry, data_dir: Path, endpoint: str | None = None) -> None:
+    """Download one data set completely, compare it with the hub's checksums, and convert it if needed.
 
     After an error, the next call reuses complete files. Raise ValueError if a checksum is still wrong after three attempts, or
     if the set cannot be converted.
@@ -80,73 +77,52 @@ def fetch_set(task: Task, data_dir: Path, endpoint: str | None = None) -> None:
             shutil.copy(document, folder)
     for leftover in (folder / SOURCE_FOLDER, folder / HUB_FOLDER):
         shutil.rmtree(leftover, ignore_errors=True)
-    records = {
-        path.relative_to(folder).as_posix(): _record(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != CHECKSUMS_FILE
-    }
-    content = json.dumps({"repository": wanted["repo_id"], "files": records}, indent=1) + "\n"
-    write_text(folder / CHECKSUMS_FILE, content)
 
 
-def _record(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as stream:
-        return {"size": path.stat().st_size, "sha256": sha_fileobj(stream).hex()}
-
-
-def _read_records(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the recorded ``size`` and ``sha256`` of each file by name; None if the folder has no ``checksums.json``."""
-    path = folder / CHECKSUMS_FILE
-    if not path.exists():
-        return None
+def is_complete(folder: Path, task: Entry) -> bool:
+    """Return whether a folder has all files of a data set. Their contents are not read."""
+    if any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
+        return False
+    texts = {"winogavil": [reading.INSTANCES_FILE], "retrieval": []}
+    names = texts.get(task.kind, [reading.CLASSNAMES_FILE, reading.TEMPLATES_FILE])
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["files"])
-    except (ValueError, TypeError, KeyError):
-        # No file has this size, so --verify reports the file, and a download replaces it.
-        return {CHECKSUMS_FILE: {"size": -1}}
+        reading.find_shards(folder)
+    except reading.DataError:
+        return False
+    return all((folder / name).is_file() for name in names)
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+def check_set(data_dir: Path, task: Entry, any_size: bool = False) -> tuple[str, list[str]]:
+    """Check one data set without a network: read every tar to its end, and all labels, captions and metadata.
 
-
-def check_set(data_dir: Path, task: Task, any_size: bool = False) -> tuple[str, list[str]]:
-    """Check one data set without a network: compare checksums, if the folder has them, and read every tar to its end.
-
-    Returns `OK`, `UNPROVEN`, `MISSING`, `INCOMPLETE` or `BROKEN`, and a list of faults.
+    Returns `OK`, `MISSING`, `INCOMPLETE` or `BROKEN`, and a list of faults.
     """
     folder = data_dir / task.folder
     if not folder.is_dir():
         return MISSING, []
-    records = _read_records(folder)
-    if records is None and any((folder / name).is_dir() for name in (HUB_FOLDER, SOURCE_FOLDER)):
+    if not is_complete(folder, task):
         return INCOMPLETE, []
-    problems = [
-        f"{name} is missing, or its size or SHA-256 differs from {CHECKSUMS_FILE}. Remove it, and download the set again"
-        for name, record in (records or {}).items()
-        if not _has_size(folder / name, record["size"]) or _record(folder / name) != record
-    ]
     try:
         samples = count_items(folder, task, any_size)
-        if samples != task.size and not any_size:
-            problems.append(f"found {samples:,} samples, but DataComp's data set has {task.size:,}")
-    except data.DataError as error:
-        problems.append(str(error))
-    return (BROKEN if problems else UNPROVEN if records is None else OK), problems
+    except reading.DataError as error:
+        return BROKEN, [str(error)]
+    if samples != task.size and not any_size:
+        return BROKEN, [f"found {samples:,} samples, but DataComp's data set has {task.size:,}"]
+    return OK, []
 
 
-def count_items(folder: Path, task: Task, any_size: bool = False) -> int:
+def count_items(folder: Path, task: Entry, any_size: bool = False) -> int:
     """Read a data set completely; return the number of items to score: images, or instances for WinoGAViL."""
     num_classes = None
     if not _is_converted(task):
-        classnames, _ = data.read_classes(folder, task, any_size)
+        classnames, _ = reading.read_classes(folder, None if any_size else task.classes)
         num_classes = None if task.kind == "faces" else len(classnames)
-    spec = data.SampleFormat(num_classes, len(task.metadata), captions=task.kind == "retrieval")
-    samples = data.find_samples(folder)
-    for sample in samples:
-        data.parse_sample(sample.read(), spec, f"{sample.file.name}: {sample.key}")
+    wanted = reading.SampleFormat(num_classes, len(task.metadata), captions=task.kind == "retrieval")
+    samples = reading.shard_samples(folder, wanted)
+    for sample in samples.stored:
+        sample.parse(wanted)
     if task.kind == "winogavil":
-        return len(data.read_instances(folder, {sample.key for sample in samples}))
+        return len(reading.read_instances(folder, {sample.key for sample in samples.stored}))
     return len(samples)
 
 
@@ -165,6 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify", action="store_true", help="only check the folders, without a network")
     sizes_help = "with --verify: accept data whose size differs from DataComp's"
     parser.add_argument("--allow-size-mismatch", action="store_true", help=sizes_help)
+    checksums_help = "also compare complete sets with the hub's checksums, and download files that differ again"
+    parser.add_argument("--checksums", action="store_true", help=checksums_help)
     parser.add_argument("--dry-run", action="store_true", help="only list the data sets to download and their sizes")
     parser.add_argument("--endpoint", help="address of the hub or a mirror (default: $HF_ENDPOINT, or the public hub)")
     return parser
@@ -183,13 +161,13 @@ def _verify(args: argparse.Namespace) -> int:
     usable, tasks = 0, select_tasks(args.tasks)
     for task in tasks:
         state, problems = check_set(args.data_dir, task, args.allow_size_mismatch)
-        usable += state in (OK, UNPROVEN)
+        usable += state == OK
         say(f"\n{'':<20}".join([f"{state:<17} {task.key}", *problems]))
     print(f"{usable} of {len(tasks)} data sets can be scored.")
     return 0 if usable == len(tasks) else 1
 
 
-def _sizes(task: Task, args: argparse.Namespace) -> dict[Path, int]:
+def _sizes(task: Entry, args: argparse.Namespace) -> dict[Path, int]:
     """Return the size in bytes of each file to download, as the hub reports it."""
     wanted = _snapshot_arguments(task, args.data_dir / task.folder)
     try:
@@ -210,13 +188,12 @@ def _download(args: argparse.Namespace) -> int:
     tasks, failed, needed = select_tasks(args.tasks), {}, 0
     for task in tasks:
         folder = args.data_dir / task.folder
-        records = _read_records(folder)
-        if records is not None and all(_has_size(folder / name, record["size"]) for name, record in records.items()):
+        if is_complete(folder, task) and not args.checksums:
             print(f"complete    {task.key}")
             continue
         try:
             sizes = _sizes(task, args)
-            missing = sum(size for path, size in sizes.items() if not _has_size(path, size))
+            missing = sum(size for path, size in sizes.items() if not (path.is_file() and path.stat().st_size == size))
             # During the conversion of a set, both its zip and its tars are on the disk.
             needed += missing + (sum(sizes.values()) if _is_converted(task) else 0)
             print(f"to download {task.key:<52} {len(sizes):>5} files {missing / 1e9:>7.3f} GB", flush=True)

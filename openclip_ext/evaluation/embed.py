@@ -1,15 +1,12 @@
 """Write the unit embeddings of a data set in the order of sample indices, for ``--reference``: ``openclip-ext embed``."""
 
 import argparse
-import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from tqdm import tqdm
 
 from openclip_ext import distributed
@@ -24,19 +21,12 @@ from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
 from openclip_ext.evaluation.embedding_folder import Done, EmbeddingFolder
-from openclip_ext.evaluation.embeddings import outputs_of
-from openclip_ext.evaluation.models import ImageTextModel, LoadedModel, load_model
+from openclip_ext.evaluation.models import OpenedModel, open_model
 from openclip_ext.evaluation.results import config_digest
-from openclip_ext.evaluation.transformers_model import PREFIX, load_transformers_model
 from openclip_ext.files.writing import output_path
 
 # Number of samples per block in a data set without shards.
 _BLOCK = 2**16
-
-
-def _embed_pairs(model: ImageTextModel, image: Tensor, text: Tensor) -> list[Tensor]:
-    """Return the unit embeddings of images and texts, ``(B, d)`` each."""
-    return [F.normalize(found.float(), dim=-1) for found in (model.encode_image(image), model.encode_text(text))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,13 +45,11 @@ def _embed(args: argparse.Namespace) -> None:
     device, spec = shared.own_device(args.device), from_flags(DataSpec, vars(args))
     if args.precision == "amp" and device.type != "cuda":
         raise UsageError(f"--precision amp needs CUDA, found {device}. Give --precision fp32")
-    if args.model.startswith(PREFIX):
-        loaded = load_transformers_model(args.model, device, args.checkpoint)
-    else:
-        loaded = load_model(args.model, args.checkpoint, device, args.model_config, **shared.model_options(args))
-    source = build_source(spec, loaded.preprocess)
+    opened = open_model(args.checkpoint, args.model, args.model_config, **shared.model_options(args))
+    encoder = opened.encoder(device, autocast=args.precision)
+    source = build_source(spec, opened.transform)
     _refuse_bad(spec, source, *source.known_bad())
-    folder = EmbeddingFolder(args.output, _about(loaded, source, spec, args.precision))
+    folder = EmbeddingFolder(args.output, _about(opened, source, spec, args.precision))
     is_master = distributed.is_master()
     with folder.begun() as done:
         if done is None:
@@ -75,15 +63,13 @@ def _embed(args: argparse.Namespace) -> None:
             for unit in units:
                 loader = EvalLoader(
                     source,
-                    preprocess=loaded.preprocess,
-                    tokenizer=loaded.tokenizer,
+                    preprocess=opened.transform,
+                    tokenizer=opened.tokenizer,
                     batch_size=args.batch_size,
                     workers=args.workers,
                     span=unit,
                 )
-                embed_pairs = functools.partial(_embed_pairs, loaded.model)
-                outputs = outputs_of(embed_pairs, loader, args.precision, torch.device(args.device))
-                unread = len(unit) - folder.write(_rows(outputs, bar))
+                unread = len(unit) - folder.write(_rows(encoder.embed_pairs(loader), bar))
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
@@ -97,9 +83,9 @@ def _embed(args: argparse.Namespace) -> None:
             say(f"{source.num_samples:,} samples in {args.output}; {bad:,} are unreadable and have rows of zeros")
 
 
-def _rows(outputs: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _rows(embedded: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the indices of each batch and the float16 embeddings of its images and texts."""
-    for batch, embeddings in outputs:
+    for batch, *embeddings, _ in embedded:
         images, texts = (values.half().cpu().numpy() for values in embeddings)
         if not (np.isfinite(images).all() and np.isfinite(texts).all()):
             raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
@@ -141,17 +127,17 @@ def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:
 
 
 @torch.no_grad()
-def _about(loaded: LoadedModel, source: Source, spec: DataSpec, precision: str) -> dict[str, Any]:
+def _about(opened: OpenedModel, source: Source, spec: DataSpec, precision: str) -> dict[str, Any]:
     """Return the content of ``embeddings.json``."""
-    model = loaded.model
-    text = loaded.tokenizer(["a"]).to(next(model.parameters()).device)
+    model = opened.model
+    text = opened.tokenizer(["a"]).to(next(model.parameters()).device)
     inner: Any = getattr(model, "model", model)  # projection heads wrap the model
     about = {
-        "model": loaded.name,
-        "pretrained": loaded.checkpoint,
-        "weights": loaded.weights_sha256,
-        "config": config_digest(loaded.config),
-        "preprocess": loaded.config["preprocess"],
+        "model": opened.name,
+        "pretrained": opened.checkpoint,
+        "weights": opened.weights_sha256,
+        "config": config_digest(opened.config),
+        "preprocess": opened.config["preprocess"],
         "precision": precision,
         **spec.keys,
         "samples": source.num_samples,
@@ -169,11 +155,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "processes under torchrun share the shards. The same command continues an interrupted run.",
     )
     parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
-    hugging_face = f"; {PREFIX}NAME is a CLIP or SigLIP of Hugging Face's transformers, from a folder or the hub"
-    parser.add_argument("--model", required=True, help=shared.MODEL_HELP + hugging_face)
+    parser.add_argument("--model", help=shared.MODEL_HELP + "; default: the model of --pretrained")
     # --checkpoint is an alias of --pretrained, because error messages that all evaluations share contain this name.
     names = ("--pretrained", "--checkpoint")
-    parser.add_argument(*names, dest="checkpoint", help="pretrained tag of the model, or a checkpoint file")
+    parser.add_argument(*names, dest="checkpoint", help=f"pretrained tag of the model, or {shared.REF_HELP}")
     parser.add_argument("--output", type=output_path, required=True, metavar="FOLDER", help="folder for the embeddings")
     shared.add_running_arguments(parser)
     parser.add_argument(
@@ -195,6 +180,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.set_defaults(dataset_resampled=False, single_source_batches=False, **dict.fromkeys(unused))
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
+    if args.model is None and args.checkpoint is None:
+        parser.error("no model given: --model and --pretrained, or --pretrained LOGS/NAME")
     args.train_data = args.train_data if args.train_data[1:] else args.train_data[0]
     try:
         check_flags(DataSpec, vars(args))

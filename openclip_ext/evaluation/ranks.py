@@ -1,6 +1,7 @@
 """Rank the right answers of retrieval: for validation during training, compare, the evaluation harness and experiments."""
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 # Maximum number of elements of the similarity matrix that are computed at a time: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
 
+RECALL_AT = (1, 5, 10)
 IMAGE_TO_TEXT, TEXT_TO_IMAGE = "image_to_text", "text_to_image"
 
 
@@ -86,6 +88,37 @@ def image_text_ranks(
         IMAGE_TO_TEXT: ranks_of_best_match(images, texts, pairs)[image],
         TEXT_TO_IMAGE: ranks_of_best_match(texts, images, pairs.flip(1))[text],
     }
+
+
+def retrieval_metrics(
+    images: Tensor,
+    texts: Tensor,
+    image_groups: Sequence[Hashable] | None = None,
+    caption_groups: Sequence[Hashable] | None = None,
+) -> dict[str, float]:
+    """Return the :func:`rank_metrics` of paired embeddings ``(N, d)``. For the groups, see :func:`image_text_ranks`.
+
+    None (default) means that all rows differ.
+    """
+    rows = range(len(images))
+    groups = (rows if of is None else of for of in (image_groups, caption_groups))
+    return rank_metrics(image_text_ranks(images, texts, *groups))
+
+
+def rank_metrics(ranks: Mapping[str, Ranks]) -> dict[str, float]:
+    """Return the mean and median rank (from 1) and the recall of each direction, with OpenCLIP's names.
+
+    The names are ``image_to_text_R@1``, ... Items of equal similarity are in random order: ranks are expected ranks, and
+    recall is the probability of a hit. For ``ranks``, see :func:`image_text_ranks`.
+    """
+    metrics = {}
+    for name, of in ranks.items():
+        expected = of.mean()
+        metrics[f"{name}_mean_rank"] = float(expected.mean()) + 1
+        metrics[f"{name}_median_rank"] = math.floor(float(expected.quantile(0.5))) + 1
+        for k in RECALL_AT:
+            metrics[f"{name}_R@{k}"] = float(of.hits(k).mean())
+    return metrics
 
 
 def chance(image_groups: Sequence[Hashable], caption_groups: Sequence[Hashable]) -> dict[str, float]:

@@ -10,15 +10,15 @@ from openclip_ext.cli.options import nearest
 
 
 @dataclass(frozen=True)
-class Task:
-    """An evaluation task."""
+class Entry:
+    """An entry of DataComp's list of tasks; `open_tasks.datacomp_task` returns the task itself."""
 
     key: str
     name: str
     size: int  # number of scored items: images, or instances for WinoGAViL
     classes: int | None = None  # number of entries in ``classnames.txt``, if DataComp states it
     main_metric: str | None = "acc1"  # the metric in DataComp's average; None means that the average excludes the task
-    kind: str = "classification"  # selects the evaluation function, see ``openclip_ext/evaluation/runner.py``
+    kind: str = "classification"  # or ``retrieval``, ``winogavil`` or ``faces``
     metadata: tuple[str, ...] = ()  # names of the columns of each sample's ``.npy``
 
     @property
@@ -34,49 +34,49 @@ FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
 MSCOCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
 WINOGAVIL = "misc/winogavil"
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Entry] = {
     task.key: task
     for task in (
-        Task("vtab/caltech101", "Caltech-101", 6085, 102, "mean_per_class_recall"),
-        Task("cifar10", "CIFAR-10", 10000, 10),
-        Task("vtab/cifar100", "CIFAR-100", 10000, 100),
-        Task("vtab/clevr_count_all", "CLEVR Counts", 15000, 8),
-        Task("vtab/clevr_closest_object_distance", "CLEVR Distance", 15000, 6),
-        Task("country211", "Country211", 21100, 211),
-        Task("vtab/dtd", "Describable Textures", 1880, 47),
-        Task("vtab/eurosat", "EuroSAT", 5400, 10),
-        Task("fgvc_aircraft", "FGVC Aircraft", 3333, 100, "mean_per_class_recall"),
-        Task("food101", "Food-101", 25250, 101),
-        Task("gtsrb", "GTSRB", 12630, 43),
-        Task("imagenet1k", "ImageNet 1k", 50000, 1000),
-        Task("imagenet_sketch", "ImageNet Sketch", 50889, 1000),
-        Task("imagenetv2", "ImageNet v2", 10000, 1000),
-        Task("imagenet-a", "ImageNet-A", 7500, 200),
-        Task("imagenet-o", "ImageNet-O", 2000, 200),
-        Task("imagenet-r", "ImageNet-R", 30000, 200),
-        Task("vtab/kitti_closest_vehicle_distance", "KITTI Vehicle Distance", 711, 4),
-        Task("mnist", "MNIST", 10000, 10),
-        Task("objectnet", "ObjectNet", 18574, 113),
-        Task("vtab/flowers", "Oxford Flowers-102", 6149, 102, "mean_per_class_recall"),
-        Task("vtab/pets", "Oxford-IIIT Pet", 3669, 37, "mean_per_class_recall"),
-        Task("voc2007", "Pascal VOC 2007", 14976, 20),
-        Task("vtab/pcam", "PatchCamelyon", 32768, 2),
-        Task("renderedsst2", "Rendered SST2", 1821, 2),
-        Task("vtab/resisc45", "RESISC45", 6300, 45),
-        Task("cars", "Stanford Cars", 8041, 196),
-        Task("stl10", "STL-10", 8000, 10),
-        Task("sun397", "SUN397", 108754, 397),
-        Task("vtab/svhn", "SVHN", 26032, 10),
-        Task(FLICKR, "Flickr", 1000, None, "mean_recall@1", "retrieval"),
-        Task(MSCOCO, "MSCOCO", 5000, None, "mean_recall@1", "retrieval"),
-        Task(WINOGAVIL, "WinoGAViL", 3563, None, "jaccard_score_10-12", "winogavil"),
-        Task("wilds/iwildcam", "iWildCam", 42791, 182, "F1-macro_all", "iwildcam", _IWILDCAM_METADATA),
-        Task("wilds/camelyon17", "Camelyon17", 85054, 2, "acc1", "camelyon17", ("hospital", "slide", "y")),
-        Task("wilds/fmow", "FMoW", 22108, 62, "acc_worst_region", "fmow", ("region", "year", "y")),
-        Task("fairness/dollar_street", "Dollar Street", 3503, 58, "acc_top5_wg", "dollar_street", _INCOME_METADATA),
-        Task("fairness/geode", "GeoDE", 12488, 40, "acc_wg", "geode", ("region", "country")),
-        Task("fairness/fairface", "FairFace", 10954, None, None, "faces", FACE_METADATA),
-        Task("fairness/utkface", "UTKFace", 23703, None, None, "faces", FACE_METADATA),
+        Entry("vtab/caltech101", "Caltech-101", 6085, 102, "mean_per_class_recall"),
+        Entry("cifar10", "CIFAR-10", 10000, 10),
+        Entry("vtab/cifar100", "CIFAR-100", 10000, 100),
+        Entry("vtab/clevr_count_all", "CLEVR Counts", 15000, 8),
+        Entry("vtab/clevr_closest_object_distance", "CLEVR Distance", 15000, 6),
+        Entry("country211", "Country211", 21100, 211),
+        Entry("vtab/dtd", "Describable Textures", 1880, 47),
+        Entry("vtab/eurosat", "EuroSAT", 5400, 10),
+        Entry("fgvc_aircraft", "FGVC Aircraft", 3333, 100, "mean_per_class_recall"),
+        Entry("food101", "Food-101", 25250, 101),
+        Entry("gtsrb", "GTSRB", 12630, 43),
+        Entry("imagenet1k", "ImageNet 1k", 50000, 1000),
+        Entry("imagenet_sketch", "ImageNet Sketch", 50889, 1000),
+        Entry("imagenetv2", "ImageNet v2", 10000, 1000),
+        Entry("imagenet-a", "ImageNet-A", 7500, 200),
+        Entry("imagenet-o", "ImageNet-O", 2000, 200),
+        Entry("imagenet-r", "ImageNet-R", 30000, 200),
+        Entry("vtab/kitti_closest_vehicle_distance", "KITTI Vehicle Distance", 711, 4),
+        Entry("mnist", "MNIST", 10000, 10),
+        Entry("objectnet", "ObjectNet", 18574, 113),
+        Entry("vtab/flowers", "Oxford Flowers-102", 6149, 102, "mean_per_class_recall"),
+        Entry("vtab/pets", "Oxford-IIIT Pet", 3669, 37, "mean_per_class_recall"),
+        Entry("voc2007", "Pascal VOC 2007", 14976, 20),
+        Entry("vtab/pcam", "PatchCamelyon", 32768, 2),
+        Entry("renderedsst2", "Rendered SST2", 1821, 2),
+        Entry("vtab/resisc45", "RESISC45", 6300, 45),
+        Entry("cars", "Stanford Cars", 8041, 196),
+        Entry("stl10", "STL-10", 8000, 10),
+        Entry("sun397", "SUN397", 108754, 397),
+        Entry("vtab/svhn", "SVHN", 26032, 10),
+        Entry(FLICKR, "Flickr", 1000, None, "mean_recall@1", "retrieval"),
+        Entry(MSCOCO, "MSCOCO", 5000, None, "mean_recall@1", "retrieval"),
+        Entry(WINOGAVIL, "WinoGAViL", 3563, None, "jaccard_score_10-12", "winogavil"),
+        Entry("wilds/iwildcam", "iWildCam", 42791, 182, "F1-macro_all", "classification", _IWILDCAM_METADATA),
+        Entry("wilds/camelyon17", "Camelyon17", 85054, 2, "acc1", "classification", ("hospital", "slide", "y")),
+        Entry("wilds/fmow", "FMoW", 22108, 62, "acc_worst_region", "classification", ("region", "year", "y")),
+        Entry("fairness/dollar_street", "Dollar Street", 3503, 58, "acc_top5_wg", "classification", _INCOME_METADATA),
+        Entry("fairness/geode", "GeoDE", 12488, 40, "acc_wg", "classification", ("region", "country")),
+        Entry("fairness/fairface", "FairFace", 10954, None, None, "faces", FACE_METADATA),
+        Entry("fairness/utkface", "UTKFace", 23703, None, None, "faces", FACE_METADATA),
     )
 }
 
@@ -111,7 +111,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 }
 
 
-def select_tasks(names: Sequence[str] | None) -> list[Task]:
+def select_tasks(names: Sequence[str] | None) -> list[Entry]:
     """Return the tasks with these names in the order of `TASKS`, each once. None means all 40 tasks.
 
     A name is a key (``vtab/pets``), a task name (``Oxford-IIIT Pet``), a folder (``wds_vtab-pets_test``) or a suite
@@ -121,7 +121,7 @@ def select_tasks(names: Sequence[str] | None) -> list[Task]:
     wanted = set() if names else set(TASKS)
     for name in names or ():
         if name not in known:
-            hint = f"keys such as imagenet1k or vtab/pets, or {', '.join(SUITES)}"
+            hint = f"keys such as imagenet1k or vtab/pets, {', '.join(SUITES)}, or the path of your own data"
             raise ValueError(f"There is no task {name!r} (--tasks takes {hint}){nearest(name, known)}")
         wanted.update(known[name])
     return [task for key, task in TASKS.items() if key in wanted]

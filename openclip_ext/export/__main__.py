@@ -18,8 +18,7 @@ from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.checkpoint.format import read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.diagnostics.finished_run import open_model
-from openclip_ext.evaluation.models import weights_digest
+from openclip_ext.evaluation.models import open_model, weights_digest
 from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
@@ -27,7 +26,6 @@ from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
-from openclip_ext.training.checkpoint.restoring import load_model
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.config import model_config as training_model_config
 from openclip_ext.training.interpolation import WEIGHT_KEY, initial_model, mixed
@@ -66,18 +64,16 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
             "another checkpoint"
         )
     loaded = read(checkpoint)
-    settings, model, _, tokenizer = open_model(config["flags"], loaded, torch.device("cpu"))
+    settings = training_model_config(config["flags"])
+    opened = open_model(checkpoint, settings.name)
+    model, tokenizer = opened.model, opened.tokenizer
     _check_loadable(model, settings)
-    model = model.float()
-    # The model was loaded in the run's precision, which may be half precision. Load the weights again in float32, because
-    # half precision rounds the average of --model-ema-decay.
-    load_model(model, loaded.model_file["state_dict"], checkpoint)
     if (chosen := loaded.model_file.get(WEIGHT_KEY)) is not None and interpolate != 1:
         raise UsageError(
             f"--interpolate: {checkpoint.name} is a mix of weights already (α = {chosen:g}). Remove the flag"
         )
     if interpolate != 1:
-        _mix_with_initial(model, training_model_config(config["flags"]), interpolate)
+        _mix_with_initial(model, settings, interpolate)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     output.mkdir(parents=True, exist_ok=True)
     if to == "hf":

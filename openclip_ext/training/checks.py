@@ -24,7 +24,7 @@ from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
-from openclip_ext.training.validation import class_spec, metric_names
+from openclip_ext.training.validation import class_task, metric_names
 
 # Above this learning rate, AdamW destroys pretrained weights within a few steps.
 _HIGHEST_FINE_TUNING_LR = 1e-3
@@ -216,8 +216,12 @@ def _check_other_data(flag: str, spec: DataSpec) -> None:
     if missing:
         raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
     if flag == "--val-classes":
-        spec = class_spec(spec)
-    _check_table(flag, spec)
+        try:
+            class_task(spec).read()
+        except ValueError as error:
+            raise UsageError(f"{flag}: {error}") from error
+    else:
+        _check_table(flag, spec)
 
 
 def _check_table(flag: str, spec: DataSpec) -> None:

@@ -14,7 +14,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.files.json_lines import dumps
 from openclip_ext.files.writing import write_atomically, write_text
 from openclip_ext.training.config import ModelConfig
-from openclip_ext.training.validation import Score, Validation
+from openclip_ext.training.validation import Scheduled, Score, ScoredTask
 
 # Weights of the trained weights; 0 means the initial weights.
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -73,15 +73,15 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
 
 @dataclass(frozen=True)
 class Mixes:
-    """The scores of all mixes: for each validation, a score for each of :data:`ALPHAS`, and the choice."""
+    """The scores of all mixes: for each task, a score for each of :data:`ALPHAS`, and the choice."""
 
-    scores: Mapping[Validation, Mapping[float, Score]]
+    scores: Mapping[ScoredTask, Mapping[float, Score]]
     choice: Choice
 
     def __str__(self) -> str:
         """A table of the scores in percent, with half the width of their 95 % intervals."""
         names = {0.0: "start", 1.0: "trained, α = 1"}
-        rows = [["", *(validation.title for validation in self.scores)]]
+        rows = [["", *(task.title for task in self.scores)]]
         for weight in ALPHAS:
             chosen = "  <- chosen" if weight == self.choice.weight else ""
             cells = [_percent(found[weight]) for found in self.scores.values()]
@@ -97,8 +97,8 @@ class Mixes:
     def as_json(self) -> str:
         """Return the scores and the choice as one JSON text."""
         scores = {
-            validation.name: {f"{weight:g}": score._asdict() for weight, score in found.items()}
-            for validation, found in self.scores.items()
+            task.name: {f"{weight:g}": score._asdict() for weight, score in found.items()}
+            for task, found in self.scores.items()
         }
         return dumps({"chosen": self.choice.weight, "reason": self.choice.reason, "scores": scores}) + "\n"
 
@@ -114,7 +114,7 @@ def _percent(score: Score) -> str:
 
 
 def score_mixes(
-    validations: Sequence[Validation],
+    tasks: Sequence[Scheduled],
     settings: ModelConfig,
     content: Mapping[str, Any],
     at_least: float,
@@ -124,7 +124,7 @@ def score_mixes(
     """Score the mixes of a run's initial and trained weights, and write the chosen model and all scores into the run folder.
 
     Args:
-        validations: At least one.
+        tasks: At least one; each is a :class:`ScoredTask`.
         settings: The run's model settings, with its pretrained weights.
         content: The run's model file; its ``state_dict`` has the full model, with merged adapters.
         at_least: See :func:`choose`.
@@ -138,12 +138,13 @@ def score_mixes(
         with command_line.without_warnings():
             model, *_ = settings.create(device)
     model.to(device)
-    scores: dict[Validation, dict[float, Score]] = {validation: {} for validation in validations}
+    scores: dict[ScoredTask, dict[float, Score]] = {}
     for weight in ALPHAS:
         model.load_state_dict(mixed(initial, trained, weight))
         model.eval()
-        for validation in validations:
-            scores[validation][weight] = validation.measure(model)[1]
+        for scheduled in tasks:
+            assert isinstance(scheduled.task, ScoredTask)
+            scores.setdefault(scheduled.task, {})[weight] = scheduled.task.measure(scheduled.encoder(model))[1]
     values = {of: {weight: score.value for weight, score in found.items()} for of, found in scores.items()}
     own = _mean([found for of, found in values.items() if of.is_own])
     choice = choose(own, _mean([found for of, found in values.items() if not of.is_own]), at_least)

@@ -44,7 +44,7 @@ from openclip_ext.training.runtime.repeats import MEASURED_STEPS
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged, stateful_parts
-from openclip_ext.training.validation import Validation, build_evaluators, run_evaluators
+from openclip_ext.training.validation import ScoredTask, build_tasks, run_tasks
 
 logger = get_logger(__name__)
 
@@ -178,11 +178,11 @@ def _mix(config: TrainingConfig, trainer: Trainer, folder: Path | None) -> Mixes
     mixes = None
     content = trainer.model_file()
     if distributed.is_master():
-        validations = [one for one, _ in trainer.evaluators if isinstance(one, Validation)]
+        tasks = [scheduled for scheduled in trainer.tasks if isinstance(scheduled.task, ScoredTask)]
         logger.info("Scoring mixes of the pretrained and the trained weights ...")
         try:
             device = trainer.step.settings.device
-            mixes = score_mixes(validations, config.model, content, config.tuning.keep_at_least, device, folder)
+            mixes = score_mixes(tasks, config.model, content, config.tuning.keep_at_least, device, folder)
             logger.info(f"Before and after:\n{mixes}")
         except Exception:
             logger.exception("The mixes of weights could not be scored; the trained model is saved.")
@@ -241,7 +241,7 @@ def build_trainer(config: TrainingConfig, built: BuiltModel, folder: Path | None
         reporter=Reporter(
             folder, config.reporting, position.step, steps_left, steps_per_epoch, config.stored_flags, step.loss.steers
         ),
-        evaluators=build_evaluators(config.evaluation, built, config.step, held_out),
+        tasks=build_tasks(config.evaluation, built, config.step, held_out),
         position=position,
     )
 
@@ -342,7 +342,7 @@ def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, s
 
 def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | None, start: Start) -> None:
     """Evaluate the model of ``--pretrained`` or ``--resume``, because there is no training data. OpenCLIP does the same."""
-    evaluators = [evaluator for evaluator, _ in build_evaluators(config.evaluation, built, config.step)]
+    tasks = build_tasks(config.evaluation, built, config.step)
     position = Position()
     weights: str | Path | None = config.model.weights
     if (checkpoint := start.checkpoint) is not None:
@@ -352,7 +352,7 @@ def _evaluate_only(config: TrainingConfig, built: BuiltModel, folder: Path | Non
         heads = read_heads(weights) if weights else None
         if not weights:
             logger.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
-        metrics = run_evaluators(evaluators, with_heads(built.model, heads), must_succeed=True)
+        metrics = run_tasks(tasks, with_heads(built.model, heads), must_succeed=True)
         reporter = Reporter(folder, config.reporting, position.step, 0, 0, config.stored_flags)
         reporter.evaluation(metrics, {"step": position.step, "epoch": position.epoch})
         reporter.close()

@@ -34,7 +34,7 @@ from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
 from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
-from openclip_ext.training.validation import ScheduledEvaluator, is_best, run_evaluators
+from openclip_ext.training.validation import Scheduled, is_best, run_tasks
 
 logger = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Trainer:
     policy: SavePolicy
     identity: RunIdentity
     reporter: Reporter
-    evaluators: Sequence[ScheduledEvaluator] = ()  # run at the end of an epoch, after the checkpoint is saved
+    tasks: Sequence[Scheduled] = ()  # scored at the end of an epoch, after the checkpoint is saved
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -346,13 +346,13 @@ class Trainer:
     def _evaluate(self) -> None:
         """Run the due evaluations on rank 0, while other ranks wait. Afterwards, restore the random generators."""
         epoch, is_last = self.position.epoch, self.position.epoch == self.length.epochs
-        due = [evaluator for evaluator, every in self.evaluators if every > 0 and (is_last or epoch % every == 0)]
+        due = [one for one in self.tasks if one.every > 0 and (is_last or epoch % one.every == 0)]
         metrics: dict[str, float] = {}
         with parallel.whole_model(self.model, needed=bool(due)) as model:
             if model is not None:
                 generators = ckpt.random_state()
                 with contextlib.nullcontext() if self.step.ema is None else self.step.ema.in_place():
-                    metrics = run_evaluators(due, with_heads(model, self.loss.model_head()))
+                    metrics = run_tasks(due, with_heads(model, self.loss.model_head()))
                 ckpt.set_random_state(generators)
         # Save best.pt before the result is logged. If the run is killed in between, a resume evaluates again.
         self._keep_best(metrics)

@@ -30,11 +30,11 @@ import torch
 from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics.zeroshot_classification import run_classification, zero_shot_classifier
 
-from openclip_ext.evaluation.data import read_classes
-from openclip_ext.evaluation.features import Encoder, resolve_precision
-from openclip_ext.evaluation.models import load_model
-from openclip_ext.evaluation.runner import evaluate_task
-from openclip_ext.evaluation.tasks import GROUPS, TASKS, Task
+from openclip_ext.evaluation.encoder import resolve_precision
+from openclip_ext.evaluation.models import open_model
+from openclip_ext.evaluation.open_tasks import datacomp_task
+from openclip_ext.evaluation.samples import read_classes
+from openclip_ext.evaluation.tasks import GROUPS, TASKS, Entry
 from scripts.bench import harness
 from tests.evaluation.datasets import write_dataset
 
@@ -66,7 +66,7 @@ class Evaluation:
 class Upstream(Evaluation):
     """DataComp's harness, without the parts that fail with current packages (more workers than shards, `accuracy`)."""
 
-    def evaluate(self, task: Task, folder: Path) -> None:
+    def evaluate(self, task: Entry, folder: Path) -> None:
         device = self.args.device
         model, preprocess, tokenizer = self.timed(MODEL, self._load)
         dataset = build_dataset(f"wds/{task.key}", root=str(folder), transform=preprocess)
@@ -88,15 +88,14 @@ class Ours(Evaluation):
 
     def __init__(self, args: argparse.Namespace, checkpoint: Path) -> None:
         super().__init__(args, checkpoint)
-        loaded = self.timed(MODEL, load_model, args.model, checkpoint, args.device)
-        device = torch.device(args.device)
-        parts = (loaded.model, loaded.preprocess, loaded.tokenizer, device, resolve_precision("datacomp", device))
-        self.encoder = Encoder(*parts, args.batch_size, args.workers)
+        opened = self.timed(MODEL, open_model, checkpoint, args.model)
+        options = {"batch_size": args.batch_size, "workers": args.workers}
+        self.encoder = opened.encoder(args.device, autocast=resolve_precision("datacomp", args.device), **options)
 
-    def evaluate(self, task: Task, folder: Path) -> None:
-        self.timed(PROMPTS, self.encoder.class_embeddings, *read_classes(folder, task, any_size=True))
+    def evaluate(self, task: Entry, folder: Path) -> None:
+        self.timed(PROMPTS, self.encoder.class_embeddings, *read_classes(folder))
         # The encoder has cached the classes, so this call only reads, encodes and scores the images, and checks the data.
-        result = self.timed(IMAGES, evaluate_task, task, folder.parent, self.encoder, any_size=True)
+        result = self.timed(IMAGES, datacomp_task(task, folder.parent, any_size=True).score, self.encoder)
         self.samples += result.samples
         self.accuracies.append(result.metrics["acc1"])
 
@@ -134,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
     return tables
 
 
-def make_data(data_dir: Path, task: Task, args: argparse.Namespace) -> Path:
+def make_data(data_dir: Path, task: Entry, args: argparse.Namespace) -> Path:
     """Write random images for a task in DataComp's format; return the folder. Class names of ObjectNet are made up."""
     texts = Path(clip_benchmark.__file__).parent / "datasets"
     classnames = json.loads((texts / "en_classnames.json").read_text())["imagenet1k"]

@@ -26,6 +26,7 @@ from openclip_ext.compare.short_run import PilotRun
 from openclip_ext.compare.space import BASELINE, DEFAULT_LOSSES, candidates
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.manifest.manifest import Manifest
+from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.statistics import Difference, paired_difference
 from openclip_ext.losses import registry
 from openclip_ext.losses.openclip import OpenClipLoss
@@ -383,7 +384,8 @@ def test_validation_in_training_gives_the_scores_of_a_run(compared):
     assert len({*samples.captions()}) < len({*samples.rows}) and len({*samples.image_hashes()}) < len({*samples.rows})
     transforms = {"preprocess": training.built.preprocess_val, "tokenizer": training.texts}
     loader = EvalLoader(samples, **transforms, batch_size=7)
-    metrics = Validation(loader, CPU).run(training.model.eval())
+    encoder = Encoder(training.model.eval(), *transforms.values(), CPU)
+    metrics = Validation(loader).score(encoder)
     for name, found in ranks(training, samples).items():
         assert 0 < float(found.hits().mean()) == pytest.approx(metrics[name])
 

@@ -18,14 +18,13 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.csv import CsvSource
-from openclip_ext.diagnostics import finished_run
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import read_samples
 from openclip_ext.evaluation.embed import main as write_reference
-from openclip_ext.evaluation.embeddings import Embeddings, embed, tables
+from openclip_ext.evaluation.encoder import Embeddings, Encoder, tables
 from openclip_ext.files.writing import held
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference
@@ -166,7 +165,12 @@ def test_similarities_of_a_model_in_half_precision_are_cosines():
     sides = torch.stack([make_embeddings().image, make_embeddings().text]).bfloat16()
     output = {"image_features": sides[0], "text_features": sides[1], "logit_scale": torch.tensor(10.0)}
     batch = {"image": torch.zeros(ROWS), "text": torch.zeros(ROWS), "index": torch.arange(ROWS)}
-    found = embed(lambda image, text: output, [batch], "fp32", CPU, ROWS)
+
+    class Constant(torch.nn.Module):
+        def forward(self, image, text):
+            return output
+
+    found = Encoder(Constant(), None, None, CPU).embed([batch], ROWS)
     torch.testing.assert_close(
         torch.stack([found.image, found.text]), torch.nn.functional.normalize(sides.float(), dim=2)
     )
@@ -232,7 +236,7 @@ def test_embeddings_are_kept_for_the_next_look(inspected, trained, tmp_path, mon
     def refuse_to_embed(*_):
         raise AssertionError("embedded again")
 
-    monkeypatch.setattr(finished_run, "embed", refuse_to_embed)
+    monkeypatch.setattr(Encoder, "embed", refuse_to_embed)
     embeddings = embed_training_set(load_run(trained, "epoch_2.pt"), inspected)
     assert embeddings.index.tolist() == list(range(NUM_SAMPLES))
     torch.testing.assert_close(embeddings.image.norm(dim=1), torch.ones(NUM_SAMPLES))

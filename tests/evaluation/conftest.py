@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.models import LoadedModel, load_model
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.models import OpenedModel, open_model
 from tests.evaluation import datasets
 
 
@@ -21,9 +21,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_folder: Path) -> LoadedModel:
+def tiny(tiny_folder: Path) -> OpenedModel:
     """Return the tiny model of ``epoch_1.pt``."""
-    return load_model(datasets.TINY_MODEL, tiny_folder / "epoch_1.pt")
+    return open_model(tiny_folder / "epoch_1.pt", datasets.TINY_MODEL)
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def model_arguments(tiny_folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def make_encoder(tiny: LoadedModel) -> Callable[..., Encoder]:
+def make_encoder(tiny: OpenedModel) -> Callable[..., Encoder]:
     """Return a function that creates an encoder of the tiny model with an empty cache; options replace the defaults."""
 
     def make(**options) -> Encoder:
         settings = {"batch_size": 7, "workers": 0, "device": torch.device("cpu"), **options}
-        return Encoder(tiny.model, tiny.preprocess, tiny.tokenizer, **settings)
+        return Encoder(tiny.model, tiny.transform, tiny.tokenizer, **settings)
 
     return make

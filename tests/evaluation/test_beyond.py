@@ -10,8 +10,8 @@ from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics import linear_probe, zeroshot_classification
 from sklearn.metrics import top_k_accuracy_score
 
+from eval import beyond
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation import beyond
 from tests.evaluation import datasets
 
 
@@ -47,7 +47,7 @@ def test_classification_of_fer2013(tiny, evaluate, tmp_path, prompts):
         (tmp_path / "prompts.json").write_text(json.dumps({"fer2013": prompts}))
         options = {"custom_template_file": str(tmp_path / "prompts.json")}
     (found,) = evaluate("fer2013", root=str(tmp_path), **options)
-    dataset = build_dataset("fer2013", root=str(tmp_path), transform=tiny.preprocess, **options)
+    dataset = build_dataset("fer2013", root=str(tmp_path), transform=tiny.transform, **options)
     assert prompts is None or dataset.templates == prompts
     weights = zeroshot_classification.zero_shot_classifier(
         tiny.model, tiny.tokenizer, dataset.classes, dataset.templates, "cpu", amp=False

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from openclip_ext.evaluation.classification import TaskResult
-from openclip_ext.evaluation.data import DataError, SampleFormat, find_samples, read_classes, read_lines, read_shard
 from openclip_ext.evaluation.download import BROKEN, check_set
-from openclip_ext.evaluation.runner import MAX_SKIPPED, evaluate_task
+from openclip_ext.evaluation.open_tasks import datacomp_task
+from openclip_ext.evaluation.samples import DataError, SampleFormat, read_classes, read_lines, read_shard, shard_samples
+from openclip_ext.evaluation.scoring import MAX_SKIPPED, Scores
 from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 
 
 @pytest.fixture
-def evaluate(tmp_path, make_encoder) -> Callable[[str], TaskResult]:
+def evaluate(tmp_path, make_encoder) -> Callable[[str], Scores]:
     """Return a function that scores a data set in ``tmp_path`` with two data workers."""
-    return lambda key: evaluate_task(TASKS[key], tmp_path, make_encoder(workers=2), any_size=True)
+    return lambda key: datacomp_task(TASKS[key], tmp_path, any_size=True).score(make_encoder(workers=2))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path) -> Path:
 
 def test_every_sample_is_read_once_and_the_global_random_state_stays(folder, make_encoder):
     before = torch.get_rng_state()
-    batches = list(make_encoder(workers=2).batches(find_samples(folder), SampleFormat(num_classes=10)))
+    batches = list(make_encoder(workers=2).batches(shard_samples(folder, SampleFormat(num_classes=10))))
     keys = [key for batch in batches for key in batch.keys]
     assert keys == [f"s{index:07d}" for shard in range(3) for index in range(shard, 24, 3)]
     assert not any(batch.skipped for batch in batches)
@@ -66,7 +66,7 @@ def test_wrong_texts_are_named(folder, file, content, message, make_encoder):
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        evaluate_task(TASKS["cifar10"], folder.parent, make_encoder())
+        datacomp_task(TASKS["cifar10"], folder.parent).score(make_encoder())
 
 
 def test_a_byte_order_mark_and_the_end_of_the_file_are_not_part_of_the_class_names(folder):
@@ -81,14 +81,14 @@ def test_a_tar_that_ends_between_two_members_is_named(folder):
     for size in (boundary + 512, boundary, 0):
         os.truncate(shard, size)
         with pytest.raises(DataError, match=r"1\.tar is truncated"):
-            find_samples(folder)
+            shard_samples(folder, SampleFormat())
 
 
 def test_compressed_tars_are_refused(folder):
     shard = folder / "test" / "1.tar"
     shard.write_bytes(gzip.compress(shard.read_bytes()))
     with pytest.raises(DataError, match=r"1\.tar is compressed: expected a plain tar.* Decompress it"):
-        find_samples(folder)
+        shard_samples(folder, SampleFormat())
 
 
 def test_a_damaged_header_in_the_middle_is_named(folder, evaluate):
@@ -207,7 +207,7 @@ def test_winogavil_instances_are_checked(tmp_path, evaluate):
 
 def test_faces_need_the_classes_with_fixed_numbers(tmp_path, evaluate):
     path = datasets.make_task(tmp_path, FAIRFACE) / "classnames.txt"
-    classnames, _ = read_classes(path.parent, TASKS[FAIRFACE])  # accepts any number of classes
+    classnames, _ = read_classes(path.parent)  # accepts any number of classes
     assert classnames == path.read_text().splitlines()
     people = "".join(line for line in path.read_text().splitlines(True) if "person 1" not in line)
     for content, message in (

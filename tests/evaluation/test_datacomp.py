@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from openclip_ext.evaluation import datacomp
-from openclip_ext.evaluation.data import fingerprint
 from openclip_ext.evaluation.report.runs import read_runs
-from openclip_ext.evaluation.results import RESULTS_FILE, read_results
+from openclip_ext.evaluation.results import LOG_FILE, RESULTS_FILE, read_results
+from openclip_ext.evaluation.samples import fingerprint
+from openclip_ext.evaluation.scoring import Classification
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
 from tests.distributed.pool import two_ranks
 from tests.evaluation import datasets
@@ -83,29 +84,28 @@ def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
     assert summary["problems"] == {}
 
 
-def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, monkeypatch):
-    output = ("--output-dir", str(tmp_path))
-    evaluated = []
-    original = datacomp.evaluate_task
-    monkeypatch.setattr(
-        datacomp, "evaluate_task", lambda task, *args: evaluated.append(task.key) or original(task, *args)
-    )
-    evaluate(tiny_folder, data_dir, *output, "--tasks", "cifar10", "mnist")
+def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, caplog):
+    def evaluated(*arguments: str) -> list[str]:
+        caplog.clear()
+        evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path), "--tasks", *arguments)
+        return [message.partition(":")[0] for message in caplog.messages if "samples in" in message]
+
+    assert evaluated("cifar10", "mnist") == ["MNIST", "CIFAR-10"]
     first = main_metrics(tmp_path)
-    # As if a program had been killed while it wrote a line. The incomplete line is ignored and removed.
-    with open(tmp_path / RESULTS_FILE, "a") as stream:
+    # As if a program had been killed while it wrote a line. The incomplete line is ignored.
+    with open(tmp_path / LOG_FILE, "a") as stream:
         stream.write('{"key": "stl10", "metr')
-    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "cifar10", "gtsrb")
-    assert evaluated == ["mnist", "cifar10", "gtsrb"]
+    assert evaluated("mnist", "cifar10", "gtsrb") == ["GTSRB"]
     assert {key: value for key, value in main_metrics(tmp_path).items() if key != "gtsrb"} == first
     assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 3
-    evaluate(tiny_folder, data_dir, *output, "--tasks", "mnist", "--overwrite")
-    assert evaluated[3:] == ["mnist"]
+    log = (tmp_path / LOG_FILE).read_text()
+    assert evaluated("mnist", "--overwrite") == ["MNIST"]
+    assert (tmp_path / LOG_FILE).read_text().startswith(log), "lines are only appended"
     before = {path: path.stat() for path in [tmp_path, *tmp_path.iterdir()]}
-    evaluate(tiny_folder, data_dir, *output, "--tasks", "gtsrb")
+    assert evaluated("gtsrb") == []
     read_runs([str(tmp_path)])
     changed = [path for path, status in before.items() if path.stat() != status]
-    assert evaluated[4:] == changed == [], "reading results must work in a read-only folder"
+    assert changed == [], "reading results must work in a read-only folder"
 
 
 def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, caplog):
@@ -131,24 +131,27 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, ca
         assert evaluate(tiny_folder, data_dir, *tasks, *arguments, checkpoint=checkpoint) == 2
         assert message in caplog.text and (tmp_path / RESULTS_FILE).read_text() == first
     # The lines of DataComp's own harness do not record which model was evaluated.
+    (tmp_path / LOG_FILE).unlink()
     (tmp_path / RESULTS_FILE).write_text('{"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"main_metric": NaN}}\n')
     assert evaluate(tiny_folder, data_dir, *tasks) == 2
 
 
-def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, data_dir, tmp_path, monkeypatch, caplog):
-    arguments = ("--output-dir", str(tmp_path), "--tasks", "cifar10")
+def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, tmp_path, monkeypatch, caplog):
+    datasets.make_task(tmp_path, "cifar10", count=12)
+    arguments = ("--output-dir", str(tmp_path / "out"), "--tasks", "cifar10")
+    score = Classification.score
 
-    def overtaken(*of_task):
+    def overtaken(task, encoder):
         monkeypatch.undo()
-        assert evaluate(tiny_folder, data_dir, *arguments, checkpoint="epoch_2.pt") == 0
-        return datacomp.evaluate_task(*of_task)
+        assert evaluate(tiny_folder, tmp_path, *arguments, checkpoint="epoch_2.pt") == 0
+        return score(task, encoder)
 
-    monkeypatch.setattr(datacomp, "evaluate_task", overtaken)
-    assert evaluate(tiny_folder, data_dir, *arguments) == 2
+    monkeypatch.setattr(Classification, "score", overtaken)
+    assert evaluate(tiny_folder, tmp_path, *arguments) == 2
     assert "has results of another run (weights)" in caplog.text
     for content in (
-        read_results(tmp_path / RESULTS_FILE)[0],
-        json.loads((tmp_path / datacomp.SUMMARY_FILE).read_text()),
+        read_results(tmp_path / "out" / RESULTS_FILE)[0],
+        json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text()),
     ):
         assert Path(content["run"]["checkpoint"]).name == "epoch_2.pt"
 
@@ -264,9 +267,9 @@ def test_what_cannot_be_evaluated_is_one_sentence(arguments, message, tiny_folde
 
 
 def test_tasks_are_shared_evenly():
-    shares = datacomp.share_tasks(list(TASKS.values()), 8)
-    assert sorted(task.key for share in shares for task in share) == sorted(TASKS)
-    loads = [sum(task.size for task in share) for share in shares]
+    shares = datacomp.share_tasks(TASKS, 8)
+    assert sorted(key for share in shares for key in share) == sorted(TASKS)
+    loads = [sum(TASKS[key].size for key in share) for share in shares]
     assert max(loads) <= max(TASKS["sun397"].size, 1.1 * sum(loads) / 8)
 
 

@@ -18,7 +18,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import embed
-from openclip_ext.evaluation.models import LoadedModel
+from openclip_ext.evaluation.models import OpenedModel
 from openclip_ext.files import json_lines
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
 from tests.distributed.pool import FORKS, two_ranks
@@ -49,8 +49,8 @@ def whole(command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_rows(folder: Path, tiny: LoadedModel, spec: DataSpec, bad: set[int]) -> dict:
-    source = build_source(spec, tiny.preprocess)
+def assert_rows(folder: Path, tiny: OpenedModel, spec: DataSpec, bad: set[int]) -> dict:
+    source = build_source(spec, tiny.transform)
     store, read = EmbeddingStore.open(folder, source.num_samples, source.index_digest), source.read_one
     for index in range(source.num_samples):
         rows = torch.cat(store.rows(torch.tensor([index]))).float()
@@ -59,7 +59,7 @@ def assert_rows(folder: Path, tiny: LoadedModel, spec: DataSpec, bad: set[int]) 
             continue
         image, caption = source.decode(read(index), decode_image)
         with torch.no_grad():
-            images = tiny.model.encode_image(tiny.preprocess(image)[None], normalize=True)
+            images = tiny.model.encode_image(tiny.transform(image)[None], normalize=True)
             texts = tiny.model.encode_text(tiny.tokenizer([caption]), normalize=True)
         torch.testing.assert_close(rows, torch.cat([images, texts]), atol=1e-3, rtol=0)
     return store.about
@@ -82,13 +82,13 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
     with mock.patch.object(embed, "_BLOCK", 4):
         embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])
     assert_rows(tmp_path / "csv", tiny, DataSpec(table), {7})
-    assert build_source(DataSpec(table, reference=tmp_path / "csv"), tiny.preprocess).reference is not None
+    assert build_source(DataSpec(table, reference=tmp_path / "csv"), tiny.transform).reference is not None
     columns = tmp_path / "columns.csv"
     columns.write_text(Path(table).read_text().replace("title", "caption", 1))
     for options in ({}, {"csv_caption_key": "caption"}):  # the content of the columns counts, not their names
-        build_source(DataSpec(str(columns), reference=tmp_path / "csv", **options), tiny.preprocess)
+        build_source(DataSpec(str(columns), reference=tmp_path / "csv", **options), tiny.transform)
     with pytest.raises(UsageError, match="expected data"):
-        build_source(DataSpec(str(columns), csv_caption_key="number", reference=tmp_path / "csv"), tiny.preprocess)
+        build_source(DataSpec(str(columns), csv_caption_key="number", reference=tmp_path / "csv"), tiny.transform)
 
 
 def killed(argv: list[str], after: int) -> None:

@@ -13,8 +13,9 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.evaluation import embed
-from openclip_ext.evaluation.transformers_model import load_transformers_model
+from openclip_ext.evaluation import datacomp, embed
+from openclip_ext.evaluation.models import open_model
+from openclip_ext.evaluation.results import read_log
 from tests.data.shards import write_shards
 
 transformers = pytest.importorskip("transformers")
@@ -89,11 +90,28 @@ def test_rows_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/embeddings.json").read_text())["logit_scale"] == pytest.approx(scale)
 
 
+def test_evaluate_takes_the_folder(folder: Path, tmp_path: Path) -> None:
+    names = ["zero", "one"]
+    for number in range(6):
+        path = tmp_path / "photos" / names[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (_SIZE, _SIZE), (40 * number, 90, 255 - 40 * number)).save(path)
+    arguments = ["--tasks", str(tmp_path / "photos"), "--device", "cpu", "--workers", "0", "--template", "{}"]
+    assert datacomp.main([str(folder), *arguments, "--output-dir", str(tmp_path / "out")]) == 0
+    right = []
+    for label, name in enumerate(sorted(names)):
+        for path in (tmp_path / "photos" / name).iterdir():
+            rows = [own_embeddings(folder, Image.open(path), text) for text in sorted(names)]
+            right.append(max(range(2), key=lambda number: float(rows[number][0] @ rows[number][1])) == label)
+    (line,) = read_log(tmp_path / "out")
+    assert line["metrics"]["acc1"] == sum(right) / 6
+
+
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="includes its weights"):
-        load_transformers_model(f"transformers:{folder}", "cpu", "openai")
+        open_model("openai", f"transformers:{folder}")
     with pytest.raises(UsageError, match="cannot be loaded"):
-        load_transformers_model(f"transformers:{tmp_path}/none", "cpu")
+        open_model(f"transformers:{tmp_path}/none")
     transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_TOWERS["vision_config"])).save_pretrained(folder)
     with pytest.raises(UsageError, match="CLIPVisionModel without get_image_features"):
-        load_transformers_model(f"transformers:{folder}", "cpu")
+        open_model(f"transformers:{folder}")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
-from openclip_ext.evaluation.metrics import classification_metrics, group_metrics, macro_f1, target_ranks
+from openclip_ext.evaluation.metrics import Answers, classification_metrics, group_metrics, macro_f1, target_ranks
 
 
 def test_classes_that_never_occur_do_not_enter_the_means():
@@ -14,9 +14,10 @@ def test_classes_that_never_occur_do_not_enter_the_means():
     labels = generator.choice(np.arange(0, 12, 2), 200)
     logits = torch.from_numpy(generator.normal(size=(200, 12)) + 1.5 * np.eye(12)[labels])
     predictions, ranks = logits.argmax(dim=1).numpy(), target_ranks(logits, torch.from_numpy(labels)).numpy()
-    assert classification_metrics(labels, predictions, ranks, 4)["acc5"] is None
-    assert classification_metrics(labels, predictions, ranks, 5)["acc5"] == (ranks < 5).mean()
-    found = classification_metrics(labels, predictions, ranks, 12)["mean_per_class_recall"]
+    answers = Answers(labels, predictions, ranks, labels[:, None])
+    assert classification_metrics(answers, 4)["acc5"] is None
+    assert classification_metrics(answers, 5)["acc5"] == (ranks < 5).mean()
+    found = classification_metrics(answers, 12)["mean_per_class_recall"]
     assert found == pytest.approx(balanced_accuracy_score(labels, predictions), abs=1e-12)
     expected = f1_score(labels, predictions, average="macro", labels=np.unique(labels))
     assert macro_f1(labels, predictions) == pytest.approx(expected, abs=1e-12)

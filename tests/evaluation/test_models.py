@@ -17,7 +17,7 @@ from torch import nn
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation import models
-from openclip_ext.evaluation.models import load_model, options_of_run
+from openclip_ext.evaluation.models import open_model, options_of_run
 from openclip_ext.losses.heads import HEADS_KEY
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
@@ -31,7 +31,7 @@ def test_formats_of_checkpoints(tiny, tiny_folder, tmp_path):
     torch.save(state_dict, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     save_file({name: value.contiguous() for name, value in state_dict.items()}, tmp_path / "model.safetensors")
     for path in tmp_path.iterdir():
-        assert load_model(TINY_MODEL, path).weights_sha256 == tiny.weights_sha256, path.name
+        assert open_model(path, TINY_MODEL).weights_sha256 == tiny.weights_sha256, path.name
 
 
 def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder, tmp_path):
@@ -39,19 +39,19 @@ def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder,
     torch.save({"state_dict": trained.state_dict()}, tmp_path / "siglip.pt")
     save_file(trained.state_dict(), tmp_path / "siglip.safetensors")
     for name in ("siglip.pt", "siglip.safetensors"):
-        assert load_model(TINY_MODEL, tmp_path / name).model.logit_bias.item() == -10
+        assert open_model(tmp_path / name, TINY_MODEL).model.logit_bias.item() == -10
 
 
 def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     torch.save(tiny.model.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
-    assert load_model(f"local-dir:{tmp_path}", None).weights_sha256 == tiny.weights_sha256
-    trained = load_model(TINY_MODEL, tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"))
-    loaded = load_model(f"local-dir:{tmp_path}", trained.checkpoint)
+    assert open_model(f"local-dir:{tmp_path}").weights_sha256 == tiny.weights_sha256
+    trained = open_model(tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"), TINY_MODEL)
+    loaded = open_model(trained.checkpoint, f"local-dir:{tmp_path}")
     assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256
     with pytest.raises(UsageError, match="has its own weights"):
-        load_model(f"local-dir:{tmp_path}", "epoch_1.pt")
+        open_model("epoch_1.pt", f"local-dir:{tmp_path}")
 
 
 def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
@@ -59,12 +59,14 @@ def test_what_is_not_there_is_refused(tiny_folder, tmp_path):
     for name, checkpoint, message in (
         ("ViT-B-32", "opena", "There is no checkpoint opena: .*the pretrained tags of ViT-B-32: openai, "),
         (TINY_MODEL, None, "--checkpoint is missing"),
+        (None, tmp_path / "typo", "typo: not found: expected a run folder"),
+        (None, tiny_folder / "epoch_1.pt", r"epoch_1\.pt: the model is unknown"),
         (TINY_MODEL, tiny_folder, "neither a file nor a pretrained tag"),
         ("ViT-B32", tiny_folder / "epoch_1.pt", r"no OpenCLIP model 'ViT-B32'; did you mean ViT-B-32"),
         (TINY_MODEL, tmp_path / "text.pt", r"text\.pt cannot be loaded"),
     ):
         with pytest.raises(UsageError, match=message):
-            load_model(name, checkpoint)
+            open_model(checkpoint, name)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
@@ -72,19 +74,18 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
     for name in ("tiny-wide", "tiny-deep"):
         with pytest.raises(UsageError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
-            load_model(name, tiny_folder / "epoch_1.pt")
+            open_model(tiny_folder / "epoch_1.pt", name)
 
 
 def test_a_checkpoint_that_training_replaces_during_the_read_is_refused(tiny_folder, tmp_path, monkeypatch):
     checkpoint = shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "epoch_latest.pt")
 
-    def replace_after(model):
+    def replace_after(path):
         shutil.copy(checkpoint, tmp_path / "new.pt").replace(checkpoint)
-        return "digest"
 
-    monkeypatch.setattr(models, "weights_digest", replace_after)
+    monkeypatch.setattr(models, "read_heads", replace_after)
     with pytest.raises(UsageError, match=r"training replaced .*epoch_latest\.pt while it was read"):
-        load_model(TINY_MODEL, checkpoint)
+        open_model(checkpoint, TINY_MODEL)
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
@@ -99,11 +100,11 @@ def test_heads_of_an_unknown_kind_are_refused_if_evaluations_need_them(tiny, tmp
             UsageError, match=r"needs heads of the kind 'test': expected one of cliplite, projector.*find_method"
         )
     ):
-        load_model(TINY_MODEL, tmp_path / "heads.backup")
+        open_model(tmp_path / "heads.backup", TINY_MODEL)
 
 
 def test_a_broken_model_is_no_score(tiny_folder, make_encoder):
-    broken = load_model(TINY_MODEL, tiny_folder / "epoch_1.pt").model
+    broken = open_model(tiny_folder / "epoch_1.pt", TINY_MODEL).model
     nn.init.constant_(broken.visual.proj, torch.nan)
     nn.init.constant_(broken.text_projection, torch.inf)
     encoder = replace(make_encoder(), model=broken)
@@ -152,11 +153,11 @@ def write_config(folder: Path, **flags: Any) -> None:
 )
 def test_the_models_options_are_those_of_its_run(parameters, options, expected, run_folder, caplog):
     write_config(run_folder, **parameters)
-    loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt", **options)
+    loaded = open_model(run_folder / "checkpoints" / "epoch_1.pt", TINY_MODEL, **options)
     assert loaded.config["options"] == expected
     assert not caplog.text  # such as OpenCLIP's warning about a model without weights
     size = expected.get("force_image_size", 32)
-    assert loaded.preprocess(Image.new("RGB", (80, 80))).shape == (3, size, size)
+    assert loaded.transform(Image.new("RGB", (80, 80))).shape == (3, size, size)
     assert loaded.tokenizer(["a"]).shape == (1, expected.get("force_context_length", 24))
 
 
@@ -168,7 +169,7 @@ def test_a_checkpoint_has_the_options_of_its_run_and_a_tag_has_none(folder, run_
     link = tmp_path / "link.pt"
     link.symlink_to(checkpoint.absolute())
     for path in (checkpoint, link):
-        assert load_model(TINY_MODEL, path).config["options"] == {"force_quick_gelu": True}
+        assert open_model(path, TINY_MODEL).config["options"] == {"force_quick_gelu": True}
     assert options_of_run("tag") == {}
 
 
@@ -176,7 +177,7 @@ def test_a_checkpoint_in_a_linked_folder_has_the_options_of_its_run(run_folder, 
     write_config(run_folder, force_quick_gelu=True)
     (run_folder / "checkpoints").rename(tmp_path / "disk")
     (run_folder / "checkpoints").symlink_to(tmp_path / "disk")
-    loaded = load_model(TINY_MODEL, run_folder / "checkpoints" / "epoch_1.pt")
+    loaded = open_model(run_folder / "checkpoints" / "epoch_1.pt", TINY_MODEL)
     assert loaded.config["options"] == {"force_quick_gelu": True}
 
 
@@ -186,8 +187,8 @@ def test_another_architecture_whose_weights_fit_is_named(run_folder, caplog, tmp
     (tmp_path / "tiny-quick.json").write_text(json.dumps({**config, "quick_gelu": True}))
     write_config(run_folder, model="tiny-quick")
     checkpoint = run_folder / "checkpoints" / "epoch_1.pt"
-    load_model(TINY_MODEL, checkpoint)
+    open_model(checkpoint, TINY_MODEL)
     assert f"was trained with --model tiny-quick and is evaluated with --model {TINY_MODEL}" in caplog.text
     caplog.clear()
-    load_model("tiny-quick", checkpoint, model_config=tmp_path / "tiny-quick.json")
+    open_model(checkpoint, "tiny-quick", model_config=tmp_path / "tiny-quick.json")
     assert "trained with" not in caplog.text

@@ -14,8 +14,8 @@ from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
-from openclip_ext.evaluation.data import SampleFormat, find_samples, find_shards, read_classes, read_shard
-from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.open_tasks import datacomp_task
+from openclip_ext.evaluation.samples import SampleFormat, find_shards, read_classes, read_shard, shard_samples
 from openclip_ext.evaluation.tasks import FLICKR, TASKS
 from tests.evaluation import datasets
 
@@ -40,7 +40,7 @@ def data_dir(tmp_path_factory) -> Path:
 
 def oracle_logits(tiny, folder: Path) -> tuple[torch.Tensor, np.ndarray]:
     """Compute logits and labels of a classification data set with clip-benchmark; samples are in the order of the shards."""
-    dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=tiny.preprocess)
+    dataset = build_dataset(f"wds/{folder.name}", root=str(folder), transform=tiny.transform)
     loader = torch.utils.data.DataLoader(dataset.batched(16), batch_size=None)
     weights = zeroshot_classification.zero_shot_classifier(
         tiny.model, tiny.tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
@@ -65,7 +65,7 @@ def oracle_metadata(folder: Path) -> np.ndarray:
 def test_classifier_and_logits_equal_clip_benchmark(data_dir, tiny, make_encoder):
     folder = data_dir / TASKS["cifar10"].folder
     encoder = make_encoder()
-    classnames, templates = read_classes(folder, TASKS["cifar10"])
+    classnames, templates = read_classes(folder)
     expected = zeroshot_classification.zero_shot_classifier(
         tiny.model, tiny.tokenizer, classnames, templates, "cpu", amp=False
     )
@@ -73,7 +73,7 @@ def test_classifier_and_logits_equal_clip_benchmark(data_dir, tiny, make_encoder
     torch.testing.assert_close(weights, expected.T, atol=1e-6, rtol=0)
 
     expected, labels = oracle_logits(tiny, folder)
-    batches = list(encoder.batches(find_samples(folder), SampleFormat(num_classes=10)))
+    batches = list(encoder.batches(shard_samples(folder, SampleFormat(num_classes=10))))
     logits = torch.cat([100 * encoder.encode_images(batch.values["image"]) @ weights.T for batch in batches])
     assert torch.cat([batch.values["label"] for batch in batches]).tolist() == labels.tolist()
     # Logits are cosine similarities times 100; the tolerance is for the cosine similarity.
@@ -86,7 +86,7 @@ def test_classification_equals_clip_benchmark_and_scikit_learn(key, data_dir, ti
     folder = data_dir / TASKS[key].folder
     logits, labels = oracle_logits(tiny, folder)
     predictions = logits.argmax(dim=1).numpy()
-    found = evaluate_task(TASKS[key], data_dir, make_encoder(workers=2), any_size=True)
+    found = datacomp_task(TASKS[key], data_dir, any_size=True).score(make_encoder(workers=2))
     assert found.samples == found.found == SAMPLES
     expected = {
         "acc1": (predictions == labels).mean(),
@@ -122,7 +122,7 @@ def reference_groups(name: str, right: np.ndarray, metadata: np.ndarray, column:
 
 def test_faces_equal_clip_benchmark(data_dir, tiny, make_encoder):
     task = TASKS["fairness/fairface"]
-    dataset, answers = multilabel_dataset(data_dir / task.folder, tiny.preprocess), {}
+    dataset, answers = multilabel_dataset(data_dir / task.folder, tiny.transform), {}
     for question in ("race", "gender", "age", "toxic"):
         classes, templates = (
             [line.split(":", 1)[1] for line in lines if line.startswith(f"{question}:")]
@@ -135,7 +135,7 @@ def test_faces_equal_clip_benchmark(data_dir, tiny, make_encoder):
         logits, metadata = zeroshot_classification.run_classification(tiny.model, weights, loader, "cpu", amp=False)
         answers[question] = logits.argmax(dim=1).numpy()
     age, gender, race, race_binary = metadata.numpy().T
-    found = evaluate_task(task, data_dir, make_encoder(), any_size=True).metrics
+    found = datacomp_task(task, data_dir, any_size=True).score(make_encoder()).metrics
     white = race_binary == 0
     expected = {
         "acc_race_avg": ((answers["race"] != 1) == (race_binary == 1)).mean(),
@@ -159,13 +159,13 @@ def test_faces_equal_clip_benchmark(data_dir, tiny, make_encoder):
 
 def test_retrieval_equals_clip_benchmark(data_dir, tiny, make_encoder):
     folder = data_dir / TASKS[FLICKR].folder
-    dataset = build_dataset("wds/flickr", root=str(folder), transform=tiny.preprocess, task="zeroshot_retrieval")
+    dataset = build_dataset("wds/flickr", root=str(folder), transform=tiny.transform, task="zeroshot_retrieval")
     loader = torch.utils.data.DataLoader(list(dataset), batch_size=16, collate_fn=image_captions_collate_fn)
     expected = zeroshot_retrieval.evaluate(
         tiny.model, loader, tiny.tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10]
     )
     expected["mean_recall@1"] = (expected["image_retrieval_recall@1"] + expected["text_retrieval_recall@1"]) / 2
-    found = evaluate_task(TASKS[FLICKR], data_dir, make_encoder(workers=2), any_size=True).metrics
+    found = datacomp_task(TASKS[FLICKR], data_dir, any_size=True).score(make_encoder(workers=2)).metrics
     assert 0 < expected["image_retrieval_recall@10"] < 1
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
@@ -178,7 +178,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
     scores, sizes = [], []
     for line in (folder / "instances.jsonl").read_text().splitlines():
         instance = json.loads(line)
-        pictures = [tiny.preprocess(Image.open(io.BytesIO(files[key]))) for key in instance["candidates"]]
+        pictures = [tiny.transform(Image.open(io.BytesIO(files[key]))) for key in instance["candidates"]]
         cue = instance["cue"].lower()
         prompt = f"An {cue}" if cue[0] in ("a", "e", "i", "o", "u") else f"A {cue}"
         with torch.no_grad():
@@ -192,7 +192,7 @@ def test_winogavil_equals_one_instance_at_a_time(tmp_path, tiny, make_encoder):
     expected = {"avg_jaccard_score": scores.mean()}
     expected.update({"jaccard_score_5-6": scores[sizes <= 6].mean(), "jaccard_score_10-12": scores[sizes >= 10].mean()})
     expected.update({f"jaccard_score_{size}": scores[sizes == size].mean() for size in (5, 6, 10, 12)})
-    result = evaluate_task(task, tmp_path, make_encoder(), any_size=True)
+    result = datacomp_task(task, tmp_path, any_size=True).score(make_encoder())
     assert result.samples == 24
     assert {name: result.metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
@@ -203,6 +203,6 @@ def test_equal_class_names_tie_exactly(tmp_path, make_encoder):
     found = []
     for names in (datasets.DIGIT_NAMES, (*datasets.DIGIT_NAMES, *datasets.DIGIT_NAMES[::-1])):
         (folder / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
-        metrics = evaluate_task(TASKS["wilds/iwildcam"], tmp_path, make_encoder(), any_size=True).metrics
+        metrics = datacomp_task(TASKS["wilds/iwildcam"], tmp_path, any_size=True).score(make_encoder()).metrics
         found.append(metrics["acc1"])
     assert found[0] == found[1]

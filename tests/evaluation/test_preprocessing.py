@@ -9,8 +9,8 @@ import torch
 from clip_benchmark.datasets.builder import build_dataset
 from PIL import Image
 
-from openclip_ext.evaluation.data import SampleFormat, find_samples
-from openclip_ext.evaluation.runner import evaluate_task
+from openclip_ext.evaluation.open_tasks import datacomp_task
+from openclip_ext.evaluation.samples import SampleFormat, shard_samples
 from openclip_ext.evaluation.tasks import FLICKR, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 
@@ -35,10 +35,10 @@ def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make
         zeroshot_classification_templates=("{c}",),
     )
     encoder = make_encoder()
-    converted_first = build_dataset("wds/one", root=str(folder), transform=tiny.preprocess)
-    resized_first = tiny.preprocess(Image.open(io.BytesIO(content)))
+    converted_first = build_dataset("wds/one", root=str(folder), transform=tiny.transform)
+    resized_first = tiny.transform(Image.open(io.BytesIO(content)))
     ((expected, _),) = converted_first
-    (batch,) = encoder.batches(find_samples(folder), SampleFormat(num_classes=1))
+    (batch,) = encoder.batches(shard_samples(folder, SampleFormat(num_classes=1)))
     assert torch.equal(encoder.model_input(batch.values["image"])[0], expected)
     assert torch.equal(expected, resized_first) == (mode in ("L", "RGB")), "only modes L and RGB may be equal"
 
@@ -51,6 +51,6 @@ def test_images_of_other_modes_become_rgb_as_upstream(mode, tmp_path, tiny, make
         encoder.encode_images = lambda images, autocast, encoder=encoder, seen=seen: (
             seen.append((encoder.model_input(images), autocast)) or torch.ones(1, 16)
         )
-        evaluate_task(TASKS[key], tmp_path, encoder, any_size=True)
+        datacomp_task(TASKS[key], tmp_path, any_size=True).score(encoder)
         ((images, autocast),) = seen
         assert torch.equal(images[0], resized_first) and autocast, key

@@ -8,11 +8,11 @@ import open_clip
 import pytest
 import torch
 
+from eval import shapes
+from eval.shapes import chance, main, read_samples, score
 from openclip_ext.data.shapes.scene import describe
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
-from openclip_ext.evaluation import shapes
-from openclip_ext.evaluation.features import Encoder
-from openclip_ext.evaluation.shapes import chance, main, read_samples, score
+from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.model_configs import add_model_configs
 
 NUM_SAMPLES = 400

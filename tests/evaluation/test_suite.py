@@ -3,24 +3,19 @@
 import pytest
 import torch
 
-from openclip_ext.evaluation.suite import build_suite
+from openclip_ext.evaluation.open_tasks import datacomp_suite
 from openclip_ext.evaluation.tasks import FLICKR, SUITES, TASKS, WINOGAVIL
 from tests.evaluation import datasets
 
 
-@pytest.fixture
-def options(tiny) -> dict:
-    return {"preprocess": tiny.preprocess, "tokenizer": tiny.tokenizer, "workers": 0, "batch_size": 8}
-
-
 @pytest.mark.parametrize("suite", ["quick", "retrieval"])
-def test_a_suite_measures_its_tasks_and_averages_complete_groups(suite, tiny, options, tmp_path):
+def test_a_suite_measures_its_tasks_and_averages_complete_groups(suite, make_encoder, tmp_path):
     for key in SUITES[suite]:
         datasets.make_task(tmp_path, key, count=12)
-    [evaluator] = build_suite(suite, tmp_path, any_size=True, **options)
+    evaluator = datacomp_suite(suite, tmp_path, any_size=True)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    metrics = evaluator.run(tiny.model)
+    metrics = evaluator.score(make_encoder())
     assert torch.equal(torch.get_rng_state(), before), "the evaluation changed the random state of the training"
     assert evaluator.name == "datacomp"
     values = {f"datacomp/{key}": metrics.pop(f"datacomp/{key}") for key in SUITES[suite]}
@@ -29,37 +24,37 @@ def test_a_suite_measures_its_tasks_and_averages_complete_groups(suite, tiny, op
     assert "datacomp/average/DataComp average (38)" not in metrics
 
 
-def test_the_classifier_follows_the_weights(tiny, options, tmp_path):
+def test_the_classifier_follows_the_weights(tiny, make_encoder, tmp_path):
     datasets.make_task(tmp_path, "cifar10", count=60)
-    [evaluator] = build_suite("quick", tmp_path, any_size=True, **options)
-    first = evaluator.run(tiny.model)
+    evaluator = datacomp_suite("quick", tmp_path, any_size=True)
+    first = evaluator.score(make_encoder())
     with torch.no_grad():
         projection = tiny.model.text_projection.clone()
         tiny.model.text_projection.neg_()
-    second = evaluator.run(tiny.model)
+    second = evaluator.score(make_encoder())
     tiny.model.text_projection.data.copy_(projection)
     assert first != second
-    assert evaluator.run(tiny.model) == first
+    assert evaluator.score(make_encoder()) == first
 
 
-def test_a_failing_task_is_left_out_and_named(tiny, options, tmp_path, caplog):
+def test_a_failing_task_is_left_out_and_named(make_encoder, tmp_path, caplog):
     datasets.make_task(tmp_path, "cifar10", count=12)
     datasets.make_task(tmp_path, FLICKR)
     (tmp_path / TASKS[FLICKR].folder / "test" / "1.tar").unlink()
-    [evaluator] = build_suite("quick", tmp_path, any_size=True, **options)
-    assert set(evaluator.run(tiny.model)) == {"datacomp/cifar10"}
+    evaluator = datacomp_suite("quick", tmp_path, any_size=True)
+    assert set(evaluator.score(make_encoder())) == {"datacomp/cifar10"}
     assert "Flickr failed and is excluded" in caplog.text
-    [strict] = build_suite("quick", tmp_path, **options)  # by default, 12 images of CIFAR-10 are an error
-    assert strict.run(tiny.model) == {}
+    strict = datacomp_suite("quick", tmp_path)  # by default, 12 images of CIFAR-10 are an error
+    assert strict.score(make_encoder()) == {}
     datasets.make_task(tmp_path, WINOGAVIL, count=2)  # its main metric needs instances with 10 or 12 candidates
-    [evaluator] = build_suite("retrieval", tmp_path, any_size=True, **options)
-    assert evaluator.run(tiny.model) == {}
+    evaluator = datacomp_suite("retrieval", tmp_path, any_size=True)
+    assert evaluator.score(make_encoder()) == {}
 
 
-def test_a_suite_without_data_is_refused_before_training(options, tmp_path):
+def test_a_suite_without_data_is_refused_before_training(tmp_path):
     with pytest.raises(
         ValueError, match=r"has no data set of the suite 'quick': expected one or more of Caltech-101, CIFAR-10, "
     ):
-        build_suite("quick", tmp_path, **options)
+        datacomp_suite("quick", tmp_path)
     with pytest.raises(ValueError, match="There is no task 'fast'"):
-        build_suite("fast", tmp_path, **options)
+        datacomp_suite("fast", tmp_path)

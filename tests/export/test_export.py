@@ -16,7 +16,7 @@ from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.command_line import load_encoder
 from openclip_ext.evaluation.datacomp import parse_args
-from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.evaluation.tasks import TASKS
 from openclip_ext.export import __main__ as program
 from openclip_ext.export.__main__ import export, main
@@ -193,7 +193,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     recalls = [{"epoch": 1, "image_to_text_R@1": 0.1}, {"epoch": 2, "image_to_text_R@1": 0.25}]
     recalls[1] |= {"image_to_text_median_rank": 3, "num_samples": 84}
     write_lines(run / "checkpoints" / "results.jsonl", recalls)
-    weights = load_model("demo-vit", checkpoint).weights_sha256
+    weights = open_model(checkpoint, "demo-vit").weights_sha256
     lines = [
         {"key": key, "dataset": TASKS[key].name, "metrics": {"main_metric": 0.5}, "run": identity, "found": found}
         for key, identity, found in (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.losses.heads import ProjectedModel, read_heads
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
@@ -55,7 +55,7 @@ def test_validation_goes_through_the_projections_also_after_reloading(finished, 
 
 
 def test_the_harness_goes_through_the_projections(checkpoint, tmp_path):
-    loaded = load_model("demo-vit", checkpoint)
+    loaded = open_model(checkpoint, "demo-vit")
     assert isinstance(loaded.model, ProjectedModel)
     images, texts = torch.randn(5, 3, 32, 32), loaded.tokenizer(["left", "right"])
     heads = read_heads(checkpoint).eval()

@@ -14,9 +14,11 @@ from sklearn.metrics import top_k_accuracy_score
 from timm.data import ImageNetInfo
 from torch import nn
 
-from openclip_ext.evaluation import imagenet
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.open_tasks import imagenet_task
+from openclip_ext.evaluation.ranks import retrieval_metrics
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.validation import Validation, retrieval_metrics
+from openclip_ext.training.validation import Validation
 from tests.data.shards import image_bytes
 from tests.training.runs import evaluation, results_of, run, small_command
 
@@ -58,7 +60,7 @@ def test_validation_averages_the_loss_over_samples_of_unequal_batches():
         {"image": images[part], "text": texts[part], "image_hash": rows[part], "caption_hash": rows[part]}
         for part in (slice(0, 8), slice(8, 10))
     ]
-    metrics = Validation(batches, torch.device("cpu")).run(ToyModel().eval())
+    metrics = Validation(batches).score(Encoder(ToyModel().eval(), None, None, torch.device("cpu")))
     expected = 0.0
     for rows in (slice(0, 8), slice(8, 10)):
         logits = torch.exp(torch.tensor(2.0)) * images[rows] @ texts[rows].T
@@ -171,11 +173,17 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
         assert 0 < expected < 1
 
 
-def imagenet_folders(root: Path, names: list[str]) -> imagenet.ImageNetFolders:
+def labels_of(root: Path) -> dict[str, int]:
+    """Return the label of each image of ImageNet's folders, by the name of its folder."""
+    stored = imagenet_task("imagenet", str(root)).read().samples.stored
+    assert len(stored) == 1000
+    return {Path(sample.key).parent.name: sample.label for sample in stored}
+
+
+def write_class_folders(root: Path, names: list[str]) -> None:
     for name in names:
         (root / name).mkdir(parents=True)
         (root / name / "0.png").write_bytes(b"")  # an empty file is enough, because images are read at their first use
-    return imagenet.ImageNetFolders(root)
 
 
 @pytest.mark.parametrize("first", ["n01440764", "0", "000"])
@@ -184,15 +192,11 @@ def test_class_folders_are_numbered_by_their_names(first, tmp_path):
     names = synsets if first in synsets else [f"{number:0{len(first)}d}" for number in range(1000)]
     (tmp_path / ".ipynb_checkpoints").mkdir()
     (tmp_path / ".ipynb_checkpoints" / "0.png").write_bytes(b"")
-    imagenet_folders(tmp_path, names)
+    write_class_folders(tmp_path, names)
     (tmp_path / names[0] / ".hidden").mkdir()
     (tmp_path / names[0] / ".hidden" / "0.png").write_bytes(b"")
     (tmp_path / names[0] / "._0.png").write_bytes(b"")
-    images = imagenet.ImageNetFolders(tmp_path)
-    assert {Path(path).parent.name: label for path, label in images.samples} == {n: i for i, n in enumerate(names)}
-    assert len(images) == 1000
-    with pytest.raises(OSError, match=rf"{names[0]}/0\.png: the image does not decode"):
-        images[0]
+    assert labels_of(tmp_path) == {name: number for number, name in enumerate(names)}
 
 
 @pytest.mark.parametrize(
@@ -206,5 +210,6 @@ def test_class_folders_are_numbered_by_their_names(first, tmp_path):
     ids=["from 1", "1 to 1000", "another synset", "no classes"],
 )
 def test_folders_that_are_not_imagenets_classes_are_refused(names, found, tmp_path):
+    write_class_folders(tmp_path, names)
     with pytest.raises(ValueError, match=rf"expected ImageNet's 1000 .*, found .*{found}"):
-        imagenet_folders(tmp_path, names)
+        imagenet_task("imagenet", str(tmp_path))

@@ -216,7 +216,7 @@ def test_a_stop_between_epochs_fails_if_it_cannot_save(shards, tmp_path, monkeyp
         signal.raise_signal(signal.SIGTERM)
         return {}
 
-    monkeypatch.setattr(Validation, "run", evaluate)
+    monkeypatch.setattr(Validation, "score", evaluate)
     with pytest.raises(SaveFailed, match=r"epoch_1_step_5\.pt could not be saved: .*No space left"):
         run(small_command(shards, tmp_path, "run", "openclip", "--val-data", shards, "--save-frequency", "2"))
     with pytest.raises(SaveFailed, match=r"epoch_0_step_3\.pt could not be saved: .*No space left"):  # mid-epoch

@@ -1,6 +1,5 @@
 """Full training runs: the files they write, the programs that can read these files, and errors for wrong input."""
 
-import functools
 import json
 import logging
 import math
@@ -9,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,12 +175,12 @@ def test_a_resume_with_more_data_or_another_batch_names_the_cure(shards, tmp_pat
     assert run([*more, "--name", "more", "--pretrained", weights, "--epochs", "1"]) == 0
 
 
-def fail(self, model):
+def fail(self, encoder):
     raise RuntimeError("the data server is down")
 
 
 def test_an_evaluation_that_fails_ends_a_program_that_does_nothing_else(shards, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Validation, "run", fail)
+    monkeypatch.setattr(Validation, "score", fail)
     with pytest.raises(RuntimeError, match="the data server is down"):
         run(evaluation(tmp_path, "run", "--val-data", shards, "--logs", "none"))
     assert "The evaluated model is untrained" in caplog.text
@@ -258,7 +258,7 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
         shards, tmp_path, "run", "openclip", "--epochs", "1", "--val-data", shards, "--resume", "latest"
     )
     with monkeypatch.context() as broken:
-        broken.setattr(Validation, "run", fail)
+        broken.setattr(Validation, "score", fail)
         assert run(argv) == 0
     assert "the data server is down" in caplog.text
     assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt").is_file()
@@ -267,11 +267,11 @@ def test_a_failing_evaluation_costs_nothing_and_is_made_up_for(shards, tmp_path,
 
 
 def test_datacomp_joins_the_metrics_after_the_checkpoint_is_safe(shards, tmp_path, monkeypatch):
-    from openclip_ext.evaluation import suite
+    from openclip_ext.evaluation.tasks import TASKS
     from tests.evaluation import datasets
 
     datasets.make_task(tmp_path / "data", "cifar10", count=12)
-    monkeypatch.setattr(suite, "build_suite", functools.partial(suite.build_suite, any_size=True))
+    monkeypatch.setitem(TASKS, "cifar10", replace(TASKS["cifar10"], size=12))
     more = ["--eval-suite", "quick", "--eval-data-dir", str(tmp_path / "data"), "--eval-frequency", "2"]
     more += ["--val-data", shards, "--val-frequency", "0"]  # never
     assert run(small_command(shards, tmp_path, "run", "openclip", *more, "--epochs", "3")) == 0

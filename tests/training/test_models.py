@@ -17,7 +17,7 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.diagnostics.finished_run import load_run
-from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.model_configs import add_model_configs
@@ -127,11 +127,11 @@ def test_evaluations_use_the_preprocessing_of_a_pretrained_tag(shards, tmp_path,
     tag = {"file": str(file), "mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear"}
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "demo-vit", {"tag": tag})
     assert run([*command(shards, tmp_path, "run", "openclip", *of_model("demo-vit")), "--pretrained", "tag"]) == 0
-    found = load_model("demo-vit", tmp_path / "run" / "checkpoints" / "epoch_1.pt").config["options"]
+    found = open_model(tmp_path / "run" / "checkpoints" / "epoch_1.pt", "demo-vit").config["options"]
     values = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "image_interpolation": "bilinear"}
     assert {name: value for name, value in found.items() if name.startswith("image_")} == values
     file.unlink()  # the tools for finished runs need only the checkpoint
-    assert list(load_run(tmp_path / "run").model.visual.preprocess_cfg["mean"]) == [0.0] * 3
+    assert list(load_run(tmp_path / "run").encoder.model.visual.preprocess_cfg["mean"]) == [0.0] * 3
 
 
 def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):

@@ -155,15 +155,15 @@ def test_a_run_that_stops_in_an_evaluation_logs_nothing_twice(
 ):
     """The save after the last step of the epoch was before the end of the epoch, so the resumed run ends it again."""
 
-    def evaluate(self, model, validate=Validation.run):
+    def evaluate(self, encoder, validate=Validation.score):
         signal.raise_signal(signal.SIGTERM)
         torch.rand(1)  # must not change the training
-        return validate(self, model)
+        return validate(self, encoder)
 
     more = (*FEW_BAD, "--val-data", shards, "--save-frequency", "2", "--save-every-steps", every_steps)
     argv = small_command(damaged_shards, tmp_path, "run", "fastclip", *more, "--resume", "latest")
     with monkeypatch.context() as patched:
-        patched.setattr(Validation, "run", evaluate)
+        patched.setattr(Validation, "score", evaluate)
         assert run(argv) == EXIT_AFTER_SIGTERM
     assert run(argv) == 0
     expected = whole(damaged_shards, "fastclip", *more)

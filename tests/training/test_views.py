@@ -11,7 +11,7 @@ from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.build import build_train_loader
 from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.evaluation.models import load_model
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.losses.heads import HEADS_KEY, read_heads, with_heads
 from openclip_ext.losses.registry import create_loss
 from tests.training.runs import command, run, stock_model
@@ -78,7 +78,7 @@ def test_an_ordinary_checkpoint(finished):
 
 def test_evaluation_leaves_the_projector_out(finished):
     path = finished / "checkpoints" / "epoch_2.pt"
-    loaded = load_model("demo-vit", path).model
+    loaded = open_model(path, "demo-vit").model
     stock = open_clip.create_model("demo-vit", pretrained=str(path)).eval()
     images = torch.randn(4, 3, 32, 32)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from openclip_ext.diagnostics.finished_run import ABOUT, FinishedRun, add_run_ar
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.diagnostics.inspect.outputs import Inspection
-from openclip_ext.evaluation.embeddings import TABLES, Embeddings
+from openclip_ext.evaluation.encoder import TABLES, Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 

@@ -13,7 +13,7 @@ from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics.estimation_error import anchor_temperatures, exact_log_normalizers
-from openclip_ext.evaluation.embeddings import Embeddings
+from openclip_ext.evaluation.encoder import Embeddings
 
 # Rows and columns of a block of similarities. A block needs 64 MiB, and four blocks are in memory at a time.
 _ROWS, _COLUMNS = 2048, 8192

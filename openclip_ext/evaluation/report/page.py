@@ -10,6 +10,7 @@ from openclip_ext.evaluation.report import tables
 from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.report.tables import Row
 from openclip_ext.evaluation.report.training import Table, validation_metrics
+from openclip_ext.evaluation.results import name_of
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.evaluation.training_log import training_charts
 from openclip_ext.pages.charts import Bar, Chart, Curve, bar_chart, color, line_chart
@@ -38,7 +39,7 @@ def build_page(runs: Sequence[EvaluatedRun], training: Sequence[Table], rows: Se
         averages=tables.cell_table(evaluated, [row for row in rows if row.is_group]) if evaluated else [],
         tasks=tables.cell_table(evaluated, [row for row in rows if not row.is_group]) if evaluated else [],
         note=tables.size_note(rows),
-        repeated=any(len(run.final.repeats) > 1 for run in evaluated),
+        repeated=any(len(run.final.scores) > 1 for run in evaluated),
         baseline=evaluated[0].name if evaluated else "",
         differences=[found for index in range(1, len(evaluated)) if (found := _differences(evaluated, rows, index))],
         curves=_learning_curves(evaluated),
@@ -98,7 +99,7 @@ def _learning_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Markup]]:
             ]
             points = [(x, 100 * value.mean) for x, value in placed if x is not None and value is not None]
             curves.append(Curve(run.name, points, number))
-        return Chart(tables.name_of(key), [curve for curve in curves if curve.points], x_title)
+        return Chart(name_of(key), [curve for curve in curves if curve.points], x_title)
 
     def drawn(keys: Iterable[str]) -> list[Markup]:
         return [line_chart(one) for one in map(chart, keys) if any(len(curve.points) > 1 for curve in one.curves)]

@@ -3,15 +3,15 @@
 import math
 import os
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from openclip_ext.evaluation.results import RESULTS_FILE, has_other_size, main_metrics, read_results
+from openclip_ext.evaluation.results import RESULTS_FILE, averages, has_other_size, main_metrics, read_results
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
 
@@ -27,35 +27,44 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The results of one checkpoint, with its numbers of completed epochs and training samples (None means unknown)."""
+    """The results of one checkpoint, with its numbers of completed epochs and training samples (None means unknown).
+
+    ``scores`` has a row per repeat of the run, and a column per task (its main metric) and per complete group (the average).
+    """
 
     label: str  # ``epoch_3``, or the name of the folder or file of the results
-    repeats: tuple[Mapping[str, float], ...]  # main metrics by task key, for each repeat of the run
+    scores: pd.DataFrame
     epoch: int | None = None
     samples: int | None = None
     protocols: frozenset[str] = frozenset()  # model, precision, protocol, and options that the run did not have
     other_sizes: frozenset[str] = frozenset()  # keys of tasks whose data does not have DataComp's size
     samples_of: Mapping[str, int] = field(default_factory=dict)  # number of evaluated samples by task key
+    metric_of: Mapping[str, str] = field(default_factory=dict)  # name of the main metric by task key
 
     @property
     def tasks(self) -> list[str]:
         """Keys of the tasks that every repeat has, in DataComp's order. Unknown keys come last."""
-        common = set.intersection(*(set(scores) for scores in self.repeats))
+        common = set(self.scores.dropna(axis=1)) - set(GROUPS)
         return [key for key in TASKS if key in common] + sorted(common - set(TASKS))
 
     def score(self, key: str) -> Value | None:
         """Return a task's main metric, or a group's average; None if a repeat has no result for one of the tasks."""
-        keys = GROUPS.get(key, (key,))
-        if not all(key in scores for scores in self.repeats for key in keys):
+        if key not in self.scores or self.scores[key].isna().any():
             return None
-        means = [sum(scores[key] for key in keys) / len(keys) for scores in self.repeats]
-        return Value(statistics.fmean(means), statistics.stdev(means) if len(means) > 1 else None)
+        values = self.scores[key]
+        return Value(values.mean(), values.std() if len(values) > 1 else None)
 
     def standard_error(self, key: str) -> float | None:
         """Return a task's standard error, as if its metric were the fraction of correct samples; None if unknown."""
         score = self.score(key)
         count = self.samples_of.get(key) or (TASKS[key].size if key in TASKS and key not in self.other_sizes else 0)
         return None if score is None or not count else math.sqrt(max(score.mean * (1 - score.mean), 0) / count)
+
+
+def scores_of(main_metrics: Mapping[str, float]) -> pd.DataFrame:
+    """Return the `Checkpoint.scores` of one repeat."""
+    complete = {title: mean for title, (mean, _) in averages(main_metrics).items() if mean is not None}
+    return pd.DataFrame([{**main_metrics, **complete}])
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def _read_run(path: Path) -> EvaluatedRun:
         scores = {key: one.values[SUITE_PREFIX + key] for key in TASKS if SUITE_PREFIX + key in one.values}
         if scores:
             label = f"epoch_{one.epoch}"
-            found[label] = Checkpoint(label, (scores,), protocols=frozenset({"evaluation during training"}))
+            found[label] = Checkpoint(label, scores_of(scores), protocols=frozenset({"evaluation during training"}))
     for file in sorted([*path.glob(f"datacomp/*/{RESULTS_FILE}"), *path.glob(f"*/{RESULTS_FILE}")]):
         label = file.parent.name
         from_file = _from_file(file, label)
@@ -140,10 +149,11 @@ def _from_file(path: Path, label: str) -> Checkpoint:
     names = ("model", "precision", "protocol", "options")
     return Checkpoint(
         label,
-        (main_metrics(lines),),
+        scores_of(main_metrics(lines)),
         protocols=frozenset(" ".join(str(run[name]) for name in names if name in run) for run in identities),
         other_sizes=frozenset(line["key"] for line in lines if has_other_size(line)),
         samples_of={line["key"]: line["samples"] for line in lines if isinstance(line.get("samples"), int)},
+        metric_of={line["key"]: line["metric"] for line in lines if line.get("metric")},
     )
 
 
@@ -178,8 +188,8 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
         replace(
             parts[0],
             label=", ".join(dict.fromkeys(part.label for part in parts)),
-            repeats=tuple(scores for part in parts for scores in part.repeats),
-            samples=_mean_samples(parts),
+            scores=pd.concat([part.scores for part in parts]),
+            samples=_mean([part.samples for part in parts]),
             protocols=frozenset().union(*(part.protocols for part in parts)),
             other_sizes=frozenset().union(*(part.other_sizes for part in parts)),
         )
@@ -188,6 +198,6 @@ def _merge(name: str, repeats: Sequence[EvaluatedRun]) -> EvaluatedRun:
     return EvaluatedRun(name, tuple(merged), logs)
 
 
-def _mean_samples(parts: Sequence[Checkpoint]) -> int | None:
-    known = [part.samples for part in parts if part.samples is not None]
-    return round(statistics.fmean(known)) if len(known) == len(parts) else None
+def _mean(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return round(float(np.mean(known))) if len(known) == len(numbers) else None

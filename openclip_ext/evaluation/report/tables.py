@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from openclip_ext.evaluation.report.runs import EvaluatedRun, Value
+from openclip_ext.evaluation.results import name_of
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS
 from openclip_ext.pages.rendering import markdown_table, with_minus
 
@@ -56,8 +57,12 @@ def build_rows(runs: Sequence[EvaluatedRun]) -> list[Row]:
     rows = []
     for key in [*GROUPS, *(key for key in TASKS if key in present), *sorted(present - set(TASKS))]:
         members = {*GROUPS.get(key, (key,))}
-        metric = "average" if key in GROUPS else (key in TASKS and TASKS[key].main_metric) or "main metric"
+        names = {final.metric_of[key] for final in finals if key in final.metric_of} or {"main metric"}
+        own = TASKS[key].main_metric if key in TASKS else " or ".join(sorted(names))
+        metric = "average" if key in GROUPS else own or "main metric"
         done = [len(members.intersection(final.tasks)) for final in finals]
+        if not any(done):  # a group of which no run has a task
+            continue
         partial = [f"partial {count}/{len(members)}" if count else "-" for count in done]
         cells = tuple(final.score(key) or text for final, text in zip(finals, partial, strict=True))
         rows.append(Row(key, metric, cells, tuple(bool(final.other_sizes & members) for final in finals)))
@@ -122,7 +127,7 @@ def markdown(runs: Sequence[EvaluatedRun], rows: Sequence[Row]) -> str:
 def describe_run(run: EvaluatedRun) -> str:
     """Describe a run by its name, checkpoint, number of training samples, repeats and protocol."""
     final = run.final
-    count = len(final.repeats)
+    count = len(final.scores)
     repeats = f", mean ± standard deviation of {count} repeats" if count > 1 else ""
     samples = f", {final.samples:,} samples seen" if final.samples else ""
     protocol = f" ({'; '.join(sorted(final.protocols))})" if final.protocols else ""
@@ -147,15 +152,10 @@ def comma_separated(runs: Sequence[EvaluatedRun]) -> str:
         values = {title: final.score(key) or Value(math.nan) for key, title in titles.items()}
         row: dict[str, Any] = {"name": run.name, "pretrained": final.label}
         row |= {title: value.mean for title, value in values.items()}
-        if any(len(final.repeats) > 1 for final in finals):
-            row["repeats"] = len(final.repeats)
+        if any(len(final.scores) > 1 for final in finals):
+            row["repeats"] = len(final.scores)
             row |= {f"{title} sd": value.deviation for title, value in values.items()}
         if any(final.other_sizes for final in finals):
             row["other_sizes"] = " ".join(sorted(final.other_sizes))
         rows.append(row)
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
-
-
-def name_of(key: str) -> str:
-    """Return the name of a task; the title of a group is returned unchanged."""
-    return TASKS[key].name if key in TASKS else key

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.decomposition import PCA
 
-from openclip_ext.evaluation.cliplite.editing import alignment_table, concept_subspace, main, remove
+from eval.cliplite.editing import alignment_table, concept_subspace, main, remove
 from tests.evaluation import datasets
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from eval.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
-from openclip_ext.evaluation.features import Encoder
+from openclip_ext.evaluation.encoder import Encoder
 from tests.evaluation.datasets import tiny_model_config
 
 # Vision tower, the layer for Grad-CAM, the layer's channel axis, and how many of its last positions are patches (0: all).

@@ -11,8 +11,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.svm import LinearSVC
 
-from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.cliplite.probes import (
+from eval.cliplite.probes import (
     ABSENT,
     DIFFICULT,
     PRESENT,
@@ -23,6 +22,7 @@ from openclip_ext.evaluation.cliplite.probes import (
     probe_top1,
     probe_voc07,
 )
+from openclip_ext.cli.errors import UsageError
 from tests.evaluation import datasets
 
 CLASSES = ("cat", "dog", "owl")

@@ -1,0 +1,268 @@
+"""Open tasks: DataComp's by their entry, ImageNet's folders, and a user's own data by their path.
+
+A user's task is a folder with one folder of images per class, a folder in DataComp's layout, a table of images and labels, or
+image-caption pairs in any format of training data.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from timm.data import ImageNetInfo
+
+from openclip_ext.cli.messages import get_logger
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.sources.source import Source
+from openclip_ext.data.sources.spec import DataSpec, is_saved
+from openclip_ext.evaluation import metrics
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.metrics import Answers, Metrics
+from openclip_ext.evaluation.results import averages
+from openclip_ext.evaluation.samples import (
+    CLASSNAMES_FILE,
+    INSTANCES_FILE,
+    TEMPLATES_FILE,
+    DataError,
+    Labeled,
+    SampleFormat,
+    class_folders,
+    read_classes,
+    read_lines,
+    read_templates,
+    shard_samples,
+    source_samples,
+)
+from openclip_ext.evaluation.scoring import Associations, CaptionSets, Classification, Faces, Retrieval, Task
+from openclip_ext.evaluation.tasks import Entry, select_tasks
+
+logger = get_logger(__name__)
+
+DEFAULT_TEMPLATE = "a photo of a {c}."
+LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category")
+FORMATS = (
+    "expected a folder with one folder of images per class, a folder in DataComp's layout, a table with a column of labels "
+    f"({', '.join(LABEL_COLUMNS)}), or image-caption pairs in a format of --train-data"
+)
+
+# Key of a task with metrics of its own -> their function. For tasks scored by group: prefix of the group metrics, k of the
+# top-k accuracy, and the metadata column that defines the groups.
+_METRICS: dict[str, Callable[[Answers, Sequence[str]], Metrics]] = {
+    "wilds/iwildcam": metrics.iwildcam_metrics,
+    "wilds/fmow": metrics.fmow_metrics,
+}
+_GROUPED = {
+    "wilds/camelyon17": ("acc", 1, "slide"),
+    "fairness/dollar_street": ("acc_top5", 5, "income_ds"),
+    "fairness/geode": ("acc", 1, "region"),
+}
+
+
+def _more_metrics(answers: Answers, key: str, columns: Sequence[str]) -> Metrics:
+    """Return the metrics that one of DataComp's tasks has in addition to those of classification."""
+    if key in _GROUPED:
+        name, top, group = _GROUPED[key]
+        return metrics.group_metrics(name, answers.ranks < top, answers.metadata, columns, [group])
+    return _METRICS[key](answers, columns) if key in _METRICS else {}
+
+
+def datacomp_task(entry: Entry, data_dir: str | Path, any_size: bool = False) -> Task:
+    """Return the task of an entry of DataComp's list. ``any_size``: whether the data's size may differ from DataComp's."""
+    folder = Path(data_dir) / entry.folder
+    size = None if any_size else entry.size
+    common: dict[str, Any] = {"name": entry.name, "path": folder, "main_metric": entry.main_metric, "size": size}
+    kinds: dict[str, type[Task]] = {"faces": Faces, "retrieval": CaptionSets, "winogavil": Associations}
+    if entry.kind in kinds:
+        return kinds[entry.kind](**common)
+    more = partial(_more_metrics, key=entry.key, columns=entry.metadata)
+    read = partial(_read_labeled, folder, None if any_size else entry.classes, len(entry.metadata))
+    return Classification(read=read, more=more, **common)
+
+
+def _read_labeled(folder: Path, classes: int | None = None, metadata_columns: int = 0) -> Labeled:
+    classnames, templates = read_classes(folder, classes)
+    return Labeled(shard_samples(folder, SampleFormat(len(classnames), metadata_columns)), classnames, templates)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks of DataComp, by key, that are scored together during training."""
+
+    tasks: Mapping[str, Task]
+    name: str = "datacomp"
+
+    def score(self, encoder: Encoder) -> dict[str, float]:
+        """Return main metrics as ``datacomp/KEY``, and averages of groups without missing tasks as ``datacomp/average/TITLE``.
+
+        A failed task is logged and excluded.
+        """
+        scores = {}
+        for key, task in self.tasks.items():
+            try:
+                value = task.score(encoder).metrics["main_metric"]
+            except Exception as error:
+                logger.error(f"{task.name} failed and is excluded: {error}")
+                continue
+            if value is not None:  # a metric may be undefined: WinoGAViL's needs instances with 10 or 12 candidates
+                scores[key] = value
+        complete = {f"average/{title}": mean for title, (mean, _) in averages(scores).items() if mean is not None}
+        return {f"{self.name}/{key}": value for key, value in {**scores, **complete}.items()}
+
+
+def datacomp_suite(suite: str, data_dir: str | Path, any_size: bool = False) -> Suite:
+    """Return the tasks of a suite that have a main metric and data.
+
+    Args:
+        suite: ``quick`` (six tasks, 40,754 images), ``full`` (the 38 tasks with a main metric), or another key of `SUITES`.
+            Tasks without data are skipped and logged.
+        data_dir: Folder with the ``wds_*_test`` folders.
+        any_size: Whether to score data whose size differs from DataComp's.
+
+    Raises:
+        ValueError: The suite is unknown, or ``data_dir`` has no data set of the suite.
+    """
+    wanted = [entry for entry in select_tasks([suite]) if entry.main_metric is not None]
+    found = {
+        entry.key: datacomp_task(entry, data_dir, any_size)
+        for entry in wanted
+        if (Path(data_dir) / entry.folder).is_dir()
+    }
+    missing = ", ".join(entry.name for entry in wanted if entry.key not in found)
+    if not found:
+        raise ValueError(f"{data_dir} has no data set of the suite {suite!r}: expected one or more of {missing}.")
+    if missing:
+        logger.warning(f"The suite {suite!r} is incomplete in {data_dir}. Missing: {missing}.")
+    return Suite(found)
+
+
+def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | None = None) -> Task:
+    """Return the task of a user's data.
+
+    Args:
+        place: A folder or a file in one of the formats of :data:`FORMATS`, or a pattern or URL of shards.
+        template: Prompt with ``{}`` for the class name. None means the data's ``zeroshot_classification_templates.txt``, or
+            else :data:`DEFAULT_TEMPLATE`.
+        pairs: How to read tables and image-caption pairs. None means with default keys and columns.
+
+    Raises:
+        DataError: The path does not exist, or its format is unknown.
+    """
+    path = Path(place)
+    name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else str(place)
+    if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
+        return _in_datacomp_layout(path, name)
+    if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
+        return Classification(name=name, path=path, read=partial(read_class_folders, path, template))
+    if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
+        raise DataError(f"{path} not found: {FORMATS}")
+    spec = DataSpec(str(place)) if pairs is None else pairs
+    if (labels := _label_source(spec)) is not None:
+        return Classification(name=name, path=path, read=partial(_read_table, path, labels, template))
+    return retrieval(name, spec)
+
+
+def retrieval(name: str, spec: DataSpec) -> Retrieval:
+    """Return the retrieval task of a set of image-caption pairs."""
+    return Retrieval(name=name, path=Path(str(spec.source)), batches=lambda encoder: encoder.pairs(spec))
+
+
+def _in_datacomp_layout(folder: Path, name: str) -> Task:
+    kind_file = folder / "dataset_type.txt"
+    if (folder / INSTANCES_FILE).is_file():
+        return Associations(name=name, path=folder, main_metric="avg_jaccard_score")
+    if kind_file.is_file() and kind_file.read_text().strip() == "retrieval":
+        return CaptionSets(name=name, path=folder)
+    return Classification(name=name, path=folder, read=partial(_read_labeled, folder))
+
+
+def prompts(folder: Path, template: str | None) -> list[str]:
+    """Return the prompt templates of own data, see :func:`own_task`."""
+    if template is not None:
+        if template.count("{}") != 1:
+            raise DataError(f"--template {template!r}: expected {{}} for the class name")
+        return [template.replace("{}", "{c}")]
+    path = folder / TEMPLATES_FILE
+    return read_templates(path) if path.is_file() else [DEFAULT_TEMPLATE]
+
+
+def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
+    """Return the images of a folder with one folder per class.
+
+    The folders' names are the class names. With ``classnames.txt``, the folders are named as its lines or their numbers (from
+    0), or the lines are in the alphabetical order of the folders.
+    """
+    path = folder / CLASSNAMES_FILE
+    if not path.is_file():
+        samples, names = class_folders(folder)
+        return Labeled(samples, names, prompts(folder, template))
+    lines = read_lines(path, "class names", are_labels=True)
+
+    def numbered(names: list[str]) -> Mapping[str, int]:
+        if {*names} <= {*lines}:
+            return {name: lines.index(name) for name in names}
+        if all(name.isdecimal() and int(name) < len(lines) for name in names):
+            return {name: int(name) for name in names}
+        if len(names) != len(lines):
+            raise DataError(f"{path} has {len(lines)} classes, but {folder} has {len(names)} class folders.")
+        return {name: place for place, name in enumerate(names)}
+
+    samples, _ = class_folders(folder, numbered)
+    return Labeled(samples, lines, prompts(folder, template))
+
+
+def _label_source(spec: DataSpec) -> Source | None:
+    """Return a table whose captions are labels. None means that the data are no table, or have captions."""
+    if spec.resolved_type not in ("csv", "table"):
+        return None
+    for column in (spec.csv_caption_key, *LABEL_COLUMNS):
+        with contextlib.suppress(ValueError):
+            source = build_source(replace(spec, csv_caption_key=column), no_transform)
+            return source if column in LABEL_COLUMNS else None
+    return None  # the loader of pairs explains what is wrong with the table
+
+
+def no_transform(image: Any) -> Any:
+    """Stand for a transform where only synthetic data would need one."""
+    return image
+
+
+def _read_table(path: Path, source: Source, template: str | None) -> Labeled:
+    # The labels are read as if they were captions. An image's label is the place of its text among all texts.
+    samples, classes = source_samples(path.name, source)
+    return Labeled(samples, classes, prompts(path.parent, template))
+
+
+# --- ImageNet in training ---------------------------------------------------------------------------------------------
+
+# Possible names of the image folder inside --imagenet-v2: the name of OpenCLIP's reader, and the name in the archive.
+_V2_FOLDERS = ("ImageNetV2-matched-frequency", "imagenetv2-matched-frequency-format-val")
+
+
+def imagenet_task(name: str, folder: str) -> Classification:
+    """Return OpenCLIP's zero-shot classification of ImageNet (``imagenet``) or ImageNet-V2 (``imagenetv2``).
+
+    Folder names are WordNet ids (``n01440764``) or numbers (``0`` to ``999``). Raise DataError if they are not.
+    """
+    root = Path(folder)
+    if name == "imagenetv2":
+        root = next((root / inside for inside in _V2_FOLDERS if (root / inside).is_dir()), root)
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder")
+    samples, _ = class_folders(root, imagenet_numbers)
+    templates = [template("{c}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+    labeled = Labeled(samples, open_clip.IMAGENET_CLASSNAMES, templates)
+    return Classification(name=name, read=lambda: labeled, autocast=True)
+
+
+def imagenet_numbers(names: list[str]) -> Mapping[str, int]:
+    """Return the class number of each of ImageNet's folders; raise DataError for other folders."""
+    synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
+    numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
+    if sorted(numbers.values()) != sorted(synsets.values()):
+        others = [name for name, number in numbers.items() if number not in synsets.values()] or names
+        found = f"{len(names)} class folders, {', '.join(others[:1])} among them"
+        raise DataError(f"expected ImageNet's 1000 class folders (n01440764, ... or 0 to 999), found {found}")
+    return numbers
