@@ -24,7 +24,7 @@ from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
 from openclip_ext.training.optimizer import check_optimizer, full_name
-from openclip_ext.training.validation import class_task, metric_names
+from openclip_ext.training.validation import class_task, kept_task, metric_names
 
 # Above this learning rate, AdamW destroys pretrained weights within a few steps.
 _HIGHEST_FINE_TUNING_LR = 1e-3
@@ -115,6 +115,7 @@ def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
         ("--val-classes", evaluation.class_data, "--val-frequency"),
+        ("--keep-tasks", evaluation.kept_tasks or None, "--val-frequency"),
         ("--imagenet-val", evaluation.imagenet_val or evaluation.imagenet_v2, "--zeroshot-frequency"),
         ("--eval-suite", evaluation.suite, "--eval-frequency"),
     ):
@@ -204,6 +205,11 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         _check_other_data("--val-data", config.val_data)
     if config.class_data is not None:
         _check_other_data("--val-classes", config.class_data)
+    for path in config.kept_tasks:
+        try:
+            kept_task(path)
+        except ValueError as error:
+            raise UsageError(f"--keep-tasks: {error}") from error
 
 
 def _check_other_data(flag: str, spec: DataSpec) -> None:

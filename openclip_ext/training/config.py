@@ -283,6 +283,7 @@ class EvaluationConfig:
     # Images of the user's classes, with the class as caption (--val-classes), evaluated as often as val_data.
     class_data: DataSpec | None = None
     scores_kept: bool = False  # whether a held-out part of --keep-data is evaluated, as often as val_data
+    kept_tasks: tuple[str, ...] = ()  # paths of --keep-tasks, evaluated as often as val_data
     imagenet_val: str | None = flag(None)
     imagenet_v2: str | None = flag(None)
     imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
@@ -306,6 +307,7 @@ class EvaluationConfig:
             (self.val_data, self.val_every),
             (self.class_data, self.val_every),
             (self.scores_kept or None, self.val_every),
+            (self.kept_tasks or None, self.val_every),
             (imagenet, self.imagenet_every),
             (self.suite, self.suite_every),
         )
@@ -324,6 +326,10 @@ class FineTuningConfig:
     val_classes: str | None = flag(
         None, "images of your classes: a folder with a subfolder for each class, or a table with a column of classes"
     )
+    keep_tasks: str | None = flag(
+        None,
+        "what the model must keep: class folders, tables of labels or pairs, or folders of DataComp, joined by '::'",
+    )
     is_compared: bool = flag(
         True,
         "with --pretrained: score the pretrained model first, and mix its weights with the trained weights at the end",
@@ -331,8 +337,7 @@ class FineTuningConfig:
     )
     keep_at_least: float = flag(
         0.9,
-        "the chosen mix of weights keeps this share of the pretrained model's score on held-out --keep-data",
-        needs="keep_data",
+        "the chosen mix of weights keeps this share of the pretrained model's score on held-out --keep-data and --keep-tasks",
         minimum=0.0,
         maximum=1.0,
     )
@@ -475,6 +480,7 @@ def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfi
             val_data=val_data,
             class_data=class_data,
             scores_kept=flags["keep_data"] is not None,
+            kept_tasks=tuple((flags["keep_tasks"] or "").split("::")) if flags["keep_tasks"] else (),
         ),
         tuning=from_flags(FineTuningConfig, flags),
         folder=folder,

@@ -45,7 +45,8 @@ def parse(argv: list[str]) -> TrainingConfig:
     config = training_config(flags, loss)
     if config.data is None and not config.evaluation.frequencies:
         raise UsageError(
-            "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --imagenet-val or --eval-suite"
+            "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --keep-tasks, --imagenet-val or "
+            "--eval-suite"
         )
     return config
 

@@ -52,7 +52,16 @@ logger = get_logger(__name__)
 _DIFFERING_FLAGS = {"rank", "local_rank", "device", "logs", "debug"}
 # Flags with paths, which may differ between nodes.
 _PATH_FLAGS = {
-    *("train_data", "val_data", "keep_data", "val_classes", "imagenet_val", "imagenet_v2", "eval_data_dir"),
+    *(
+        "train_data",
+        "val_data",
+        "keep_data",
+        "val_classes",
+        "keep_tasks",
+        "imagenet_val",
+        "imagenet_v2",
+        "eval_data_dir",
+    ),
     *("manifest", "reference", "cache_dir"),
     *("resume", "log_path", "checkpoint_path", "tensorboard_path"),
 }
@@ -165,8 +174,8 @@ def _train(config: TrainingConfig, built: BuiltModel, folder: Path | None, start
 def _is_mixed(config: TrainingConfig, trainer: Trainer) -> bool:
     """Return whether the run compares and mixes its weights with pretrained weights."""
     evaluation = config.evaluation
-    has_scores = evaluation.val_data is not None or evaluation.class_data is not None or evaluation.scores_kept
-    is_wanted = config.tuning.is_compared and bool(config.model.weights) and has_scores and evaluation.val_every > 0
+    is_scored = evaluation.val_data or evaluation.class_data or evaluation.scores_kept or evaluation.kept_tasks
+    is_wanted = config.tuning.is_compared and bool(config.model.weights and is_scored) and evaluation.val_every > 0
     return is_wanted and trainer.loss.model_head() is None  # heads have no initial weights
 
 

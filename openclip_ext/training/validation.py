@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from openclip_ext.training.model import BuiltModel
 
 if TYPE_CHECKING:  # imported late, because most runs do not evaluate
     from openclip_ext.evaluation.encoder import Encoder
-    from openclip_ext.evaluation.scoring import Classification
+    from openclip_ext.evaluation.scoring import Classification, Task
 
 logger = get_logger(__name__)
 
@@ -95,9 +95,11 @@ def build_tasks(
     if config.val_data is not None:
         tasks.append(Scheduled(Validation(build_eval_loader(config.val_data, **of_pairs)), config.val_every, live))
     if config.class_data is not None:
-        tasks.append(Scheduled(OwnClasses(class_task(config.class_data)), config.val_every, live))
+        names = ("classes", "own classes, accuracy", "--val-classes", CLASS_ACCURACY)
+        tasks.append(Scheduled(OwnTask(class_task(config.class_data), *names), config.val_every, live))
     if held_out is not None:
         tasks.append(Scheduled(KeptValidation(EvalLoader(held_out, **of_pairs)), config.val_every, live))
+    tasks += [Scheduled(kept_task(path), config.val_every, live) for path in config.kept_tasks]
     if config.suite is not None and config.suite_data is not None:
         suite = datacomp_suite(config.suite, config.suite_data)
         as_upstream = partial(Encoder, **parts, **loading, autocast=resolve_precision("datacomp", built.device))
@@ -117,6 +119,7 @@ def metric_names(config: EvaluationConfig, is_captioner: bool) -> list[str]:
     if config.val_every > 0:
         names += [CLASS_ACCURACY] if config.class_data is not None else []
         names += [KEPT + name for name in RECALLS] if config.scores_kept else []
+        names += [kept_task(path).metric for path in config.kept_tasks]
     if config.imagenet_every > 0:
         folders = {"imagenet": config.imagenet_val, "imagenetv2": config.imagenet_v2}
         names += [top_name(name, k) for name, folder in folders.items() if folder is not None for k in TOP_K]
@@ -164,10 +167,10 @@ class ScoredTask(ABC):
         is_own: Whether training should raise the score, or keep it.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    flag: ClassVar[str]
-    is_own: ClassVar[bool] = True
+    name: str
+    title: str
+    flag: str
+    is_own: bool = True
 
     @abstractmethod
     def measure(self, encoder: "Encoder") -> tuple[dict[str, float], Score]:
@@ -216,18 +219,35 @@ class KeptValidation(Validation):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnClasses(ScoredTask):
-    """Zero-shot classification of the images of ``--val-classes``."""
+class OwnTask(ScoredTask):
+    """A task of the evaluation whose main metric is the score, such as zero-shot classification (``--val-classes``)."""
 
-    name, title, flag = "classes", "own classes, accuracy", "--val-classes"
-
-    task: "Classification"
+    task: "Task"
+    name: str
+    title: str
+    flag: str
+    metric: str  # name of the score in the log
+    is_own: bool = True
 
     def measure(self, encoder: "Encoder") -> tuple[dict[str, float], Score]:
         scores = self.task.score(encoder)
-        accuracy = scores.metrics["acc1"]
-        assert accuracy is not None
-        return {CLASS_ACCURACY: accuracy}, Score(accuracy, scores.half_widths.get("acc1"), scores.samples)
+        value = scores.metrics["main_metric"]
+        if value is None:
+            raise ValueError(
+                f"{self.flag} {self.task.name}: its {self.task.main_metric} is undefined for these samples"
+            )
+        half = scores.half_widths.get(self.task.main_metric or "")
+        return {self.metric: value}, Score(value, half, scores.samples)
+
+
+def kept_task(path: str) -> OwnTask:
+    """Return a task of ``--keep-tasks``; raise ValueError if the data are unknown."""
+    from openclip_ext.evaluation.open_tasks import own_task
+
+    task = own_task(path)
+    return OwnTask(
+        task, task.name, f"kept {task.name}", f"--keep-tasks {task.name}", f"{KEPT}{task.name}", is_own=False
+    )
 
 
 def class_task(spec: DataSpec) -> "Classification":

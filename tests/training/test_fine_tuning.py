@@ -200,9 +200,12 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
         more = ["--model", SMALL_MODEL, "--pretrained", str(start), "--val-classes", str(tmp_path / name)]
         assert run(evaluation(tmp_path / "logs", name, *more)) == 0
         assert results_of(tmp_path / "logs" / name) == [{"classes_accuracy": pytest.approx(expected), "epoch": 0}]
+    more += ["--keep-tasks", f"{tmp_path / 'photos'}::{tmp_path / 'labels.csv'}"]
     folder = runs.train(shards, tmp_path, "run", "openclip", *more)
-    assert results_of(folder)[0]["classes_accuracy"] == pytest.approx(expected)
-    assert scores_of(folder)["scores"].keys() == {"classes"}
+    first, scores = results_of(folder)[0], scores_of(folder)["scores"]
+    assert first["classes_accuracy"] == pytest.approx(expected)
+    assert scores.keys() == {"classes", "photos", "labels"}, "what is learned is also what is kept"
+    assert all(first[f"kept_{name}"] == scores[name]["0"]["value"] for name in ("photos", "labels"))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,7 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
         ("--keep-data FEW", ["--keep-data", "200"]),
         ("--keep-data UNUSABLE", ["--keep-data", "none of the first"]),
         ("--val-classes nothing.csv", ["--val-classes", "nothing.csv"]),
+        ("--keep-tasks nothing", ["--keep-tasks", "nothing"]),
         ("--keep-share 0.5", ["--keep-share", "--keep-data"]),
         ("--keep-data KEEP --keep-share 1", ["--keep-share"]),
         ("--keep-data KEEP --batch-size 1", ["--keep-data", "--batch-size"]),
