@@ -236,7 +236,7 @@ def _report(
     path = log.folder / SUMMARY_FILE
     if not path.is_file() or path.read_text(encoding="utf-8") != content:  # the folder may be read-only
         write_text(path, content)
-    say(f"{summary_text(summarized, kept, args.data_dir)}\n\nResults: {log.path}")
+    say(f"{summary_text(summarized, kept, args.data_dir)}\n\nResults: {log.folder}")
 
 
 def share_tasks(keys: Iterable[str], processes: int) -> list[list[str]]:
