@@ -52,7 +52,7 @@ MISTAKES = [
     ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
     ("--loss neuclip --loss-option prototypes", "prototypes: expected NAME=VALUE"),
     ("--loss neuclip --loss-option simultaneous=perhaps", "simultaneous='perhaps': expected True or False"),
-    ("--loss neuclip --temperature 14", "--temperature 14: expected a temperature from 0.01 to 1"),
+    ("--loss neuclip --temperature 14", "--temperature 14: expected a temperature from 0.03 to 1"),
     ("--loss neuclip --temperature-min 0.5 --temperature-max 0.2", "is larger than --temperature-max 0.2"),
     ("--loss neuclip --siglip", "--siglip and --loss neuclip contradict each other"),
     ("--recipe cc3", "unknown recipe 'cc3'; did you mean cc3m"),
