@@ -66,6 +66,7 @@ REST = {
     "openclip, adapters of the text tower": "--loss openclip --lora-rank 8 --lora-targets text",
 }
 _FLAGS = "--warmup 0.1 --wd 0.1 --precision fp32 --device cpu --workers 0 --save-frequency 0 --no-before-after"
+_CPU = torch.device("cpu")
 # Shares of the start's kept score at which methods are compared.
 KEPT_SHARES = (0.95, 0.75)
 # The scores of a split: for own and kept, for each weight α of the trained weights: R@1, half its 95 % interval, samples.
@@ -182,9 +183,6 @@ class Data:
         return found
 
 
-_CPU = torch.device("cpu")
-
-
 def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[str, Any]:
     """Train and score one run; return its row. Raise CalledProcessError if training fails."""
     began = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -199,7 +197,7 @@ def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[
     scores = data.scores(argv, folder / run.id / "checkpoints" / f"epoch_{run.epochs}.pt")
     shutil.rmtree(folder / run.id)
     seconds, cpu_seconds = (round(after - before, 1) for after, before in zip(trained, began, strict=True))
-    about = {"commit": commit, "start": start.parents[1].name, "own": data.own.name, "argv": " ".join(argv[4:])}
+    about = {"commit": commit, "start": start.parents[1].name, "own": data.own.name, "flags": _FLAGS}
     about |= {"seconds": seconds, "cpu_seconds": cpu_seconds, "environment": environment()}
     return {"id": run.id, **asdict(run), **scores, **about}
 
