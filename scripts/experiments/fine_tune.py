@@ -202,17 +202,23 @@ def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[
     return {"id": run.id, **asdict(run), **scores, **about}
 
 
-def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> None:
+def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Execute all runs, or the first ``args.most``; return the errors of failed runs."""
     commit = args.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     results = ResultsFile(args.results)
     data = None
-    while (run := next_run(about, results.rows)) is not None and len(results.rows) < args.most:
+    while (run := next_run(about, results.known)) is not None and len(results.rows) < args.most:
         data = data or Data(args.own, args.kept)
-        results.keep(run.id, row := train(run, data, args.start, args.runs, commit))
         print(
-            f"{len(results.rows)} rows: {run.family}, share {run.setting['keep_share']}, lr {run.lr:g}, seed {run.seed}"
+            f"{len(results.rows)} rows. Next: {run.family}, {run.setting}, lr {run.lr:g}, seed {run.seed}", flush=True
         )
-        print("val", columns(row, "val"), flush=True)
+        try:
+            row = train(run, data, args.start, args.runs, commit)
+        except subprocess.CalledProcessError as error:
+            results.keep(run.id, None, str(error))
+        else:
+            results.keep(run.id, row)
+    return [row["failed"] for row in results.failed.values()]
 
 
 def table(about: Mapping[str, Any], results: Results) -> str:
@@ -266,7 +272,9 @@ def main(argv: list[str]) -> None:
         print(table(about, read_results(args.results)))
         return
     with held(args.results.parent, f".{args.results.name}.lock"):
-        run_all(about, args)
+        failures = run_all(about, args)
+    if failures:
+        sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")
 
 
 if __name__ == "__main__":
