@@ -139,11 +139,11 @@ def read_collection(package: Path) -> tuple[dict[str, dict[str, Any]], list[Icon
         for prefix, info in json.loads((package / "collections.json").read_text()).items()
         if info.get("category") != EXCLUDED_CATEGORY and "emoji" not in prefix  # hidden emoji sets have no category
     }
-    icons = [icon for prefix in sorted(sets) for icon in _read_set(package / "json" / f"{prefix}.json")]
+    icons = [icon for prefix in sorted(sets) for icon in read_set(package / "json" / f"{prefix}.json")]
     return sets, icons
 
 
-def _read_set(path: Path) -> Iterator[Icon]:
+def read_set(path: Path) -> Iterator[Icon]:
     data = json.loads(path.read_text())
     for name, drawing in sorted(data["icons"].items()):
         if drawing.get("hidden") or "<animate" in drawing["body"] or "<set" in drawing["body"]:

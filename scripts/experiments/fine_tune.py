@@ -1,0 +1,281 @@
+"""Fine-tune a model on icons of styles that it lacks, and score what the mixes of its weights gain and keep.
+
+    python -m scripts.experiments.fine_tune --cache CACHE --own emoji-1900  # makes the user's own data
+    python -m scripts.experiments.fine_tune --own emoji-1900 --kept icons-11k --start logs/RUN/checkpoints/epoch_16.pt \\
+        --results rows.jsonl --runs runs
+    python -m scripts.experiments.fine_tune --own ... --kept ... --start ... --results rows.jsonl --table
+
+The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``). The own data are two sets of black
+emoji, which the start has not seen. Concepts are split: a name is in only one of training, validation and test. Kept are the
+icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start.
+
+Each run is one ``openclip-ext train``. The results have a JSON line for each finished run, with the own and kept R@1 (mean of
+both directions) of the mixes of start and trained weights. With the first seed, each method runs at three learning rates. The
+rate with the best validation score (the mean of the table's three columns) runs with the other seeds. ``test/`` has no
+influence. Finished runs are skipped, so you can repeat a killed command.
+"""
+
+import argparse
+import hashlib
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch.utils.data import DataLoader
+
+from openclip_ext.checkpoint.format import load_model_file
+from openclip_ext.cli import command_line
+from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, read_results
+from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.files.writing import held, output_path
+from openclip_ext.model_configs import add_model_configs
+from openclip_ext.pages.rendering import markdown_table
+from openclip_ext.training import flags
+from openclip_ext.training.interpolation import score_mixes
+from openclip_ext.training.validation import KeptValidation, Validation
+from scripts.experiments.grid import data_digest, environment
+from scripts.experiments.icons import PACKAGE, Icon, fetch, read_set, take
+from scripts.experiments.pairs import Pair, complete_folder, seeded_order, write_dataset
+from scripts.experiments.tables import with_interval
+
+# Pairs of the own data in each split; a concept's split depends on its place in a seeded order.
+OWN_PAIRS = {"train": 1900, "val": 500, "test": 500}
+OWN_SETS = ("emojione-monotone", "fluent-emoji-high-contrast")
+_VARIANT = "skin-tone"  # names of an emoji's variants, which are left out
+RATES, SEEDS = (1e-4, 3e-4, 1e-3), (0, 1, 2)
+EPOCHS, BATCH_SIZE, MODEL, REHEARSED_SHARE = 10, 64, "demo-resnet", 0.25
+FIRST = {"openclip": "--loss openclip", "queueclip": "--loss queueclip"}
+REST = {
+    "fastclip": "--loss fastclip",
+    "neuclip": "--loss neuclip",
+    "openclip, image tower locked": "--loss openclip --lock-image",
+    # A ResNet has no layers for adapters.
+    "openclip, adapters of the text tower": "--loss openclip --lora-rank 8 --lora-targets text",
+}
+_FLAGS = "--warmup 0.1 --wd 0.1 --precision fp32 --device cpu --workers 0 --save-frequency 0 --no-before-after"
+_CPU = torch.device("cpu")
+# Shares of the start's kept score at which methods are compared.
+KEPT_SHARES = (0.95, 0.75)
+# The scores of a split: for own and kept, for each weight α of the trained weights: R@1, half its 95 % interval, samples.
+Curves = Mapping[str, Mapping[str, Sequence[Any]]]
+
+
+def make_own(package: Path, output: Path) -> None:
+    """Write the own data: the sets' icons without variants, with disjoint concepts in the splits."""
+    order = seeded_order(0)
+    found = [icon for prefix in OWN_SETS for icon in read_set(package / "json" / f"{prefix}.json")]
+    found = sorted((icon for icon in found if _VARIANT not in icon.name), key=lambda icon: order(icon.name))
+    concepts = sorted({icon.canonical for icon in found}, key=order)
+    pools: dict[str, list[Icon]] = {}
+    begin, total = 0, sum(OWN_PAIRS.values())
+    for split, number in OWN_PAIRS.items():
+        end = begin + len(concepts) * number // total
+        chosen = set(concepts[begin:end])
+        pools[split], begin = [icon for icon in found if icon.canonical in chosen], end
+
+    with complete_folder(output) as folder, ThreadPoolExecutor() as executor:
+
+        def pairs_of(split: str) -> Iterator[Pair]:
+            for icon, png in take(pools[split], OWN_PAIRS[split], 64, executor):
+                yield Pair(png, icon.caption, {"set": icon.prefix, "icon": icon.name, "name": icon.canonical})
+
+        recipe = {**OWN_PAIRS, "sets": OWN_SETS, "package": PACKAGE}
+        write_dataset(folder, {split: pairs_of(split) for split in OWN_PAIRS}, concepts, recipe)
+
+
+def runs_of(methods: Mapping[str, str], about: Mapping[str, Any], share: float = 0.0) -> dict[str, list[Run]]:
+    """Return a run for each learning rate of each method, with rehearsal if ``share`` is not 0."""
+    return {
+        name + (", rehearsal" if share else ""): [
+            Run(**about, lr=lr, seed=SEEDS[0], family=name, setting={"flags": given, "keep_share": share})
+            for lr in RATES
+        ]
+        for name, given in methods.items()
+    }
+
+
+def contests(about: Mapping[str, Any], results: Results) -> Iterator[Contest]:
+    """Yield comparisons in the order in which they run. A later one may depend on the results of the earlier ones."""
+    first = runs_of(FIRST, about)
+    tuned = Contest(first, SEEDS[:1])
+    yield tuned
+    rehearsed = runs_of(FIRST, about, REHEARSED_SHARE)
+    at_best = {
+        f"{name}, rehearsal": [replace(run, setting=run.setting | {"keep_share": REHEARSED_SHARE})]
+        for name in first
+        for run in tuned.best(name, results)
+    }
+    yield Contest(at_best, SEEDS[:1])
+    yield Contest(first | at_best, SEEDS)
+    yield Contest(first | rehearsed, SEEDS)
+    yield Contest(first | rehearsed | runs_of(REST, about), SEEDS)
+
+
+def next_run(about: Mapping[str, Any], results: Results) -> Run | None:
+    """Return the next run of the experiment, or None after the last one."""
+    return next((run for contest in contests(about, results) for run in contest.pending(results)), None)
+
+
+def own_at(curves: Curves, share: float) -> float:
+    """Return the own score where the kept score first falls to ``share`` of the start's, linear between the mixes.
+
+    If the kept score never falls so low, return the own score of the trained weights.
+    """
+    points = [(curves["kept"][weight][0], own[0]) for weight, own in curves["own"].items()]
+    needed = share * points[0][0]
+    for (kept, own), (next_kept, next_own) in pairwise(points):
+        if next_kept < needed:
+            return own + (next_own - own) * (kept - needed) / (kept - next_kept)
+    return points[-1][1]
+
+
+def columns(row: Mapping[str, Any], split: str) -> list[float]:
+    """Return the own scores in percent at each of ``KEPT_SHARES``, and of the mix with the best own validation score."""
+    chosen = row["val"]["own"]
+    best = max(chosen, key=lambda weight: chosen[weight][0])
+    return [
+        100 * value for value in (*(own_at(row[split], share) for share in KEPT_SHARES), row[split]["own"][best][0])
+    ]
+
+
+class Data:
+    """The decoded validation and test pairs of own and kept data."""
+
+    def __init__(self, own: Path, kept: Path) -> None:
+        self.own, self.kept = own, kept
+        *_, preprocess = open_clip.create_model_and_transforms(MODEL)
+        transforms: dict[str, Any] = {"preprocess": preprocess, "tokenizer": open_clip.get_tokenizer(MODEL)}
+
+        def decoded(folder: Path) -> DataLoader[Any]:
+            batches = list(build_eval_loader(DataSpec(f"{folder}/*.tar"), batch_size=500, **transforms))
+            return DataLoader(batches, batch_size=None)
+
+        self.validations = {
+            split: [Validation(decoded(own / split), _CPU), KeptValidation(decoded(kept / split), _CPU)]
+            for split in ("val", "test")
+        }
+
+    def scores(self, argv: list[str], checkpoint: Path) -> dict[str, Any]:
+        """Return the scores of the mixes, and the α that the training program's rule chooses on the validation pairs."""
+        content, settings = load_model_file(checkpoint), flags.parse(argv).model
+        found: dict[str, Any] = {}
+        for split, validations in self.validations.items():
+            mixes = score_mixes(validations, settings, content, 0.9, _CPU, None)
+            found[split] = {
+                "own" if of.is_own else "kept": {f"{weight:g}": list(score) for weight, score in scores.items()}
+                for of, scores in mixes.scores.items()
+            }
+            found.setdefault("chosen", mixes.choice.weight)  # of the first split, which is the validation split
+        found["val"]["mean"] = statistics.fmean(columns(found, "val"))
+        return found
+
+
+def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[str, Any]:
+    """Train and score one run; return its row. Raise CalledProcessError if training fails."""
+    began = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    shutil.rmtree(folder / run.id, ignore_errors=True)
+    argv = ["--model", MODEL, "--pretrained", str(start), "--train-data", f"{data.own}/train/*.tar", *_FLAGS.split()]
+    argv += ["--logs", str(folder), "--name", run.id, "--batch-size", str(run.batch_size), "--epochs", str(run.epochs)]
+    argv += ["--lr", str(run.lr), "--seed", str(run.seed), *run.setting["flags"].split()]
+    if share := run.setting["keep_share"]:
+        argv += ["--keep-data", f"{data.kept}/train/00000.tar", "--keep-share", str(share), "--val-frequency", "0"]
+    subprocess.run([sys.executable, "-m", "openclip_ext", "train", *argv], check=True)
+    trained = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    scores = data.scores(argv, folder / run.id / "checkpoints" / f"epoch_{run.epochs}.pt")
+    shutil.rmtree(folder / run.id)
+    seconds, cpu_seconds = (round(after - before, 1) for after, before in zip(trained, began, strict=True))
+    about = {"commit": commit, "start": start.parents[1].name, "own": data.own.name, "flags": _FLAGS}
+    about |= {"seconds": seconds, "cpu_seconds": cpu_seconds, "environment": environment()}
+    return {"id": run.id, **asdict(run), **scores, **about}
+
+
+def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Execute all runs, or the first ``args.most``; return the errors of failed runs."""
+    commit = args.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+    results = ResultsFile(args.results)
+    data = None
+    while (run := next_run(about, results.known)) is not None and len(results.rows) < args.most:
+        data = data or Data(args.own, args.kept)
+        print(
+            f"{len(results.rows)} rows. Next: {run.family}, {run.setting}, lr {run.lr:g}, seed {run.seed}", flush=True
+        )
+        try:
+            row = train(run, data, args.start, args.runs, commit)
+        except subprocess.CalledProcessError as error:
+            results.keep(run.id, None, str(error))
+        else:
+            results.keep(run.id, row)
+    return [row["failed"] for row in results.failed.values()]
+
+
+def table(about: Mapping[str, Any], results: Results) -> str:
+    """Return the own test scores of each method, and the paired differences from the first method."""
+    *_, contest = contests(about, results)
+    heads = [f"own at {share:.0%} kept" for share in KEPT_SHARES]
+    cells = [["method", "rates", "lr", "seeds", *heads, "own, unconstrained"]]
+    base: dict[int, list[float]] = {}
+    for name, runs in contest.families.items():
+        tried = [run for run in runs if run.id in results]
+        if not tried:
+            continue
+        best = max(tried, key=lambda run: results[run.id]["val"]["mean"])
+        ids = {seed: replace(best, seed=seed).id for seed in contest.seeds}
+        found = {seed: columns(results[one], "test") for seed, one in ids.items() if one in results}
+        base = base or found
+        line = [name, str(len(tried)), f"{best.lr:g}", str(len(found))]
+        for place in range(len(heads) + 1):
+            line.append(f"{statistics.fmean(values[place] for values in found.values()):.1f}")
+            paired = [values[place] - base[seed][place] for seed, values in found.items() if seed in base]
+            if paired and found is not base:
+                line[-1] += f", {with_interval(paired)}"
+        cells.append(line)
+    return markdown_table(cells)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--own", type=Path, required=True, help="folder of the own data")
+    parser.add_argument("--cache", type=Path, help="folder of the icons' collection: make the own data, and stop")
+    parser.add_argument("--kept", type=Path, help="folder from scripts.experiments.icons")
+    parser.add_argument("--start", type=Path, help="checkpoint LOGS/NAME/checkpoints/epoch_K.pt of the start")
+    parser.add_argument("--results", type=output_path, help="JSON lines file to which finished runs are added")
+    parser.add_argument("--runs", type=output_path, default=Path("runs"), help="folder of unfinished runs")
+    parser.add_argument("--commit", help="commit of the code, if the folder is no repository")
+    parser.add_argument("--most", type=int, default=sys.maxsize, help="stop when the file has so many rows")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and stop")
+    args = parser.parse_args(argv)
+    if args.cache is not None:
+        make_own(fetch(args.cache), args.own)
+        return
+    if None in (args.kept, args.start, args.results):
+        parser.error("give --kept, --start and --results")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    add_model_configs()
+    digests = [data_digest(args.own), data_digest(args.kept), hashlib.sha256(args.start.read_bytes()).hexdigest()[:12]]
+    about = {"data": ", ".join(digests), "model": MODEL, "schedule": f"{EPOCHS} epochs"}
+    about |= {"batch_size": BATCH_SIZE, "epochs": EPOCHS}
+    if args.table:
+        print(table(about, read_results(args.results)))
+        return
+    with held(args.results.parent, f".{args.results.name}.lock"):
+        failures = run_all(about, args)
+    if failures:
+        sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

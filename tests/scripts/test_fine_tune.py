@@ -1,0 +1,56 @@
+"""The experiment of fine-tuning: own data with disjoint concepts, the order of the runs, and scores at equal keeping."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.experiments import fine_tune
+from scripts.experiments.fine_tune import columns, next_run, own_at
+from tests.scripts.test_icons import read, write_collection
+
+ABOUT = {"data": "d", "model": "m", "schedule": "s", "batch_size": 64, "epochs": 10}
+
+
+def curves(own: list[float], kept: list[float]) -> dict[str, dict[str, list[float]]]:
+    named = {"own": own, "kept": kept}
+    return {name: {w: [x] for w, x in zip(("0", "0.5", "1"), of, strict=True)} for name, of in named.items()}
+
+
+def test_concepts_of_the_own_data_are_in_one_split_and_variants_are_left_out(tmp_path: Path, monkeypatch):
+    variant = {"bell-light-skin-tone": {"body": '<path d="M0 0h7v7z"/>'}}
+    package = write_collection(tmp_path / "package", {"first": {"icons": variant}, "second": {}})
+    monkeypatch.setattr(fine_tune, "OWN_SETS", ("first", "second"))
+    monkeypatch.setattr(fine_tune, "OWN_PAIRS", {"train": 6, "val": 2, "test": 2})
+    fine_tune.make_own(package, tmp_path / "own")
+    captions = {split: {sample["txt"] for sample in read(tmp_path / "own" / split)} for split in fine_tune.OWN_PAIRS}
+    assert {split: len(found) for split, found in captions.items()} == {"train": 3, "val": 1, "test": 1}
+    assert len(set.union(*captions.values())) == 5
+
+
+@pytest.mark.parametrize(
+    "kept, share, expected",
+    [
+        ([0.2, 0.18, 0.1], 0.95, 0.15),  # halfway between the first two mixes
+        ([0.2, 0.18, 0.1], 0.75, 0.2375),  # 3/8 of the way from the second to the third mix
+        ([0.2, 0.21, 0.2], 0.95, 0.3),  # never below
+    ],
+)
+def test_the_own_score_where_the_kept_score_falls_to_a_share(kept: list[float], share: float, expected: float):
+    assert own_at(curves([0.1, 0.2, 0.3], kept), share) == pytest.approx(expected)
+
+
+def test_the_unconstrained_mix_is_chosen_on_validation_pairs():
+    row = {"val": curves([0.1, 0.3, 0.2], [0.2] * 3), "test": curves([0.1, 0.15, 0.4], [0.2] * 3)}
+    assert columns(row, "test")[-1] == pytest.approx(15)
+
+
+def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
+    results: dict[str, dict] = {}
+    order = []
+    while (run := next_run(ABOUT, results)) is not None:
+        results[run.id] = {"val": {"mean": run.lr if run.family == "openclip" else -run.lr}}
+        order.append((run.family, run.setting["keep_share"], run.lr, run.seed))
+    assert {seed for *_, seed in order[:8]} == {0} and {lr for _, _, lr, _ in order[:6]} == set(fine_tune.RATES)
+    assert order[6:8] == [("openclip", 0.25, 1e-3, 0), ("queueclip", 0.25, 1e-4, 0)]
+    assert {seed for *_, seed in order[8:16]} == {1, 2}
+    assert len(order) == len(set(order)) == 8 * 5  # eight families at three rates, and the best with two more seeds
