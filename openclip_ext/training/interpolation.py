@@ -17,7 +17,7 @@ from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.validation import Scheduled, Score, ScoredTask
 
 # Weights of the trained weights; 0 means the initial weights.
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+ALPHAS = tuple(tenths / 10 for tenths in range(11))
 # Files of a run folder: the chosen model and the scores of all mixes.
 MODEL_FILE, SCORES_FILE = "checkpoints/interpolated.pt", "interpolation.json"
 # Key in a model file for the weight of the trained weights.

@@ -27,25 +27,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
-from torch.utils.data import DataLoader
 
 from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli import command_line
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, read_results
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.pages.rendering import markdown_table
 from openclip_ext.training import flags
 from openclip_ext.training.interpolation import score_mixes
-from openclip_ext.training.validation import KeptValidation, Validation
+from openclip_ext.training.validation import KeptValidation, Scheduled, Validation
 from scripts.experiments.grid import data_digest, environment
 from scripts.experiments.icons import PACKAGE, Icon, fetch, read_set, take
 from scripts.experiments.pairs import Pair, complete_folder, seeded_order, write_dataset
@@ -156,15 +157,19 @@ class Data:
 
     def __init__(self, own: Path, kept: Path) -> None:
         self.own, self.kept = own, kept
-        *_, preprocess = open_clip.create_model_and_transforms(MODEL)
-        transforms: dict[str, Any] = {"preprocess": preprocess, "tokenizer": open_clip.get_tokenizer(MODEL)}
+        *_, transform = open_clip.create_model_and_transforms(MODEL)
+        tokenizer = open_clip.get_tokenizer(MODEL)
+        encoder = partial(Encoder, transform=transform, tokenizer=tokenizer, device=_CPU)
 
-        def decoded(folder: Path) -> DataLoader[Any]:
-            batches = list(build_eval_loader(DataSpec(f"{folder}/*.tar"), batch_size=500, **transforms))
-            return DataLoader(batches, batch_size=None)
+        def decoded(folder: Path) -> list[Any]:
+            spec = DataSpec(f"{folder}/*.tar")
+            return list(build_eval_loader(spec, batch_size=500, preprocess=transform, tokenizer=tokenizer))
 
-        self.validations = {
-            split: [Validation(decoded(own / split), _CPU), KeptValidation(decoded(kept / split), _CPU)]
+        self.tasks = {
+            split: [
+                Scheduled(Validation(decoded(own / split)), 1, encoder),
+                Scheduled(KeptValidation(decoded(kept / split)), 1, encoder),
+            ]
             for split in ("val", "test")
         }
 
@@ -172,8 +177,8 @@ class Data:
         """Return the scores of the mixes, and the α that the training program's rule chooses on the validation pairs."""
         content, settings = load_model_file(checkpoint), flags.parse(argv).model
         found: dict[str, Any] = {}
-        for split, validations in self.validations.items():
-            mixes = score_mixes(validations, settings, content, 0.9, _CPU, None)
+        for split, tasks in self.tasks.items():
+            mixes = score_mixes(tasks, settings, content, 0.9, _CPU, None)
             found[split] = {
                 "own" if of.is_own else "kept": {f"{weight:g}": list(score) for weight, score in scores.items()}
                 for of, scores in mixes.scores.items()

@@ -150,6 +150,9 @@ def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp
     assert steps[-1]["skipped_steps"] == 0
 
 
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
 @pytest.mark.parametrize(
     ("own", "kept", "at_least", "expected"),
     [
@@ -162,13 +165,13 @@ def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp
     ],
 )
 def test_the_rule_of_the_choice(own, kept, at_least, expected):
-    by_weight = (dict(zip(ALPHAS, scores, strict=True)) if scores else {} for scores in (own, kept))
+    by_weight = (dict(zip(QUARTERS, scores, strict=True)) if scores else {} for scores in (own, kept))
     choice = choose(*by_weight, at_least)
     assert choice.weight == expected and "--lr" not in choice.reason
 
 
 def test_a_training_that_did_not_help_is_said():
-    by_weight = dict(zip(ALPHAS, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True))
+    by_weight = dict(zip(QUARTERS, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True))
     assert "--lr" in choose(by_weight, {}, 0.9).reason
 
 
