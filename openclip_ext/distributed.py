@@ -93,10 +93,10 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate a tensor from all ranks along dimension 0, in rank order, without gradient. Collective: all ranks call it.
 
     Args:
-        tensor: ``(N, ...)``, with equal shape and dtype on every rank.
+        tensor: This rank's rows, ``(N, ...)``, with equal shape and dtype on every rank.
 
     Returns:
-        ``(world_size * N, ...)``. With one process, the detached input.
+        The rows of all ranks, ``(world_size * N, ...)``. With one process, the detached input.
     """
     if world_size() == 1:
         return tensor.detach()

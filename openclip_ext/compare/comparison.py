@@ -45,7 +45,7 @@ _REPORT_SECONDS = 2.0
 # seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and only 7 of
 # these pairs changed order later.
 _EARLIEST, _CLEARLY = 0.2, 1.5
-_OTHER = "the folder {} holds a comparison with other {}: choose another --output, or remove the folder"
+_OTHER = "the folder {} holds a comparison with different {}: choose another --output, or remove the folder"
 
 
 def main(argv: list[str]) -> None:

@@ -34,7 +34,7 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
         notes.append(f"the validation samples have {repeated}")
     val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
-        raise ValueError("all validation samples have the same caption: give other data with --val")
+        raise ValueError("all validation samples have the same caption: give different data with --val")
     tokens = None
     if isinstance(train, Cache):
         num_samples, identity = len(train), train.digest

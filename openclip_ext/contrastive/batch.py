@@ -101,12 +101,12 @@ class GatheredBatch:
         scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
         ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each
             view are valid, with at least two different labels if there are labels. If False, all samples are masked.
-        index: ``(B,)`` int64, or None.
+        index: Each sample's index in the data set, ``(B,)`` int64, or None.
         first: Position of this process's first sample among the ``B`` samples.
         local_size: Number of this process's samples.
         world_size: Number of processes whose samples are in this batch.
         epoch, call, learning, views: As in :class:`LocalBatch`.
-        labels: ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
+        labels: Groups of equal samples, ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
     """
 

@@ -287,7 +287,7 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """Load a :meth:`replicated_state`. Load this rank's shards of the tables from ``tables``, the shards of all ranks.
 
-        Raise UsageError, with ``source`` in the message, if the state is from a loss with other options or other data.
+        Raise UsageError, with ``source`` in the message, if the state is from a loss with different options or data.
         """
         own = self.tables()
         if tables.keys() != own.keys():
@@ -301,7 +301,7 @@ class ContrastiveLoss(nn.Module):
             self.load_replicated_state(replicated)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
-                f"{source} has the state of a loss with other options ({error}). Resume with the options of the saved run"
+                f"{source} has the state of a loss with different options ({error}). Resume with the options of the saved run"
             ) from error
         for name, table in own.items():
             restore_table(table, tables[name], source)

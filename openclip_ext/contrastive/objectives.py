@@ -94,9 +94,10 @@ class Objective(ABC):
         """Return the derivative with respect to ``τ_i``, without the regularizer: ``(2, B_local)``.
 
         Args:
-            tau, alpha, weight_ratio: ``(2, B_local)``.
-            positive: ``s_ii``, ``(B_local,)`` or ``(2, B_local)``.
-            gap: ``Σ_j w_ij (s_ij − s_ii)``, ``(2, B_local)``.
+            tau, alpha, weight_ratio: temperature, estimated log-normalizer and the class's ``weight_ratio`` of each local
+                anchor, ``(2, B_local)``.
+            positive: similarity ``s_ii`` of the positive pair, ``(B_local,)`` or ``(2, B_local)``.
+            gap: weighted sum ``Σ_j w_ij (s_ij − s_ii)`` over the negatives, ``(2, B_local)``.
         """
 
     def regularizer(self, rho: float | Tensor) -> float | Tensor:

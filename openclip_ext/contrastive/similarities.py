@@ -79,7 +79,7 @@ class Similarities:
 
         Args:
             log_sums: The result of :meth:`log_sums`.
-            coefficients: ``(2, B)``, 0 for masked anchors.
+            coefficients: factor of each anchor's term, ``(2, B)``, 0 for masked anchors.
             with_mean_similarity: Whether to return the mean similarities.
 
         Returns:

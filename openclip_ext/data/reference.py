@@ -71,8 +71,8 @@ class EmbeddingStore:
             found = about.get(what)
             if wanted is not None and found is not None and wanted != found:
                 raise UsageError(
-                    f"--reference {path} was made from other data than --train-data, in another order or with other keys: "
-                    f"expected {what} {wanted}, found {found}. Write the embeddings of this data set with openclip-ext embed"
+                    f"--reference {path} does not belong to --train-data: expected {what} {wanted}, found {found}. Write the "
+                    "embeddings of this data set with openclip-ext embed"
                 )
         return cls(path, arrays[0], arrays[1], about)
 

@@ -206,7 +206,7 @@ class ModelLoss:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state_dict` from any number of processes; raise ValueError for other options or other data."""
+        """Restore a :meth:`state_dict` from any number of processes; raise ValueError for different options or data."""
         state = checked_dict(state, "the saved loss")
         saved = checked_dict(state.get("tables"), "tables of the saved loss", list)
         tables = {name: [part.numpy() for part in parts] for name, parts in saved.items()}

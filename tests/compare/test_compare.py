@@ -481,12 +481,12 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
 
     # A command that is rejected removes no cache.
     caches = set((out / "cache").iterdir())
-    with pytest.raises(ValueError, match="comparison with other flags, versions or pretrained weights"):
+    with pytest.raises(ValueError, match="comparison with different flags, versions or pretrained weights"):
         main([*argv, "--wd", "0.1"])
     assert set((out / "cache").iterdir()) == caches
     write_tar(data / "train" / "00000.tar", members(90))
     (data / "train" / "manifest.json").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="comparison with other data"):
+    with pytest.raises(ValueError, match="comparison with different data"):
         main(argv)
     assert set((out / "cache").iterdir()) > caches
 

@@ -219,7 +219,7 @@ def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path, workers: int):
     write_tar(Path(paths[1]), members)
     assert os.path.getsize(paths[1]) == size
     refusal = r"17 bad samples in this epoch of 40.*00001.tar cannot be read"
-    with pytest.raises(BadDataError, match=f"{refusal}.*replaced by a file with other samples"):
+    with pytest.raises(BadDataError, match=f"{refusal}.*replaced by a file with different samples"):
         list(loaders[1].iterate(0))
     os.truncate(paths[1], size - 512)
     with pytest.raises(

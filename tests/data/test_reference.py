@@ -62,12 +62,12 @@ def test_what_does_not_fit_is_refused(shards, tmp_path):
             build_source(DataSpec(shards, reference=folder), str)
 
     refused(tmp_path / "nowhere", r"not finished .*\. Start openclip-ext embed again")
-    refused(write_store(tmp_path / "other", shards, data="of others"), "other data than --train-data.*of others")
+    refused(write_store(tmp_path / "other", shards, data="of others"), "--train-data: expected data .*of others")
     fewer = write_store(tmp_path / "fewer", write_shards(tmp_path / "small", [5])[0])
-    refused(fewer, f"other data .*expected samples {NUM_SAMPLES}, found 5")
+    refused(fewer, f"--train-data: expected samples {NUM_SAMPLES}, found 5")
     for key, kept in (("image_key", "jpg;png;jpeg;webp"), ("caption_key", "txt")):
         refused(
-            write_store(tmp_path / key, shards, **{key: "json:b"}), f"other keys: expected {key} {kept}, found json:b"
+            write_store(tmp_path / key, shards, **{key: "json:b"}), f"--train-data: expected {key} {kept}, found json:b"
         )
     cut = write_store(tmp_path / "cut", shards)
     (cut / TEXTS).write_bytes((cut / TEXTS).read_bytes()[:-10])

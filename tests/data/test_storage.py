@@ -522,7 +522,7 @@ def test_a_remote_shard_that_was_replaced_after_its_scan(
     shutil.copy(folder / "00001.tar", folder / "00000.tar")
     for options in ({}, {"cache_dir": str(tmp_path / "copies")}):
         assert train(**options)[1] == {f"{server.url}/data/00000.tar": 20}
-    assert "was replaced by a file with other samples" in caplog.text
+    assert "was replaced by a file with different samples" in caplog.text
     server.has_version = False
     assert train()[1] == {f"{server.url}/data/00000.tar": 20}
     shutil.copytree(folder, tmp_path / "moved")

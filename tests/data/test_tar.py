@@ -131,6 +131,14 @@ def test_sizes_beyond_octal_are_read(tmp_path: Path, tar_format: int):
     assert (member.size, member.name, member.data) == (info.size, "big.jpg", len(header))
 
 
+def test_the_error_of_a_truncated_shard_names_the_file(tmp_path: Path):
+    path = write_tar(tmp_path / "0.tar", sample_members(0))
+    image = members_of(path)[0]
+    os.truncate(path, image.data + image.size // 2)
+    with path.open("rb") as file, pytest.raises(tar.TarError, match=f"truncated.*{image.name}"):
+        list(tar.TarArchive(file).samples(None, [image]))
+
+
 def test_a_damaged_header_costs_its_member_alone(tmp_path: Path):
     """If one bit of a header is flipped, only this member is lost; files and streams continue at the next header."""
     path = write_tar(tmp_path / "0.tar", [member for number in range(4) for member in sample_members(number)])

@@ -186,7 +186,7 @@ def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_r
     assert torch.equal(loss.table.read(torch.tensor([3, 4])), values)
     for other, message in (
         (ContrastiveLoss(), r"state of \['table'\], expected \[\]"),
-        (SmallLoss(5, 0.0), r"epoch_1\.pt has the state of a loss with other options"),
+        (SmallLoss(5, 0.0), r"epoch_1\.pt has the state of a loss with different options"),
     ):
         with pytest.raises(UsageError, match=message):
             restoring.restore_loss(checkpoint, other)

@@ -171,7 +171,7 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
         (lambda f: model_loss((torch.ones(2, 2),)), "the model returned tuple: expected .*output_dict=True"),
         (
             lambda f: model_loss(saved={"loss": {}, "tables": {}}),
-            r"(?s)the saved loss has .* with other options .*Resume with",
+            r"(?s)the saved loss has .* with different options .*Resume with",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_state_of_each_sample_is_not_used_for_other_data(shards, tmp_path, caplo
     with pytest.raises(UsageError, match="data: checkpoint"):
         run([*fastclip, "--train-data", others])
     assert run([*neuclip, "--train-data", others]) == 0
-    assert "other data of the same size" in caplog.text
+    assert "different data of the same size" in caplog.text
     with pytest.raises(UsageError, match="is not the run's training data"):
         load_run(tmp_path / "fastclip", "epoch_1.pt", train_data=others)
 

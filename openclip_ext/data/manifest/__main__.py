@@ -31,7 +31,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=output_path,
         help="path of the manifest (default: manifest.json in the shards' common folder, or manifest-HASH.json if "
-        "manifest.json belongs to other shards)",
+        "manifest.json belongs to different shards)",
     )
     add("--workers", type=int, help="number of worker processes (default: one per core)")
     add("--image-key", default=DEFAULT_IMAGE_KEY, help="possible fields of the image (default: %(default)s)")
@@ -85,7 +85,7 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
     for path, _ in candidates(urls, image_key, caption_key):
         if path.parent != cache_folder():
             return path
-    raise ValueError("the shards are remote, or both manifest names next to them belong to other shards: give --output")
+    raise ValueError("the shards are remote, or both manifest names belong to different shards: give --output")
 
 
 def _check_output(path: Path) -> None:

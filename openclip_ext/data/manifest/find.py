@@ -71,7 +71,7 @@ def cache_folder() -> Path:
 def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterator[tuple[Path, Manifest | None]]:
     """Yield possible paths of a manifest for these shards and keys, the preferred path first, each with its manifest.
 
-    The manifest is None if the file does not exist. A file of other shards or keys is skipped. The key :data:`ANY_FIELD`
+    The manifest is None if the file does not exist. A file of different shards or keys is skipped. The key :data:`ANY_FIELD`
     accepts a manifest with any keys, because the indices do not depend on the keys. The last path is in the user's cache.
     """
     identity = "\n".join([image_key, caption_key, *sorted(map(without_secrets, urls))])

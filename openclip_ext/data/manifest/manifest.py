@@ -246,7 +246,7 @@ class Manifest:
         """Check one local shard; raise ReplacedError if its members changed since the scan, OSError if it is missing."""
         shard = self.shards[shard_number]
         if _is_touched(shard) and self._rescan([shard]):
-            raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
+            raise ReplacedError("it was replaced by a file with different samples after the manifest was made")
 
     def check_remote_unchanged(self, shard_number: int, storage: Storage) -> None:
         """Scan a remote shard again; raise ReplacedError if its members changed, OSError if it is unreadable."""
@@ -256,7 +256,7 @@ class Manifest:
         if scanned.digest is None:
             raise OSError(scanned.problems.get("error"))
         if (shard.digest, shard.num_samples) != (scanned.digest, scanned.num_samples):
-            raise ReplacedError("it was replaced by a file with other samples after the manifest was made")
+            raise ReplacedError("it was replaced by a file with different samples after the manifest was made")
         shard.version = None  # the new version is accepted
 
     def _rescan(self, shards: Sequence[Shard]) -> list[str]:

@@ -306,7 +306,7 @@ class TarArchive:
                     continue
                 data = sample.fields[field] = self.read_at(member.data, member.size)
                 if len(data) < member.size:
-                    raise TarError(f"the file ends in {member.name}")
+                    raise TarError(f"the shard is truncated inside {member.name}")
         if sample is not None:
             yield sample
 

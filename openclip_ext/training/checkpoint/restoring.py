@@ -144,7 +144,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity, keeps_samples:
         differing.remove("data")  # follows from the number of samples
     if differing == ["data"] and not keeps_samples:
         logger.warning(
-            f"{checkpoint.path} was trained on other data of the same size. The run continues with the new data."
+            f"{checkpoint.path} was trained on different data of the same size. The run continues with the new data."
         )
     elif differing:
         differences = "; ".join(f"{key}: checkpoint {found[key]}, run {asked[key]}" for key in differing)
