@@ -49,7 +49,7 @@ def test_exact_log_normalizers_are_the_naive_ones(monkeypatch, chunk, include_po
 
 def test_a_batchs_own_estimate_is_the_baseline():
     images, texts = make_embeddings()
-    loss = create_loss("neuclip", embed_dim=WIDTH, normalizer="minibatch", eps=EPS)
+    loss = create_loss("neuclip-paper", embed_dim=WIDTH, normalizer="minibatch", eps=EPS)
     # 9 anchors in batches of 4: 3 more anchors fill the last batch.
     result = measure(loss, images, texts, 10.0, batch_size=4, anchors=9, seed=3)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))[:12]
