@@ -154,7 +154,7 @@ def test_an_option_of_an_own_loss_does_not_take_a_flag_of_openclip(monkeypatch, 
 
 def test_options_of_the_models_temperature_are_said_to_have_no_effect(caplog):
     open_clip.create_loss(openclip_args(loss="neuclip-paper", loss_options={"lr_tau": 1e-4, "prototypes": 4}))
-    assert "--lr-tau: no effect on --loss neuclip in OpenCLIP's loop" in caplog.text
+    assert "--lr-tau: no effect on --loss neuclip-paper in OpenCLIP's loop" in caplog.text
 
 
 def test_the_recipe_of_the_guide_trains_our_loss(tmp_path, monkeypatch):
