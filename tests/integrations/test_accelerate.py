@@ -147,7 +147,10 @@ def test_the_documented_launcher_starts_two_connected_processes(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
     (command,) = re.findall(r"^\| accelerate \| `(torchrun .+? train\.py)`", page, re.MULTILINE)
     script = tmp_path / "train.py"
-    script.write_text("from accelerate import Accelerator; print('processes:', Accelerator(cpu=True).num_processes)")
+    # One text for one write, so that the lines of the processes do not mix.
+    script.write_text(
+        "from accelerate import Accelerator; print(f'processes: {Accelerator(cpu=True).num_processes}\\n', end='')"
+    )
     words = ["torch.distributed.run", *command.split()[1:-1], str(script)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
     assert done.stdout.count("processes: 2") == 2, done.stderr[-2000:]
