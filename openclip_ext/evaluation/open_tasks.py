@@ -7,7 +7,7 @@ image-caption pairs in any format of training data.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,8 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
         raise DataError(f"{path} not found: {FORMATS}")
     spec = DataSpec(str(place)) if pairs is None else pairs
     if (labels := _label_source(spec)) is not None:
-        return Classification(name=name, path=path, read=partial(_read_table, path, labels, template))
+        # Training scores the task in each epoch, but reading the labels reads all rows.
+        return Classification(name=name, path=path, read=cache(partial(_read_table, path, labels, template)))
     return retrieval(name, spec)
 
 
