@@ -34,7 +34,7 @@ from openclip_ext.evaluation.statistics import half_width, linked_groups
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_text
 from openclip_ext.losses.options import OPTIONS
-from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.config import RunPlan
 from openclip_ext.training.runtime.run_folder import versions
 
 # Time to measure the throughput: as a fraction of --minutes, and its maximum in seconds.
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _refuse_short_time(config: CompareConfig, training: TrainingConfig, seconds: float) -> None:
+def _refuse_short_time(config: CompareConfig, training: RunPlan, seconds: float) -> None:
     """Raise ValueError if ``seconds`` is too short for runs with the minimum number of steps."""
     costs = planner.Costs(dict.fromkeys(config.losses, seconds_a_sample(training, config.processes)), 0.0)
     needed = planner.least_seconds(costs, config.processes, training.loading.batch_size * training.loading.accum_freq)
@@ -97,7 +97,7 @@ class Comparison:
     """
 
     def __init__(
-        self, config: CompareConfig, training: TrainingConfig, data: PilotData, plan: Plan | None, deadline: float
+        self, config: CompareConfig, training: RunPlan, data: PilotData, plan: Plan | None, deadline: float
     ) -> None:
         self.config, self.plan, self.deadline = config, plan, deadline
         self.results = ResultsFile(config.folder / "runs.jsonl")
@@ -314,7 +314,7 @@ class Comparison:
         return shlex.join(without_secrets([*words, "--train-num-samples", str(samples)]))
 
 
-def read_plan(config: CompareConfig, training: TrainingConfig) -> Plan | None:
+def read_plan(config: CompareConfig, training: RunPlan) -> Plan | None:
     """Return the plan in the output folder, if any. Raise ValueError if it has other flags."""
     path = config.folder / "plan.json"
     if not path.exists():
@@ -352,7 +352,7 @@ def measured_costs(contest: Contest, losses: Iterable[str], results: Results) ->
     return planner.Costs(per_sample, statistics.fmean(row["all_seconds"] - row["seconds"] for row in rows))
 
 
-def digest_of_flags(config: CompareConfig, training: TrainingConfig) -> str:
+def digest_of_flags(config: CompareConfig, training: RunPlan) -> str:
     """Return a digest of the flags, the pretrained file and the versions that apply to all runs, without the data."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
     parts: list[Any] = [asdict(getattr(training, name)) for name in names]

@@ -21,9 +21,9 @@ from openclip_ext.losses.options import OPTIONS, REFERENCE_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.checks import check, check_device
-from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.model import with_loss_options
+from openclip_ext.training.config import RunPlan
 from openclip_ext.training.parser import add_flag, add_loss_flags, import_losses, take_loss_options
+from openclip_ext.training.plan import resolve
 
 # Python names of the training flags that compare accepts with the same meaning. It rejects other training flags.
 _USED_FLAGS = """
@@ -65,7 +65,7 @@ class CompareConfig:
         return Path(self.output)
 
 
-def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
+def parse(argv: list[str]) -> tuple[CompareConfig, RunPlan]:
     add_model_configs()
     import_losses(argv, "--losses")
     parser = _parser()
@@ -100,11 +100,11 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     return config, found
 
 
-def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
+def _training_config(shards: str, argv: Sequence[str]) -> RunPlan:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
-    training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
+    training, defaults = (resolve(flags.parse(["--train-data", shards, *given])) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; remove it")
@@ -112,7 +112,7 @@ def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
         raise UsageError(f"--batch-size {training.loading.batch_size}: expected at least 2")
     check_device(training.device)
     device = torch.device(training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    training = replace(with_loss_options(training), device=str(device))
+    training = replace(training, device=str(device))
     check(training)
     if device.type == "cpu":
         training = replace(training, loading=replace(training.loading, workers=0))

@@ -20,12 +20,12 @@ from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.ranks import repeats
 from openclip_ext.evaluation.results import config_digest
-from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.config import RunPlan
 
 _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
-def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData, list[str]]:
+def prepare(config: CompareConfig, training: RunPlan) -> tuple[PilotData, list[str]]:
     """Return the data of a comparison, and notes about the data for the report."""
     notes: list[str] = []
     names = _class_names(config.classes)
@@ -55,13 +55,13 @@ def prepare(config: CompareConfig, training: TrainingConfig) -> tuple[PilotData,
 def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore | None:
     if spec is None or spec.reference is None:
         return None
-    store = build_source(spec, str).reference  # type: ignore[arg-type]
+    store = build_source(spec).reference
     assert store is not None
     return store.part(train.indices()) if isinstance(train, Cache) else store
 
 
 def _decode(
-    config: CompareConfig, training: TrainingConfig, classes: int | None, notes: list[str]
+    config: CompareConfig, training: RunPlan, classes: int | None, notes: list[str]
 ) -> tuple[Cache | DataSpec, Cache]:
     """Return the training samples (or their files, if they do not fit into the cache) and the validation samples."""
     assert training.data is not None, "the command line gives the shards"
@@ -94,7 +94,7 @@ def _decode(
     return train, held_out
 
 
-def _streamed(spec: DataSpec, config: CompareConfig, training: TrainingConfig) -> tuple[int, str]:
+def _streamed(spec: DataSpec, config: CompareConfig, training: RunPlan) -> tuple[int, str]:
     """Return the number of training samples and their data set's digest. Each run reads the samples from the shards."""
     loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
@@ -123,7 +123,7 @@ def _files(spec: DataSpec) -> list[Sequence[Any]]:
         assert spec.source is not None
         files += expand_shards(spec.source)
     elif spec.resolved_type in ("csv", "table"):
-        source: Any = build_source(spec, preprocess=str)  # type: ignore[arg-type]
+        source: Any = build_source(spec)
         files += source.files()
     found: list[Sequence[Any]] = []
     for file in files:
@@ -144,7 +144,7 @@ def _class_names(path: str | None) -> list[str]:
     return names
 
 
-def _image_size(training: TrainingConfig) -> int:
+def _image_size(training: RunPlan) -> int:
     with command_line.without_warnings():
         model, _, _ = replace(training.model, pretrained=None, pretrained_image=False).create(torch.device("cpu"))
     size = model.visual.image_size

@@ -123,7 +123,7 @@ def write_cache(
     if (folder / _TABLE).exists():
         return Cache(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    source = build_source(spec, str)  # type: ignore[arg-type]
+    source = build_source(spec)
     expected = source.num_kept
     indices: list[int] = []
     captions: list[str] = []
@@ -180,7 +180,7 @@ def _shrunk(image: Image.Image, side: int) -> np.ndarray:
 def _read_classes(spec: DataSpec, count: int, indices: Sequence[int]) -> list[int]:
     if spec.resolved_type != "webdataset":
         raise ValueError("--classes needs shards with a member cls for each sample: CSV has none")
-    source = build_source(replace(spec, caption_key="cls"), str)  # type: ignore[arg-type]
+    source = build_source(replace(spec, caption_key="cls"))
     classes = []
     for raw in source.read([np.asarray(indices)]):
         text = raw.fields.get("cls", b"").decode().strip()

@@ -21,7 +21,7 @@ from openclip_ext.diagnostics import estimation_error
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match
 from openclip_ext.losses import registry
-from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.config import RunPlan
 
 RETRIEVAL, ZERO_SHOT = ("image_to_text_R@1", "text_to_image_R@1"), "zero_shot"
 # Minimum size of the population for exact normalizers, in batches.
@@ -35,7 +35,7 @@ class ComparePilot:
     Exact normalizers of ``anchors`` samples are computed over ``population`` training samples.
     """
 
-    config: TrainingConfig
+    config: RunPlan
     data: PilotData
     population: int
     anchors: int

@@ -17,9 +17,10 @@ from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import with_heads
 from openclip_ext.model_configs import add_model_configs
-from openclip_ext.training.config import LossConfig, ScheduleConfig, TrainingConfig
-from openclip_ext.training.model import build_loss, build_model, for_training, initialize, text_groups
+from openclip_ext.training.config import LossConfig, RunPlan, ScheduleConfig
+from openclip_ext.training.model import build_loss, build_model, initialize, loss_options
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, logit_scale_lr
+from openclip_ext.training.plan import text_groups
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 
 _CHUNK = 256
@@ -28,7 +29,7 @@ _CURVE = (0.125, 0.25, 0.5, 1.0)
 CURVE_POINTS = len(_CURVE)
 
 
-def seconds_a_sample(config: TrainingConfig, processes: int) -> float:
+def seconds_a_sample(config: RunPlan, processes: int) -> float:
     """Return the seconds per sample of a forward and backward pass. A training step takes at least this time.
 
     On the CPU, the pass has the threads of a run if ``processes`` runs work at a time.
@@ -77,7 +78,7 @@ class PilotRun:
         seconds: Duration of the training steps so far.
     """
 
-    def __init__(self, config: TrainingConfig, data: PilotData, run: Run, device: torch.device) -> None:
+    def __init__(self, config: RunPlan, data: PilotData, run: Run, device: torch.device) -> None:
         add_model_configs()
         self.config, self.data, self.run, self.device = config, data, run, device
         self.batch = config.loading.batch_size * config.loading.accum_freq
@@ -90,8 +91,9 @@ class PilotRun:
         self.model: Any = self.built.model
         self.texts: Any = self.built.tokenizer if data.tokens is None else KnownTexts(data.tokens, self.model)
         asked = LossConfig(run.setting["loss"], options, self.shared_options() | options)
-        chosen = for_training(asked, self.steps, bool(config.model.weights), data.reference)
-        self.loss = build_loss(chosen, config.model.name, self.model, data.num_samples, device, data.reference)
+        chosen = loss_options(asked, self.steps, bool(config.model.weights), data.reference)
+        about = config.model.name, self.model, data.num_samples, device, data.reference
+        self.loss = build_loss(asked, *about, chosen)
         self.prepare()
         rate = self.logit_scale_lr()
         optimizer = create_optimizer(self.model, replace(config.optimizer, lr=run.lr), rate, self.loss.model_head())
@@ -126,7 +128,7 @@ class PilotRun:
             self.config.loading,
             seed=self.run.seed,
             caption_hash=self.loss.needs_positives,
-            **text_groups(self.config),
+            **text_groups(self.config.step.text_groups, self.config.parallel),
         )
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)
 

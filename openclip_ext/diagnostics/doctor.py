@@ -26,8 +26,8 @@ from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags, run_to_plan
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.checks import check, check_combination, doubtful_settings, other_batch
-from openclip_ext.training.config import TrainingConfig
-from openclip_ext.training.model import build_loss, build_model, for_training
+from openclip_ext.training.config import RunPlan
+from openclip_ext.training.model import build_loss, build_model, loss_options
 from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.runtime import run_folder
 
@@ -45,7 +45,7 @@ Finding = tuple[str, str]
 class Doctor:
     """Checks of a training run with ``world_size`` processes, in the order in which a run would fail."""
 
-    def __init__(self, config: TrainingConfig, world_size: int, gpu_memory: float) -> None:
+    def __init__(self, config: RunPlan, world_size: int, gpu_memory: float) -> None:
         self.config, self.world_size, self.gpu_memory = config, world_size, gpu_memory
         self.global_batch = config.loading.batch_size * config.loading.accum_freq * world_size
         self.samples: int | None = None
@@ -130,11 +130,12 @@ class Doctor:
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
         pretrained = bool(self.config.model.pretrained)
-        config = replace(self.config, loss=for_training(self.config.loss, steps, pretrained, self.reference))
+        config = self.config
+        options = loss_options(config.loss, steps, pretrained, self.reference)
         with command_line.without_warnings():
             built = build_model(replace(config.model, pretrained=None), meta, config.loading.seed)
             few = min(self.samples or 1, _FEW_SAMPLES)
-            loss = build_loss(config.loss, config.model.name, built.model, few, meta, self.reference)
+            loss = build_loss(config.loss, config.model.name, built.model, few, meta, self.reference, options)
         check_combination(config, loss, self.world_size, compat.is_captioner(built.model))
         prepare_for(loss, built.model)
         optimizer = create_optimizer(built.model, config.optimizer, loss.logit_scale_lr, loss.model_head())

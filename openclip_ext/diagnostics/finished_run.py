@@ -141,7 +141,7 @@ def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identi
     elif MASK in str(spec.source):
         raise UsageError(f"the run does not store the secrets in {spec.source}: give the full URL with --train-data")
     try:
-        source = build_source(spec, preprocess)
+        source = build_source(spec)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the run's training data: {error}. If the data have moved, {fix}") from error
     expected, found = identity["num_samples"], source.num_samples

@@ -26,11 +26,10 @@ from openclip_ext.losses import registry
 from openclip_ext.losses.options import PARTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
-from openclip_ext.training.config import TrainingConfig, for_processes
+from openclip_ext.training.config import RunPlan
 from openclip_ext.training.flags import parse
-from openclip_ext.training.model import with_loss_options
 from openclip_ext.training.parser import add_loss_flags, import_losses, take_loss_options
-from openclip_ext.training.recipes import by_pairs
+from openclip_ext.training.plan import plan_run
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -58,9 +57,7 @@ class Training:
     has_average: bool = False  # --model-ema-decay: one more float32 copy of the parameters
 
     @classmethod
-    def of(
-        cls, config: TrainingConfig, samples: int, world_size: int, reference: EmbeddingStore | None = None
-    ) -> "Training":
+    def of(cls, config: RunPlan, samples: int, world_size: int, reference: EmbeddingStore | None = None) -> "Training":
         """Return the training run of a configuration with ``samples`` samples on ``world_size`` ranks."""
         return cls(
             loss=config.loss.name,
@@ -228,10 +225,10 @@ def _gib(size: float) -> str:
     return f"{size / _GIB:.3f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
 
 
-def run_to_plan(argv: list[str], world_size: int) -> TrainingConfig:
+def run_to_plan(argv: list[str], world_size: int) -> RunPlan:
     """Return the configuration of a run with the flags of ``train`` on ``world_size`` ranks, before it is started."""
     processes = {"rank": 0, "local_rank": 0, "world_size": world_size, "distributed": world_size > 1}
-    return with_loss_options(for_processes(by_pairs.resolve(parse(argv)), "now", **processes))
+    return plan_run(parse(argv), processes)
 
 
 def main(argv: list[str]) -> None:
@@ -261,7 +258,7 @@ def _of_train_flags(argv: list[str]) -> tuple[Training, argparse.Namespace]:
     config = run_to_plan(flags, own.world_size)
     if config.data is None:
         raise UsageError("the number of samples is unknown: give --samples or --train-data")
-    source = build_source(config.data, torch.as_tensor)
+    source = build_source(config.data)
     return Training.of(config, source.num_samples, own.world_size, source.reference), own
 
 

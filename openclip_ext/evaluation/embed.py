@@ -47,7 +47,7 @@ def _embed(args: argparse.Namespace) -> None:
         raise UsageError(f"--precision amp needs CUDA, found {device}. Give --precision fp32")
     opened = open_model(args.checkpoint, args.model, args.model_config, **shared.model_options(args))
     encoder = opened.encoder(device, autocast=args.precision)
-    source = build_source(spec, opened.transform)
+    source = build_source(spec)
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(args.output, _about(opened, source, spec, args.precision))
     is_master = distributed.is_master()

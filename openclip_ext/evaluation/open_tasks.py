@@ -220,14 +220,9 @@ def _label_source(spec: DataSpec) -> Source | None:
         return None
     for column in (spec.csv_caption_key, *LABEL_COLUMNS):
         with contextlib.suppress(ValueError):
-            source = build_source(replace(spec, csv_caption_key=column), no_transform)
+            source = build_source(replace(spec, csv_caption_key=column))
             return source if column in LABEL_COLUMNS else None
     return None  # the loader of pairs explains what is wrong with the table
-
-
-def no_transform(image: Any) -> Any:
-    """Stand for a transform where only synthetic data would need one."""
-    return image
 
 
 def _read_table(path: Path, source: Source, template: str | None) -> Labeled:

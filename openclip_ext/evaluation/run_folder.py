@@ -11,13 +11,17 @@ from openclip_ext.files.schema import checked_dict
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's ``config.json``; raise UsageError if the file is missing or not a configuration."""
+    """Return what a run's ``config.json`` has derived: ``flags``, ``loss``, ``steps``, ``world_size`` and ``versions``.
+
+    Raise UsageError if the file is missing or not a configuration.
+    """
     path = folder / "config.json"
     try:
-        config = checked_dict(json.loads(path.read_text()), "it")
+        content = checked_dict(json.loads(path.read_text()), "it")
+        resolved = checked_dict(content.get("resolved"), "resolved")
         for name in ("flags", "loss"):
-            checked_dict(config.get(name), name)
-        return config
+            checked_dict(resolved.get(name), name)
+        return resolved | {"versions": content.get("versions", {})}
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} has no config.json: expected the folder LOGS/NAME of a training run") from None
     except (OSError, ValueError, RecursionError) as error:

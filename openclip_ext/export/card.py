@@ -38,7 +38,7 @@ def model_card(
     """Return the card as Markdown. It contains no paths of this machine.
 
     Args:
-        config: Content of the run's ``config.json``.
+        config: What the run's ``config.json`` has derived, see :func:`~openclip_ext.evaluation.run_folder.read_config`.
         logged: The last line of ``metrics.jsonl`` before the checkpoint. None means no such line, and no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a ``CLIPModel``.
@@ -58,7 +58,6 @@ def model_card(
         **{f"loss: {name}": _without_folder(value) for name, value in sorted(loss["options"].items())},
         **{name: _without_folder(flags.get(name)) for name in _FLAGS},
         **config["versions"],
-        "git commit": config.get("git_commit"),
     }
     library = "transformers" if with_transformers else "open_clip"
     tags = "".join(f"\n- {tag}" for tag in ("clip", "open_clip", "openclip_ext"))

@@ -22,7 +22,7 @@ from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
-from openclip_ext.training.config import EvaluationConfig, ModelConfig, TrainingConfig
+from openclip_ext.training.config import EvaluationConfig, ModelConfig, RunPlan
 from openclip_ext.training.optimizer import check_optimizer, full_name
 from openclip_ext.training.validation import class_task, kept_task, metric_names
 
@@ -33,10 +33,10 @@ _HIGHEST_FINE_TUNING_LR = 1e-3
 _LOWEST_BFLOAT16_LR = 2e-4
 
 
-def check(config: TrainingConfig) -> None:
+def check(plan: RunPlan) -> None:
     """Raise UsageError for the first mistake in a configuration. The message contains a fix."""
-    check_main_program(config.loading.workers)
-    weights, data = config.model.pretrained, config.data
+    check_main_program(plan.loading.workers)
+    weights, data = plan.model.pretrained, plan.data
     if weights and os.path.isdir(os.path.join(weights, "checkpoints")):
         newest = distributed.on_master(lambda: checkpoint_file(Path(weights)))
         raise UsageError(
@@ -45,19 +45,19 @@ def check(config: TrainingConfig) -> None:
     if weights and os.path.isdir(weights):
         raise UsageError(
             f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If the folder "
-            f"has an open_clip_config.json, use --model local-dir:{weights}"
+            f"has an open_clip_plan.json, use --model local-dir:{weights}"
         )
     if weights and os.path.isfile(weights):
         distributed.on_master(lambda: checkpoint_file(Path(weights)))
-    _check_model(config.model)
-    _check_pixels(config.model)
-    _check_evaluation(config.evaluation)
-    if config.parallel.static_graph and config.length.accum_freq > 1:  # --global-batch may set --accum-freq
+    _check_model(plan.model)
+    _check_pixels(plan.model)
+    _check_evaluation(plan.evaluation)
+    if plan.parallel.static_graph and plan.length.accum_freq > 1:  # --global-batch may set --accum-freq
         raise UsageError(
             "--ddp-static-graph does not work with --accum-freq: remove one of them, or raise --batch-size"
         )
     if data is not None:
-        check_optimizer(config.optimizer)
+        check_optimizer(plan.optimizer)
         data.check_type()
     if data is not None and data.resolved_type != "synthetic":
         parse_keys(data.image_key, allow_json=False)
@@ -70,28 +70,28 @@ def check(config: TrainingConfig) -> None:
         if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
         _check_table("--train-data", data)
-        if config.keep.source is not None:
-            _check_other_data("--keep-data", config.keep.spec(data))
-            config.keep.shared(config.loading.batch_size)
-    if "wandb" in config.reporting.destinations and importlib.util.find_spec("wandb") is None:
+        if plan.keep.source is not None:
+            _check_other_data("--keep-data", plan.keep.spec(data))
+            plan.keep.shared(plan.loading.batch_size)
+    if "wandb" in plan.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
-    if config.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
+    if plan.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
         raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
 
 
-def other_batch(config: TrainingConfig, global_batch: int, world_size: int) -> str | None:
+def other_batch(plan: RunPlan, global_batch: int, world_size: int) -> str | None:
     """Return a warning if a run's global batch size differs from its recipe's, else None."""
-    name = config.flags["recipe"]
-    wanted = global_batch if name is None else recipes.get(name, config.loss.name).global_batch
+    name = plan.flags["recipe"]
+    wanted = global_batch if name is None else recipes.get(name, plan.loss.name).global_batch
     if wanted == global_batch:
         return None
-    fix = f"give --batch-size {wanted / (world_size * config.loading.accum_freq):g}"
+    fix = f"give --batch-size {wanted / (world_size * plan.loading.accum_freq):g}"
     return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
 
 
-def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
+def doubtful_settings(plan: RunPlan) -> Iterator[str]:
     """Yield a warning for each setting of a training run that is legal, but probably a mistake."""
-    model, optimizer, precision = config.model, config.optimizer, config.step.precision
+    model, optimizer, precision = plan.model, plan.optimizer, plan.step.precision
     rate = max(filter(None, (optimizer.lr, optimizer.lr_image, optimizer.lr_text)))
     is_bfloat16, adapts = precision in ("bf16", "pure_bf16"), model.lora.rank is not None  # adapters are in float32
     if rate < _LOWEST_BFLOAT16_LR and is_bfloat16 and not adapts:
@@ -111,7 +111,7 @@ def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
     for flag, is_random in (frozen | {"--lock-text": model.lock_text and not has_texts}).items():
         if is_random:
             yield f"{flag} freezes random weights here: add --pretrained"
-    evaluation = config.evaluation
+    evaluation = plan.evaluation
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
         ("--val-classes", evaluation.class_data, "--val-frequency"),
@@ -119,42 +119,42 @@ def doubtful_settings(config: TrainingConfig) -> Iterator[str]:
         ("--imagenet-val", evaluation.imagenet_val or evaluation.imagenet_v2, "--zeroshot-frequency"),
         ("--eval-suite", evaluation.suite, "--eval-frequency"),
     ):
-        if data is not None and config.flags[every[2:].replace("-", "_")] == 0:
+        if data is not None and plan.flags[every[2:].replace("-", "_")] == 0:
             yield f"{flag} is never evaluated, because {every} is 0: give {every} 1, or remove {flag}"
 
 
-def check_combination(config: TrainingConfig, loss: ContrastiveLoss, world_size: int, is_captioner: bool) -> None:
+def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_captioner: bool) -> None:
     """Raise UsageError for flags that the loss, the model or the number of processes does not support."""
-    assert config.data is not None
-    name, has_head = config.loss.name, loss.model_head() is not None
-    batch = config.loading.batch_size * config.loading.accum_freq * world_size
-    has_other_terms = config.data.hard_negative_key is not None or (is_captioner and loss.trains_captions)
+    assert plan.data is not None
+    name, has_head = plan.loss.name, loss.model_head() is not None
+    batch = plan.loading.batch_size * plan.loading.accum_freq * world_size
+    has_other_terms = plan.data.hard_negative_key is not None or (is_captioner and loss.trains_captions)
     if batch < loss.smallest_batch and not has_other_terms:
         raise UsageError(
             f"--loss {name} learns nothing from a global batch of {batch} pair, which has no negatives: raise --batch-size or "
             "--accum-freq"
         )
-    if config.data.resampled and loss.needs_index:
+    if plan.data.resampled and loss.needs_index:
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
-    if config.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
+    if plan.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
         raise UsageError(
             f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip (with "
             "--local-loss only together with --gather-with-grad), or remove the flag"
         )
-    if config.data.hard_negative_key is not None and is_captioner:
+    if plan.data.hard_negative_key is not None and is_captioner:
         raise UsageError(
             "--hard-negative-key does not support models that generate captions, such as CoCa: remove the flag"
         )
-    if config.step.model_ema_decay is not None and has_head:
+    if plan.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
-    if config.saving.best_metric is not None and (config.saving.folder is None or not config.evaluation.is_wanted):
+    if plan.saving.best_metric is not None and (plan.saving.folder is None or not plan.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation, such as --val-data with --val-frequency 1")
-    if (metric := config.saving.best_metric) is not None:
-        known = metric_names(config.evaluation, is_captioner)
+    if (metric := plan.saving.best_metric) is not None:
+        known = metric_names(plan.evaluation, is_captioner)
         if metric not in known:
             raise UsageError(f"--keep-best {metric}: no such metric{nearest(metric, known)}; found: {', '.join(known)}")
-    if config.parallel.fsdp and world_size > 1:
-        parallel.check_shardable(full_name(config.optimizer), config.step.precision == "amp", has_head)
+    if plan.parallel.fsdp and world_size > 1:
+        parallel.check_shardable(full_name(plan.optimizer), plan.step.precision == "amp", has_head)
 
 
 def _check_model(config: ModelConfig) -> None:

@@ -7,7 +7,7 @@ program receives only its own part of the tree.
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from openclip_ext.cli.messages import without_secrets
 from openclip_ext.cli.options import flag, from_flags
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.training.recipes import configurations
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +132,7 @@ class LossConfig:
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)  # options that the user or the recipe gave
-    options: Mapping[str, Any] = field(default_factory=dict)  # all options; training.model.with_loss_options fills them
+    options: Mapping[str, Any] = field(default_factory=dict)  # all options, with the defaults of a short run
     without_effect: tuple[str, ...] = ()  # given flags that this loss does not use
 
 
@@ -387,8 +386,23 @@ class ReportingConfig:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
-    """The configurations of all parts of a run."""
+class Config:
+    """What the user asked for. Nothing replaces it: :func:`openclip_ext.training.plan.resolve` derives the plan of a run.
+
+    ``flags`` has all flags by Python name: first those of the user, then those of ``--recipe`` or ``--config``, else defaults.
+    ``words`` are the arguments that repeat the run, without names and places (see :func:`openclip_ext.training.flags.parse`).
+    """
+
+    words: tuple[str, ...]
+    flags: Mapping[str, Any]
+    loss: str
+    loss_options: Mapping[str, Any]  # options that the user or the recipe gave
+    by_pairs: tuple[str, ...] = ()  # flags of ``--config`` whose values follow the number of training pairs
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is derived from a :class:`Config` for one process: the configurations of all parts of a run."""
 
     model: ModelConfig
     data: DataSpec | None  # None means that the run only evaluates
@@ -405,7 +419,7 @@ class TrainingConfig:
     tuning: FineTuningConfig
     folder: RunFolderConfig
     reporting: ReportingConfig
-    flags: Mapping[str, Any]  # all parsed flags, by Python name
+    flags: Mapping[str, Any]  # the derived values of all flags, by Python name
     device: str | None = flag(None)  # None means OpenCLIP's default, cuda
     rank_patience: float | None = flag(
         600.0, "seconds without a rank's heartbeat after which the run ends ('none': never)", exclusive_minimum=0.0
@@ -436,95 +450,8 @@ FLAG_GROUPS: dict[str, tuple[type, ...]] = {
     "data": (DataSpec, KeepConfig, TrainLoaderConfig, ModelConfig),
     "optimization": (OptimizerConfig, ScheduleConfig, StepConfig, ParallelConfig, LoraConfig),
     "length, checkpoints and evaluation": (RunLength, SavePolicy, EvaluationConfig, FineTuningConfig),
-    "the run": (RunFolderConfig, ReportingConfig, TrainingConfig),
+    "the run": (RunFolderConfig, ReportingConfig, RunPlan),
 }
-
-
-def training_config(flags: Mapping[str, Any], loss: LossConfig) -> TrainingConfig:
-    """Return the configuration for flags by Python name. Flags that OpenCLIP sets after parsing may be missing."""
-    folder = from_flags(
-        RunFolderConfig,
-        flags,
-        logs=None if writes_nothing(flags["logs"]) else Path(flags["logs"]),
-        name=flags["name"] or "",
-        resume_latest=flags["resume"] == "latest",
-        log_local_rank=flags.get("local_rank", 0) if flags["log_local"] else None,
-        rank=flags.get("rank", 0),
-    )
-    checkpoints = folder.folder and folder.folder / "checkpoints"
-    destinations = frozenset(name.strip() for name in flags["report_to"].split(",") if name.strip())
-    if not destinations <= {"wandb", "tensorboard", "all"}:
-        raise UsageError(f"--report-to {flags['report_to']}: expected one or more of wandb, tensorboard, all")
-    if "all" in destinations:
-        destinations = frozenset({"wandb", "tensorboard"})
-    val_data = DataSpec.of_validation(flags) if flags["val_data"] else None
-    class_data = DataSpec.of_validation({**flags, "val_data": flags["val_classes"]}) if flags["val_classes"] else None
-    has_data = flags["train_data"] or flags["dataset_type"] == "synthetic"
-    return from_flags(
-        TrainingConfig,
-        flags,
-        model=model_config(flags),
-        data=from_flags(DataSpec, flags) if has_data else None,
-        keep=from_flags(KeepConfig, flags),
-        loading=from_flags(TrainLoaderConfig, flags, patience=flags["rank_patience"]),
-        loss=loss,
-        optimizer=from_flags(OptimizerConfig, flags),
-        schedule=from_flags(ScheduleConfig, flags),
-        step=from_flags(StepConfig, flags),
-        parallel=from_flags(ParallelConfig, flags),
-        length=from_flags(RunLength, flags),
-        saving=from_flags(SavePolicy, flags, folder=checkpoints, name=folder.name),
-        evaluation=from_flags(
-            EvaluationConfig,
-            flags,
-            val_data=val_data,
-            class_data=class_data,
-            scores_kept=flags["keep_data"] is not None,
-            kept_tasks=tuple((flags["keep_tasks"] or "").split("::")) if flags["keep_tasks"] else (),
-        ),
-        tuning=from_flags(FineTuningConfig, flags),
-        folder=folder,
-        reporting=from_flags(
-            ReportingConfig, flags, destinations=destinations, name=folder.name, resumes=flags["resume"] is not None
-        ),
-        flags=dict(flags),
-    )
-
-
-def for_pairs(config: TrainingConfig, pairs: int) -> TrainingConfig:
-    """Return the configuration in which the flags of ``--config`` that follow the number of pairs have their values."""
-    names = config.flags["by_pairs"]
-    values = configurations.get(config.flags["config"]).sized(pairs)
-    flags = {name: value for name, value in config.flags.items() if name != "by_pairs"}
-    return training_config(flags | {name: values[name] for name in names}, config.loss)
-
-
-def for_processes(config: TrainingConfig, date: str, /, **flags: Any) -> TrainingConfig:
-    """Return the configuration of one process, after the processes have been connected.
-
-    ``date`` is part of the run's default name. ``flags`` are the flags that OpenCLIP sets when it connects the processes.
-    """
-    flags = {**config.flags, **flags}
-    flags |= shared_batch(config, flags["world_size"])
-    if flags["name"] is None:
-        model = flags["model"].replace("/", "-")
-        settings = f"lr_{flags['lr']}-b_{flags['batch_size']}-j_{flags['workers']}-p_{flags['precision']}"
-        flags["name"] = f"{date}-model_{model}-{settings}"
-    own = training_config(flags, config.loss)
-    # The validation loss depends on the evaluation's batch size, which must not depend on the number of processes.
-    return replace(own, evaluation=replace(own.evaluation, batch_size=config.evaluation.batch_size))
-
-
-def shared_batch(config: TrainingConfig, world_size: int) -> dict[str, int]:
-    """Return ``batch_size`` and ``accum_freq`` for ``--global-batch``. Use as few micro-batches as possible."""
-    total, loading = config.shared_batch, config.loading
-    if total is None:
-        return {}
-    for size in range(loading.batch_size, 0, -1):
-        accum_freq, rest = divmod(total, size * world_size)
-        if rest == 0 and accum_freq >= loading.accum_freq:
-            return {"batch_size": size, "accum_freq": accum_freq}
-    raise UsageError(f"--global-batch {total}: expected a multiple of the number of processes, {world_size}")
 
 
 def model_config(flags: Mapping[str, Any]) -> ModelConfig:
@@ -539,3 +466,11 @@ def model_config(flags: Mapping[str, Any]) -> ModelConfig:
 def writes_nothing(logs: str | None) -> bool:
     """Return whether the value of ``--logs`` means that no files are written."""
     return not logs or logs.lower() == "none"
+
+
+def reporting_destinations(report_to: str) -> frozenset[str]:
+    """Return the destinations in a value of ``--report-to``. Raise UsageError if one is unknown."""
+    names = frozenset(name.strip() for name in report_to.split(",") if name.strip())
+    if not names <= {"wandb", "tensorboard", "all"}:
+        raise UsageError(f"--report-to {report_to}: expected one or more of wandb, tensorboard, all")
+    return frozenset({"wandb", "tensorboard"}) if "all" in names else names

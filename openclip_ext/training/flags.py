@@ -1,4 +1,4 @@
-"""Parse a command line into a training configuration. Torch is imported only if necessary: the import takes seconds."""
+"""Parse the command line of a training run. Torch is imported only if necessary: the import takes seconds."""
 
 import argparse
 import itertools
@@ -11,20 +11,23 @@ from typing import Any
 
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError, check_words
+from openclip_ext.cli.messages import without_secrets
 from openclip_ext.cli.options import OptionError, check_flags, nearest, with_flags
 from openclip_ext.cli.words import refuse_files, refuse_foreign_words
 from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
-from openclip_ext.training.config import FLAG_GROUPS, LossConfig, TrainingConfig, training_config, writes_nothing
+from openclip_ext.training.config import FLAG_GROUPS, Config, reporting_destinations, writes_nothing
 from openclip_ext.training.recipes import configurations
 
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
+# Flags that ``--config FILE`` does not repeat.
+_NOT_REPEATED = ("--name", "--logs", "--resume", "--dist-url")
 
 
-def parse(argv: list[str]) -> TrainingConfig:
-    """Return the configuration for a command line, which may have OpenCLIP's flags and ours.
+def parse(argv: list[str]) -> Config:
+    """Return what a command line asks for. It may have OpenCLIP's flags and ours.
 
     Raise UsageError for unknown, wrong or contradictory flags, or if there is nothing to do. Raise SystemExit after
     ``--help``.
@@ -36,24 +39,46 @@ def parse(argv: list[str]) -> TrainingConfig:
         raise SystemExit(0)
     check_words(argv)
     try:
-        flags, loss = _parse(argv)
+        config = _parse(_with_config_file(argv))
         for part in itertools.chain(*FLAG_GROUPS.values()):
-            check_flags(part, flags)
+            check_flags(part, config.flags)
     except OptionError as error:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
-    _check_together(argparse.Namespace(**flags))
-    config = training_config(flags, loss)
-    if config.data is None and not config.evaluation.frequencies:
-        raise UsageError(
-            "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --keep-tasks, --imagenet-val or "
-            "--eval-suite"
-        )
+    _check_together(argparse.Namespace(**config.flags))
     return config
 
 
-def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
-    """Return all flags of a run by their Python names, and the configuration of its loss."""
-    name = parsing.chosen_loss(argv)
+def _with_config_file(argv: list[str]) -> list[str]:
+    """Return the arguments, with those of an earlier run first if ``--config`` names the run's ``config.json``."""
+    path = parsing.chosen(argv, "--config")
+    if path is None or path in configurations.NAMES or not path.endswith(".json"):
+        return argv
+    words = configurations.words_of_run(path, {word.partition("=")[0] for word in argv})
+    rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    rest.add_argument("--config")
+    return [*words, *rest.parse_known_args(argv)[1]]
+
+
+def _repeatable(argv: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments that another run can use: without flags of the run's name, folder, checkpoint and network.
+
+    ``known`` has OpenCLIP's flags, which may be abbreviated.
+    """
+    words: list[str] = []
+    values = iter(argv)
+    for word in values:
+        flag, _, value = word.partition("=")
+        meant = [flag] if flag in known else [name for name in known if name.startswith(flag)]
+        if not flag.startswith("--") or meant[0:1] == [] or meant[0] not in _NOT_REPEATED:
+            words.append(without_secrets(word))
+        elif not value:
+            next(values, None)
+    return tuple(words)
+
+
+def _parse(argv: list[str]) -> Config:
+    """Return the flags of a run, those of its recipe, and the options of its loss."""
+    name = parsing.chosen(argv, "--loss")
     if name is not None and (":" in name or (name not in SUMMARIES and "openclip_ext.losses.registry" in sys.modules)):
         from openclip_ext.losses import registry  # imported late: only custom losses need torch here
 
@@ -62,14 +87,18 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
         refuse_unknown_loss(name, SUMMARIES)
     parser = parsing.build_parser()
     refuse_foreign_words(argv, {*parser.flags, *parsing.own_flags()})
+    typed = argv
     argv = list(_with_our_names(argv))
     refuse_shortened(argv, parser.flags)
     args = _parsed(parser, argv)
+    by_pairs: tuple[str, ...] = ()
     if args.recipe is not None:
+        if args.config is not None:
+            raise UsageError("--config and --recipe set the same flags: give one of them")
         # The recipe's flags come first: argparse uses the last value of a flag, so the user's flags override the recipe.
         args = _parsed(parser, [*_recipe_argv(args), *argv])
-    if args.config is not None:
-        args = _configured(parser, args, argv)
+    elif args.config is not None:
+        args, by_pairs = _configured(parser, args, argv)
     compat.set_openclip_defaults(args)
     flags = vars(args)
     options = parsing.take_loss_options(flags)
@@ -78,7 +107,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], LossConfig]:
             raise OptionError("distill", "steer=False: --reference then has no effect without distill=")
     elif given := sorted(REFERENCE_OPTIONS & options.keys()):
         raise OptionError(given[0], f"{given[0]}=: needs --reference FOLDER, which openclip-ext embed writes")
-    return flags, LossConfig(args.loss, options)
+    return Config(_repeatable(typed, parser.flags), flags, args.loss, options, by_pairs)
 
 
 def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -96,23 +125,22 @@ def _parsed(parser: parsing.Parser, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _configured(parser: parsing.Parser, args: argparse.Namespace, argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags with those of ``--config``. ``by_pairs`` lists the flags that follow the number of pairs."""
-    if args.recipe is not None:
-        raise UsageError("--config and --recipe set the same flags: give one of them")
+def _configured(
+    parser: parsing.Parser, args: argparse.Namespace, argv: Sequence[str]
+) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Return the parsed flags with those of ``--config``, and the flags whose values follow the number of pairs."""
     if not args.pretrained and ":" not in args.model:
         raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
     try:
         configuration = configurations.get(args.config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    has_loss = parsing.chosen_loss([*argv]) is not None or args.siglip
+    has_loss = parsing.chosen(argv, "--loss") is not None or args.siglip
     loss = [] if has_loss else ["--loss", configuration.loss_for(args.model)]
     # argparse keeps existing values of flags that are not given.
     given = parser.parse_args([*argv], argparse.Namespace(**dict.fromkeys(configuration.sized())))
     args = _parsed(parser, [*loss, *configuration.argv(), *argv])
-    args.by_pairs = [name for name in configuration.sized() if getattr(given, name) is None]
-    return args
+    return args, tuple(name for name in configuration.sized() if getattr(given, name) is None)
 
 
 def refuse_shortened(argv: Sequence[str], known: Sequence[str]) -> None:
@@ -183,8 +211,12 @@ def _check_together(args: argparse.Namespace) -> None:
     trains = bool(args.train_data) or is_synthetic
     distills = args.distill_model is not None or args.distill_pretrained is not None
     is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts)
+    reporting_destinations(args.report_to)
+    evaluated = ("val_data", "val_classes", "keep_data", "keep_tasks", "imagenet_val", "imagenet_v2", "eval_suite")
     is_misspelled = resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(resume)
     refused: dict[str, Any] = {
+        "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --keep-tasks, --imagenet-val or "
+        "--eval-suite": not trains and not any(getattr(args, name) for name in evaluated),
         "--horovod is not supported: start with torchrun": args.horovod,
         "--use-bnb-linear is not supported: bitsandbytes no longer has such layers": args.use_bnb_linear,
         "--distill-model: give --reference FOLDER --distill WEIGHT; openclip-ext embed writes the folder": distills,

@@ -4,8 +4,8 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger
-from openclip_ext.cli.options import OptionError, with_flags
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.images import ImagePipeline, image_pipeline
@@ -26,7 +25,7 @@ from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.losses.heads import stored_heads
 from openclip_ext.losses.options import OPTIONS
-from openclip_ext.training.config import LossConfig, ModelConfig, TrainingConfig
+from openclip_ext.training.config import LossConfig, ModelConfig
 from openclip_ext.training.lora import add_adapters
 
 logger = get_logger(__name__)
@@ -145,47 +144,10 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
         )
 
 
-def with_loss_options(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with all options of the loss: given options, else OpenCLIP's flags, else defaults."""
-    loss, flags = config.loss, config.flags
-    try:
-        registry.check_options(loss.name, **loss.given)
-        used = registry.options_used_by(loss.name, **loss.given)
-    except OptionError as error:
-        raise UsageError(with_flags(str(error), OPTIONS)) from error
-    of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}
-    options = used | {name: value for name, value in of_run.items() if name in used} | dict(loss.given)
-    # ``seed`` and ``epochs`` always have an effect, because other parts of the run also use them.
-    unused = of_run.keys() - used.keys() - {"seed", "epochs"}
-    without_effect = sorted(OPTIONS[name].flag for name in unused if of_run[name] != OPTIONS[name].default)
-    views = options.get("views", 1)
-    loading = {
-        "views": views,
-        "caption_hash": options.get("equal_captions", "negative") != "negative",
-        **(text_groups(config) if views == 1 else {}),
-    }
-    return replace(
-        config,
-        loss=replace(loss, options=options, without_effect=tuple(without_effect)),
-        loading=replace(config.loading, **loading),
-    )
-
-
-def text_groups(config: TrainingConfig) -> dict[str, Any]:
-    """Return the settings of the loader for groups of texts."""
-    number = config.step.text_groups
-    if number > 1 and config.parallel.fsdp:
-        # A sharded block is gathered for each group: as often on all ranks, and once to limit the communication.
-        number = 1
-    elif number == 1:
-        number = 0
-    return {"text_groups": number, "equal_text_groups": config.parallel.compile}
-
-
-def for_training(
+def loss_options(
     config: LossConfig, steps: int, pretrained: bool = False, reference: EmbeddingStore | None = None
-) -> LossConfig:
-    """Return the loss's configuration, with :func:`registry.run_defaults` for options that were not given.
+) -> dict[str, Any]:
+    """Return all options of the loss, with :func:`registry.run_defaults` for options that were not given.
 
     With a ``reference``, the default ``reference_temperature`` is the reference model's own temperature.
     """
@@ -193,7 +155,7 @@ def for_training(
     if reference is not None and "steer" in config.given:
         options["reference_temperature"] = reference.temperature
     of_run = {name for name in options.keys() & config.options.keys() if OPTIONS[name].openclip_flag}
-    return replace(config, options=options | {name: config.options[name] for name in of_run} | dict(config.given))
+    return options | {name: config.options[name] for name in of_run} | dict(config.given)
 
 
 def build_loss(
@@ -203,12 +165,16 @@ def build_loss(
     num_samples: int,
     device: torch.device,
     reference: EmbeddingStore | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> ContrastiveLoss:
-    """Create the loss for a model and a data set. Raise UsageError if the loss would ignore an output of the model."""
+    """Create the loss for a model and a data set, with ``options`` (default: those of ``config``).
+
+    Raise UsageError if the loss would ignore an output of the model.
+    """
     if config.without_effect and distributed.is_master():
         logger.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
-    options: dict[str, Any] = dict(config.options)
+    options = dict(config.options if options is None else options)
     if reference is not None and "steer" in config.given:
         options["reference_dim"] = reference.width
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)

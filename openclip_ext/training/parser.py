@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from openclip_ext import compat
@@ -89,8 +89,8 @@ def build_parser() -> Parser:
     group.add_argument(
         "--config",
         metavar="NAME",
-        help=f"settings for a task ({', '.join(configurations.NAMES)}), which follow the number of pairs; your flags override "
-        "them",
+        help=f"settings for a task ({', '.join(configurations.NAMES)}), which follow the number of pairs, or the config.json "
+        "of a run, to repeat it; your flags override them",
     )
     return parser
 
@@ -208,15 +208,15 @@ def _parser_of(option: Option) -> Callable[[str], Any]:
 
 def print_help(argv: list[str]) -> bool:
     """If a command line requests help, print the help and return True. Else return False."""
-    chosen = chosen_loss(argv)
+    loss = chosen(argv, "--loss")
     if "--help-all" in argv:
         parser = build_parser()
         parser.usage = _USAGE
         parser.print_help()
     elif not {"-h", "--help"} & {*argv}:
         return False
-    elif chosen in SUMMARIES or ":" in (chosen or ""):
-        print(f"The flags of --loss {chosen}, with their defaults:\n\n{describe_options(str(chosen))}\n\n{_MORE}")
+    elif loss in SUMMARIES or ":" in (loss or ""):
+        print(f"The flags of --loss {loss}, with their defaults:\n\n{describe_options(str(loss))}\n\n{_MORE}")
     else:
         print(_short())
     return True
@@ -226,15 +226,15 @@ def import_losses(argv: list[str], flag: str = "--loss") -> None:
     """Import the modules of your own losses in the value of ``flag``, because their options are flags."""
     from openclip_ext.losses import registry  # imported late, because it imports torch
 
-    for name in filter(None, (chosen_loss(argv, flag) or "").split(",")):
+    for name in filter(None, (chosen(argv, flag) or "").split(",")):
         registry.find_method(name.strip())
 
 
-def chosen_loss(argv: list[str], flag: str = "--loss") -> str | None:
-    """Return the value of ``--loss``, or of another ``flag``, without parsing other flags."""
+def chosen(argv: Sequence[str], flag: str) -> str | None:
+    """Return the value of one flag, without parsing other flags. None if it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, dest="loss", nargs="?")
-    return parser.parse_known_args(argv)[0].loss
+    parser.add_argument(flag, dest="value", nargs="?")
+    return parser.parse_known_args([*argv])[0].value
 
 
 def _short() -> str:

@@ -45,6 +45,7 @@ from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.pages.rendering import markdown_table
 from openclip_ext.training import flags
+from openclip_ext.training.config import model_config
 from openclip_ext.training.interpolation import score_mixes
 from openclip_ext.training.validation import KeptValidation, Scheduled, Validation
 from scripts.experiments.grid import data_digest, environment
@@ -175,7 +176,7 @@ class Data:
 
     def scores(self, argv: list[str], checkpoint: Path) -> dict[str, Any]:
         """Return the scores of the mixes, and the α that the training program's rule chooses on the validation pairs."""
-        content, settings = load_model_file(checkpoint), flags.parse(argv).model
+        content, settings = load_model_file(checkpoint), model_config(flags.parse(argv).flags)
         found: dict[str, Any] = {}
         for split, tasks in self.tasks.items():
             mixes = score_mixes(tasks, settings, content, 0.9, _CPU, None)

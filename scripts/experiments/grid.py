@@ -55,7 +55,8 @@ from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
-from openclip_ext.training.config import TrainingConfig
+from openclip_ext.training.config import RunPlan
+from openclip_ext.training.plan import resolve
 from openclip_ext.training.runtime.run_folder import versions
 from openclip_ext.training.step import Batch
 
@@ -278,14 +279,14 @@ def train(
     }
 
 
-def config_of(run: Run, weights: Path | None = None) -> TrainingConfig:
+def config_of(run: Run, weights: Path | None = None) -> RunPlan:
     """Return the training configuration of a run. The caller sets loss, learning rate and length later."""
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
     if weights is not None:
         argv += ["--pretrained", str(weights)]
     if "lora_rank" in run.setting:
         argv += ["--lora-rank", str(run.setting["lora_rank"])]
-    return flags.parse(argv)
+    return resolve(flags.parse(argv))
 
 
 def environment() -> dict[str, str]:

@@ -31,7 +31,7 @@ from openclip_ext.evaluation.statistics import Difference, paired_difference
 from openclip_ext.losses import registry
 from openclip_ext.losses.openclip import OpenClipLoss
 from openclip_ext.training import flags
-from openclip_ext.training.model import with_loss_options
+from openclip_ext.training.plan import resolve
 from openclip_ext.training.validation import Validation
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
@@ -543,14 +543,14 @@ def test_the_recommended_command_line_trains_that_configuration(compared):
     row = execute(compared.pilot, run)
     words = shlex.split(compared.command_line(row))
     assert words[:2] == ["openclip-ext", "train"]
-    config = flags.parse(words[2:])
+    config = resolve(flags.parse(words[2:]))
     assert (config.loss.name, config.loss.given["temperature_scheme"]) == ("openclip", "solved")
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.schedule.warmup) == (1e-3, 0.1, 0)
     assert (config.length.epochs, config.data.num_samples, config.model.name) == (1, 48, "demo-vit")
     for loss in DEFAULT_LOSSES:
         setting = make_run(loss).setting
         words = shlex.split(compared.command_line({**row, "family": loss, "setting": setting, "lr": 1 / 3}))
-        config = with_loss_options(flags.parse(words[2:]))
+        config = resolve(flags.parse(words[2:]))
         assert config.loss.options.items() >= setting["options"].items() and config.optimizer.lr == 1 / 3
     again = execute(compared.pilot, run)
     assert all(again[key] == row[key] for key in ("hits", "temperature", "normalizers"))
@@ -565,7 +565,7 @@ def test_a_reference_model_is_in_every_loss_except_the_baseline(data, more, stee
         run = replace(make_run(loss), setting={"loss": loss, "options": own[0][0]})
         used = PilotRun(training, compared.pilot.data, run, CPU).loss
         words = shlex.split(compared.command_line(asdict(run)))
-        trained = flags.parse(words[2:])
+        trained = resolve(flags.parse(words[2:]))
         if loss == BASELINE:
             assert isinstance(used, OpenClipLoss) and trained.data.reference is None
         else:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.losses.registry import create_loss
-from openclip_ext.training.model import for_training
+from openclip_ext.training.model import loss_options
 from tests.losses.cases import WIDTH, unit
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 
 
 def _loss(**options: object) -> Any:
@@ -69,7 +69,7 @@ def test_hard_share_sets_rho() -> None:
     loss = create_loss("neuclip", embed_dim=WIDTH, temperature_scheme="solved", hard_share=0.01)
     assert loss.temperature.target == pytest.approx(-math.log(0.01))
     for loss in (["neuclip"], ["neuclip-paper", "--recipe", "cc3m"]):  # --hard-share also overrides the recipe's rho
-        config = config_of("--loss", *loss, "--hard-share", "0.01")
+        config = plan_of("--loss", *loss, "--hard-share", "0.01")
         assert config.loss.options["rho"] == pytest.approx(-math.log(0.01))
 
 
@@ -85,5 +85,5 @@ def test_hard_share_sets_rho() -> None:
 def test_the_initial_temperature_depends_on_the_length_of_the_run(
     more: list[str], steps: int, start: float | None
 ) -> None:
-    config = config_of("--loss", "queueclip", *more).loss
-    assert for_training(config, steps).options["temperature"] == start
+    config = plan_of("--loss", "queueclip", *more).loss
+    assert loss_options(config, steps)["temperature"] == start

@@ -157,7 +157,7 @@ def test_equal_image_files_have_equal_hashes(kind: str, tmp_path: Path):
         write_shards(tmp_path, [20], files)
     settings = {"preprocess": pixels, "tokenizer": tokens}
     trained = [*build(str(data), caption_hash=True, **settings).iterate(0)]
-    evaluated = [*EvalLoader(build_source(DataSpec(str(data)), pixels), **settings, batch_size=4)]
+    evaluated = [*EvalLoader(build_source(DataSpec(str(data))), **settings, batch_size=4)]
     hashes = {}
     for batch in trained + evaluated:
         hashes |= dict(zip(batch["index"].tolist(), batch["image_hash"].tolist(), strict=True))

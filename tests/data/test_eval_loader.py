@@ -78,7 +78,7 @@ def test_bad_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_training_data_come_once_with_the_index_they_have_in_training(tmp_path: Path, workers: int, kind: str):
     write_shards(tmp_path, [20, 11, 4], {3: undecodable(3)})
     data = str(tmp_path / "*.tar") if kind == "shards" else str(write_csv(tmp_path))
-    source = build_source(DataSpec(data), preprocess)
+    source = build_source(DataSpec(data))
     loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
     batches = list(loader)
     assert all(batch["index"].dtype == torch.int64 for batch in batches)

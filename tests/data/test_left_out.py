@@ -78,7 +78,7 @@ def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data
 
 
 def test_other_readers_leave_them_out_too(data: str, fewer: str):
-    source = build_source(DataSpec(data, manifest=fewer), preprocess)
+    source = build_source(DataSpec(data, manifest=fewer))
     for workers in (0, 2):
         loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=8, workers=workers)
         assert sorted(indices(list(loader))) == [index for index in KEPT if index != 50]

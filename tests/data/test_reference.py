@@ -22,7 +22,7 @@ WIDTH = 5
 def write_store(folder: Path, shards: str, width: int = WIDTH, **changed: object) -> Path:
     """Write a reference folder with random embeddings for some shards; return its path."""
     folder.mkdir()
-    source = build_source(DataSpec(shards), str)
+    source = build_source(DataSpec(shards))
     random = np.random.default_rng(0)
     for name in (IMAGES, TEXTS):
         rows = random.normal(size=(source.num_samples, width))
@@ -59,7 +59,7 @@ def test_a_part_is_asked_for_by_place(shards, tmp_path):
 def test_what_does_not_fit_is_refused(shards, tmp_path):
     def refused(folder: Path, match: str) -> None:
         with pytest.raises(UsageError, match=match):
-            build_source(DataSpec(shards, reference=folder), str)
+            build_source(DataSpec(shards, reference=folder))
 
     refused(tmp_path / "nowhere", r"not finished .*\. Start openclip-ext embed again")
     refused(write_store(tmp_path / "other", shards, data="of others"), "--train-data: expected data .*of others")

@@ -16,7 +16,7 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.sources.source import BadDataError, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import CAPTION
-from tests.data.loading import assert_equal, build, by_index, indices, preprocess, rest_of
+from tests.data.loading import assert_equal, build, by_index, indices, rest_of
 from tests.data.shards import write_csv, write_shards, write_sizes
 
 COUNTS = [20, 11, 9]
@@ -100,13 +100,13 @@ def test_several_caption_columns_of_a_csv_file(tmp_path: Path):
         for number, line in enumerate(path.read_text().split("\n")[:-1])
     ]
     path.write_text("\n".join(["number\tfilepath\ttitle\tdescription", *rows[1:]]) + "\n")
-    source = build_source(DataSpec(str(path), csv_caption_key="title; description"), preprocess)
+    source = build_source(DataSpec(str(path), csv_caption_key="title; description"))
     raws = [*source.read([np.arange(4)])]
     assert [source.decode(raws[2], decode_image, draw)[1] for draw in range(3)] == ["sample 2", "other 2", "sample 2"]
     assert source.decode(raws[0], decode_image, 1)[1] == "sample 0", "a blank caption is never drawn"
     assert source.several_captions
     with pytest.raises(ValueError, match="--csv-caption-key"):
-        build_source(DataSpec(str(path), csv_caption_key="title;detail"), preprocess)
+        build_source(DataSpec(str(path), csv_caption_key="title;detail"))
 
 
 def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
@@ -153,9 +153,9 @@ def test_separator_and_columns_of_a_csv_file(
     spec = DataSpec(str(tmp_path / "t.csv"), **flags)
     if isinstance(found, str):
         with pytest.raises(ValueError, match=re.escape(found)):
-            build_source(spec, preprocess)
+            build_source(spec)
         return
-    source = build_source(spec, preprocess)
+    source = build_source(spec)
     assert [*source.describe(source.read_one(0))] == expected
     was_detected = {"csv_image_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"} | flags != {
         "csv_image_key": found[0],
@@ -179,7 +179,7 @@ def test_forms_of_image_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     name = "a%20b.png" if form.startswith("file:") else "a b.png"
     table.write_text("filepath\ttitle\n" + form.replace("FOLDER", str(folder)).format(name) + "\tsample 0\n")
     Image.new("RGB", (8, 8), "red").save(folder / "a b.png")
-    source = build_source(DataSpec(str(table)), preprocess)
+    source = build_source(DataSpec(str(table)))
     image, _ = source.decode(source.read_one(0), decode_image)
     assert image.getpixel((0, 0)) == (255, 0, 0)
     assert Path(source.files()[1]).samefile(folder / "a b.png")

@@ -390,7 +390,7 @@ def test_the_next_shards_are_fetched_while_this_one_is_read(folder: Path, server
 
 def test_each_shard_is_fetched_once_for_evaluation(folder: Path, server: Server):
     """The commands inspect and estimation-error read the training data with this loader."""
-    source = build_source(DataSpec(f"{server.url}/data/{SHARDS}"), preprocess)
+    source = build_source(DataSpec(f"{server.url}/data/{SHARDS}"))
     server.requests.clear()
     loader = EvalLoader(source, preprocess=preprocess, tokenizer=tokenize, batch_size=4, workers=2)
     assert sorted(indices(list(loader))) == list(range(sum(COUNTS)))

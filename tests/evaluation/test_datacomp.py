@@ -162,7 +162,7 @@ def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
     flags = {"model": datasets.TINY_MODEL, "image_mean": [0.4, 0.5, 0.6]}
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": flags, "loss": {}}))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"resolved": {"flags": flags, "loss": {}}}))
     own = ("--tasks", "cifar10", "--image-mean", "0.4", "0.5", "0.6")
     assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, "--force-image-size", "48") == 2
     for more in ([], ["--force-image-size", "48", "--output-dir", str(tmp_path / "48")]):

@@ -50,7 +50,7 @@ def whole(command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_rows(folder: Path, tiny: OpenedModel, spec: DataSpec, bad: set[int]) -> dict:
-    source = build_source(spec, tiny.transform)
+    source = build_source(spec)
     store, read = EmbeddingStore.open(folder, source.num_samples, source.index_digest), source.read_one
     for index in range(source.num_samples):
         rows = torch.cat(store.rows(torch.tensor([index]))).float()
@@ -82,13 +82,13 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
     with mock.patch.object(embed, "_BLOCK", 4):
         embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])
     assert_rows(tmp_path / "csv", tiny, DataSpec(table), {7})
-    assert build_source(DataSpec(table, reference=tmp_path / "csv"), tiny.transform).reference is not None
+    assert build_source(DataSpec(table, reference=tmp_path / "csv")).reference is not None
     columns = tmp_path / "columns.csv"
     columns.write_text(Path(table).read_text().replace("title", "caption", 1))
     for options in ({}, {"csv_caption_key": "caption"}):  # the content of the columns counts, not their names
-        build_source(DataSpec(str(columns), reference=tmp_path / "csv", **options), tiny.transform)
+        build_source(DataSpec(str(columns), reference=tmp_path / "csv", **options))
     with pytest.raises(UsageError, match="expected data"):
-        build_source(DataSpec(str(columns), csv_caption_key="number", reference=tmp_path / "csv"), tiny.transform)
+        build_source(DataSpec(str(columns), csv_caption_key="number", reference=tmp_path / "csv"))
 
 
 def killed(argv: list[str], after: int) -> None:

@@ -80,7 +80,7 @@ def test_rows_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     write_shards(data := tmp_path / "data", [3, 2])
     flags = ["--device", "cpu", "--precision", "fp32", "--batch-size", "2", "--workers", "0"]
     embed.main([f"{data}/*.tar", "--model", f"transformers:{folder}", "--output", str(tmp_path / "out"), *flags])
-    source = build_source(DataSpec(f"{data}/*.tar"), None)
+    source = build_source(DataSpec(f"{data}/*.tar"))
     store, read = EmbeddingStore.open(tmp_path / "out", source.num_samples, source.index_digest), source.read_one
     for index in range(source.num_samples):
         image, caption = source.decode(read(index), decode_image)

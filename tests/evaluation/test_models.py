@@ -138,7 +138,7 @@ def run_folder(tmp_path, caplog) -> Path:
 
 def write_config(folder: Path, **flags: Any) -> None:
     content = {"flags": {"model": TINY_MODEL, "image_std": None, **flags}, "loss": {}}
-    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({"resolved": content}))
 
 
 @pytest.mark.parametrize(

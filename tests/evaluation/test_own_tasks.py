@@ -74,7 +74,7 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
     shutil.copy(tiny_folder / "epoch_1.pt", checkpoint)
     table = write_csv(tmp_path, rows=6, columns=("place", "words"))
     flags = {"model": datasets.TINY_MODEL, "csv_img_key": "place", "csv_caption_key": "words"}
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": flags, "loss": {}}))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"resolved": {"flags": flags, "loss": {}}}))
     for model, more in (("run", []), ("run/checkpoints/epoch_1.pt", ["--overwrite"])):
         arguments = [str(tmp_path / model), "--tasks", str(photos), "--val-data", str(table), "--device", "cpu", *more]
         assert datacomp.main([*arguments, "--workers", "0"]) == 0

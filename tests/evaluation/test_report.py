@@ -157,7 +157,7 @@ def write_run(folder: Path, loss: str, seed: int, recall: float, epochs: int = 2
         "flags": flags,
         "loss": {"name": loss, "options": {"eps": 0.0, "rho": 4.0} if loss == "queueclip" else {}},
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"resolved": config}))
     return str(folder)
 
 
@@ -181,9 +181,10 @@ def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
     for name, epochs in (("whole", 3), ("shortened", 3), ("interrupted", 1)):
         folder = Path(write_run(tmp_path / name, "openclip", 0, -0.3, epochs))
         config = json.loads((folder / "config.json").read_text())
-        config["flags"]["epochs"] = 3
+        config["resolved"]["flags"]["epochs"] = 3
         # Bad samples have shortened the second run.
-        (folder / "config.json").write_text(json.dumps(config | {"steps": 31 if name == "shortened" else 30}))
+        config["resolved"]["steps"] = 31 if name == "shortened" else 30
+        (folder / "config.json").write_text(json.dumps(config))
     tables, _ = report(tmp_path, *(str(tmp_path / name) for name in ("whole", "shortened", "interrupted")))
     assert tables[0][1] == ["logged steps", "all", "all", "10 of 30"]
     assert {cell[0] for cell in tables[-1][1][1:]} == {"−"}, "a column has one kind of minus signs"

@@ -24,7 +24,7 @@ from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import write_model_config
 from openclip_ext.training.runtime.run_folder import write_settings
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 
 CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
 
@@ -39,7 +39,7 @@ def known_models(monkeypatch):
 def make_run(folder: Path, model: str, *flags: str) -> Path:
     """Write a run folder for a model with random weights; return the path of its checkpoint."""
     add_model_configs()
-    config = config_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
+    config = plan_of("--model", model, "--logs", str(folder), "--name", "run", *flags)
     torch.manual_seed(0)
     # Checkpoints of --model-ema-decay have float32 weights, whatever the precision of the training.
     built, *_ = replace(config.model, precision="fp32").create(torch.device("cpu"))
@@ -92,9 +92,7 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     export(checkpoint, "safetensors", tmp_path / "exported")
     source = f"local-dir:{tmp_path / 'exported'}"
     model, _, preprocess = open_clip.create_model_and_transforms(source)
-    original, *_ = config_of("--model", f"local-dir:{tmp_path / 'hub'}", *flags.split()).model.create(
-        torch.device("cpu")
-    )
+    original, *_ = plan_of("--model", f"local-dir:{tmp_path / 'hub'}", *flags.split()).model.create(torch.device("cpu"))
     original.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
     images, texts = preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS)
     assert torch.equal(embeddings(model, images, texts), embeddings(original, images, texts))
@@ -205,7 +203,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     ]
     write_lines(run / "datacomp" / "epoch_2" / "eval_results.jsonl", lines)
     config = json.loads((run / "config.json").read_text())
-    config["flags"]["pretrained"] = str(checkpoint)
+    config["resolved"]["flags"]["pretrained"] = str(checkpoint)
     (run / "config.json").write_text(json.dumps(config))
     read = ckpt.read
 

@@ -3,12 +3,13 @@
 The code of the losses and of the tests comes from the guide and from ``examples/add_a_loss``.
 """
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from openclip_ext.evaluation.run_folder import read_config
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "add-your-own-loss.md").read_text(encoding="utf-8")
@@ -68,7 +69,7 @@ def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Pat
     smoke, resumed = (python(*command.split()) for command in COMMANDS.findall(GUIDE.replace("\\\n", " ")))
     assert smoke[0] == resumed[0] == 0, smoke[1] + resumed[1]
     assert len((tmp_path / "smoke" / "mine" / "metrics.jsonl").read_text().splitlines()) >= 2
-    config = json.loads((tmp_path / "smoke" / "mine" / "config.json").read_text())
+    config = read_config(tmp_path / "smoke" / "mine")
     assert config["loss"]["name"] == "sharedclip:METHOD"
 
     own = "sharedclip:METHOD --shared-gamma 0.5"

@@ -8,7 +8,7 @@ import pytest
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.training.checks import check_combination, other_batch
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import metrics_of, run, small_command
 from tests.training.test_models import CAPTIONER
 
@@ -21,14 +21,14 @@ def test_wandb_that_is_missing_is_told(shards, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("batch_size", "told"), [([], True), (["--batch-size", "1024"], False)])
 def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
-    config = config_of("--recipe", "cc3m", "--loss", "neuclip-paper", *batch_size)
+    config = plan_of("--recipe", "cc3m", "--loss", "neuclip-paper", *batch_size)
     message = other_batch(config, config.loading.batch_size, 1) or ""
     assert ("for a global batch of 1,024, but this run has 128: give --batch-size 1024" in message) == told
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["--local-loss"], True), (["--local-loss", "--gather-with-grad"], False)])
 def test_hard_negatives_without_a_gradient_are_refused(flags, told):
-    config = config_of("--hard-negative-key", "txt", *flags)
+    config = plan_of("--hard-negative-key", "txt", *flags)
     loss = create_loss("openclip", **config.loss.options)
     if not told:
         return check_combination(config, loss, 2, False)

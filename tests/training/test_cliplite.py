@@ -13,7 +13,7 @@ from openclip_ext.losses.registry import create_loss
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import initialize
 from openclip_ext.training.optimizer import create_optimizer
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import command, evaluation, results_of, run
 
 
@@ -92,7 +92,7 @@ def test_projections_are_in_the_optimizer_with_openclips_decay():
     model = open_clip.create_model("demo-vit")
     head = create_loss("cliplite", embed_dim=64).model_head()
     flags = "--loss cliplite --wd 1e-4 --opt timm/lookahead_sgd --lr 0.2 --momentum 0.9"
-    config = config_of(*flags.split()).optimizer
+    config = plan_of(*flags.split()).optimizer
     optimizer = create_optimizer(model, config, None, head)
     decay = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
     assert len(decay) == len([*model.parameters(), *head.parameters()])

@@ -15,13 +15,14 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import read_log
-from openclip_ext.training.config import for_pairs
 from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
+from openclip_ext.training.plan import resolve
 from tests.data.test_reference import write_store
 from tests.training import runs
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import SMALL_MODEL, evaluation, results_of, run, small_command, stock_model
 
 R_AT_1 = ("image_to_text_R@1", "text_to_image_R@1")
@@ -267,7 +268,7 @@ def finetune(*argv: str) -> list[str]:
     ],
 )
 def test_the_configuration_has_the_loss_of_the_start(argv, loss):
-    config = config_of(*finetune(*argv.split()))
+    config = plan_of(*finetune(*argv.split()))
     assert config.loss.name == loss
     assert (config.keep.share, config.tuning.keep_at_least, config.schedule.warmup) == (0.25, 0.9, 0.1)
 
@@ -275,11 +276,10 @@ def test_the_configuration_has_the_loss_of_the_start(argv, loss):
 def test_the_configuration_follows_the_number_of_pairs_and_the_users_flags_win():
     config = parse([*finetune("--train-data", "x.tar", "--lr", "3e-5", "--wd", "0")])
     sizes = [1000, 3000, 3001, 10**5, 10**7]
-    sized = [for_pairs(config, pairs) for pairs in sizes]
+    sized = [resolve(config, pairs=pairs) for pairs in sizes]
     epochs = [one.length.epochs for one in sized]
     assert epochs == sorted(epochs, reverse=True) and epochs[0] == epochs[1] > epochs[2] > epochs[-1]
     assert {one.optimizer.lr for one in sized} == {3e-5} and {one.optimizer.weight_decay for one in sized} == {0}
-    assert all("by_pairs" not in one.flags for one in sized)
 
 
 def test_a_run_with_the_configuration(start, shards, tmp_path):
@@ -287,7 +287,7 @@ def test_a_run_with_the_configuration(start, shards, tmp_path):
     argv = [word for word in given if word != "--local-loss"]
     at = argv.index("--epochs")
     assert run([*argv[:at], *argv[at + 2 :], "--train-num-samples", "16"]) == 0
-    flags = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]
+    flags = read_config(tmp_path / "run")["flags"]
     assert (flags["epochs"], flags["warmup"], flags["wd"], flags["batch_size"]) == (20, 3, 0.1, 16)
 
 

@@ -164,7 +164,10 @@ def model_loss(outputs: object = None, saved: object = None) -> None:
             lambda f: (f / "config.json").write_text("[" * 99_999) and read_config(f),
             "is not a run's configuration: maximum",
         ),
-        (lambda f: (f / "config.json").write_text('{"flags": 3}') and read_config(f), "flags is '3', expected dict"),
+        (
+            lambda f: (f / "config.json").write_text('{"resolved": {"flags": 3}}') and read_config(f),
+            "flags is '3', expected dict",
+        ),
         (lambda f: (f / "out.log").mkdir() or opened(RunFolderConfig(f.parent, f.name, True)).__enter__(), "--logs"),
         (lambda f: run(command(os.fsdecode(b"/\xff"), f, "run", "openclip")), "udcff' is not UTF-8, .*: rename"),
         (lambda f: train_on_csv(f, "filepath\ttitle\n0.png\tcafé".encode("latin-1")), r"pairs\.csv is not UTF-8 text"),

@@ -12,7 +12,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import build_model
 from tests.devices import CAN_SHARD
 from tests.distributed.pool import two_ranks
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import command, run
 from tests.training.test_models import TEXT, VISION, model_folder
 
@@ -62,7 +62,7 @@ def test_only_the_frozen_layers_of_a_tower_stay_in_evaluation_mode(tmp_path):
     vision = {"image_size": 32, "timm_model_name": "test_resnet", "timm_model_pretrained": False, "timm_pool": "avg"}
     name = model_folder(tmp_path / "folder", {**vision, "timm_proj": "linear"})
     flags = ["--model", name, "--lock-image", "--lock-image-unlocked-groups", "2"]
-    model = build_model(config_of(*flags).model, torch.device("cpu"), 0).model
+    model = build_model(plan_of(*flags).model, torch.device("cpu"), 0).model
     set_training_mode(model)
     before = {key: value.clone() for key, value in model.visual.named_buffers() if key.endswith("running_mean")}
     model(torch.rand(4, 3, 32, 32), torch.ones(4, 20, dtype=torch.int64))

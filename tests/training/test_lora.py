@@ -14,7 +14,7 @@ from openclip_ext.training import lora
 from openclip_ext.training.config import LoraConfig
 from openclip_ext.training.model import build_model
 from tests.training import runs
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import EXIT_AFTER_SIGTERM, SMALL_MODEL, run, small_command, stock_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'openclip_ext[lora]'")
@@ -82,14 +82,14 @@ def test_the_adapters_of_each_kind_of_tower(towers, grad_checkpointing, tmp_path
 def test_only_the_tower_that_is_asked_for():
     add_model_configs()
     for tower, more in (("image", ()), ("text", ("--lock-image",))):
-        config = config_of("--model", "demo-vit", "--lora-rank", "2", "--lora-targets", tower, *more).model
+        config = plan_of("--model", "demo-vit", "--lora-rank", "2", "--lora-targets", tower, *more).model
         model = build_model(config, torch.device("cpu"), 0).model
         trained = [name for name, value in model.named_parameters() if value.requires_grad and name != "logit_scale"]
         assert trained and all(name.startswith("visual.") == (tower == "image") for name in trained)
         # The default of --lora-alpha is twice the rank.
         assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "scaling")} == {2.0}
         assert model.visual.transformer.get_cast_dtype() == torch.float32 and model.visual.image_size
-    in_16_bits = config_of("--model", "demo-vit", "--lora-rank", "2", "--precision", "pure_bf16").model
+    in_16_bits = plan_of("--model", "demo-vit", "--lora-rank", "2", "--precision", "pure_bf16").model
     model = build_model(in_16_bits, torch.device("cpu"), 0).model
     assert {value.dtype for name, value in model.named_parameters() if ".lora_" in name} == {torch.float32}
     name = "transformer.resblocks.0.mlp.c_fc"
@@ -99,7 +99,7 @@ def test_only_the_tower_that_is_asked_for():
     expected = 2e-6 * model.get_parameter(f"{name}.lora_A.default.weight").double().sum(dim=0).expand_as(change)
     torch.testing.assert_close(change, expected, atol=3e-8, rtol=0)  # in 16 bits, such a change is rounded to 0
     with pytest.raises(UsageError, match=r"the image tower has no attention or linear layers.*--lora-targets text"):
-        build_model(config_of("--model", "demo-resnet", "--lora-rank", "2").model, torch.device("cpu"), 0)
+        build_model(plan_of("--model", "demo-resnet", "--lora-rank", "2").model, torch.device("cpu"), 0)
 
 
 def test_stock_openclip_and_peft_load_what_a_run_saves(base, shards, whole, tmp_path):

@@ -1,6 +1,5 @@
 """Full training runs: the files they write, the programs that can read these files, and errors for wrong input."""
 
-import json
 import logging
 import math
 import resource
@@ -17,6 +16,7 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
+from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.training import trainer
 from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.step import TrainStep
@@ -27,6 +27,7 @@ from tests.training.runs import (
     NUM_SAMPLES,
     SAMPLES_PER_SHARD,
     SMALL_MODEL,
+    assert_same_run,
     command,
     evaluation,
     losses_of,
@@ -58,7 +59,7 @@ def test_the_run_folder_has_what_openclip_users_look_for(finished):
     assert {"epoch", "name", "state_dict", "optimizer"} <= set(saved)
     assert saved["epoch"] == 2
     assert list((finished / "tensorboard").iterdir())
-    config = json.loads((finished / "config.json").read_text())
+    config = read_config(finished)
     assert config["loss"]["name"] == "neuclip"
     assert config["loss"]["options"]["prototypes"] == 24
     assert config["flags"]["batch_size"] == 16
@@ -116,6 +117,18 @@ def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
+def test_a_run_is_repeated_from_its_own_folder(finished, tmp_path):
+    """The file has what the user typed, without the name and the folder, so flags after it win."""
+    repeat = ["--config", str(finished / "config.json"), "--logs", str(tmp_path), "--name"]
+    assert run([*repeat, "again"]) == 0
+    assert_same_run(tmp_path / "again", finished)
+    other = ["other", "--seed", "1", "--epochs", "1", "--val-frequency", "0"]
+    assert run([*repeat, *other]) == 0
+    assert losses_of(tmp_path / "other")[0] != losses_of(finished)[0]
+    assert run(["--config", str(tmp_path / "other" / "config.json"), *repeat[2:], "third"]) == 0
+    assert_same_run(tmp_path / "third", tmp_path / "other")
+
+
 def test_a_resume_that_fails_names_the_changed_settings(shards, finished, tmp_path):
     """Without --pretrained, the default temperature scheme of neuclip is a different one."""
     argv = small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest")
@@ -135,7 +148,7 @@ def test_a_resume_heeds_new_settings_and_tells_them(shards, tmp_path, caplog):
     assert run(argv, stop_after=1) == EXIT_AFTER_SIGTERM
     told = "beta1 0.5 (before: 0.9); rho 6.5 (before: 3.0); temperature_max 0.5 (before: 1.0); wd 0.9 (before: 0.2)."
     assert f"The run continues with changed settings: {told}" in caplog.text
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["options"]["rho"] == 6.5
+    assert read_config(tmp_path / "run")["loss"]["options"]["rho"] == 6.5
     caplog.clear()
     assert run(argv) == 0
     assert "changed settings" not in caplog.text

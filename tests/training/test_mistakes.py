@@ -13,6 +13,7 @@ from openclip_ext.training.checks import check_combination, doubtful_settings
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.flags import parse
 from openclip_ext.training.main import cli, main
+from openclip_ext.training.plan import resolve
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
 
@@ -140,7 +141,7 @@ DOUBTFUL = [
 
 @pytest.mark.parametrize(("flags", "message"), DOUBTFUL)
 def test_a_doubtful_setting_is_a_warning(flags, message):
-    found = [*doubtful_settings(parse([*TRAINS.split(), *flags.split()]))]
+    found = [*doubtful_settings(resolve(parse([*TRAINS.split(), *flags.split()])))]
     assert len(found) == bool(message) and message in "".join(found)
 
 
@@ -156,7 +157,7 @@ def test_a_doubtful_setting_is_a_warning(flags, message):
     ],
 )
 def test_the_metric_of_the_best_model_is_checked_at_the_start(metric, flags, expected):
-    config = parse([*TRAINS.split(), "--keep-best", metric, *flags.split()])
+    config = resolve(parse([*TRAINS.split(), "--keep-best", metric, *flags.split()]))
     with nullcontext() if expected is None else pytest.raises(ValueError, match=expected):
         check_combination(config, create_loss("openclip"), 1, is_captioner=False)
 
@@ -212,7 +213,7 @@ def test_a_word_that_is_not_similar_is_not_suggested(word, monkeypatch, capsys):
 
 @pytest.mark.parametrize("notes", ["\u201cfirst\u201d try", ""])
 def test_notes_may_contain_anything(notes):
-    assert parse([*WORKS.split(), "--wandb-notes", notes]).reporting.wandb_notes == notes
+    assert parse([*WORKS.split(), "--wandb-notes", notes]).flags["wandb_notes"] == notes
 
 
 def test_a_text_is_no_command_line():

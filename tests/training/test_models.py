@@ -24,7 +24,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig
 from openclip_ext.training.model import MODEL_CONFIG, build_loss, build_model
 from tests.distributed.pool import two_ranks
-from tests.training.commands import config_of
+from tests.training.commands import plan_of
 from tests.training.runs import EXIT_AFTER_SIGTERM, command, evaluation, losses_of, metrics_of, run
 
 VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
@@ -160,7 +160,7 @@ def test_a_captioner_trains_in_two_processes_without_one_of_its_losses(shards, c
 @pytest.mark.parametrize("tower", ["image", "text"])
 def test_a_captioners_tower_is_locked(configs, tower):
     flags = ["--lock-image"] if tower == "image" else ["--lock-text", "--lock-text-freeze-layer-norm"]
-    model = build_model(config_of(*of_model("tiny-storyteller"), *flags).model, torch.device("cpu"), 0).model
+    model = build_model(plan_of(*of_model("tiny-storyteller"), *flags).model, torch.device("cpu"), 0).model
     frozen = {name.split(".")[0] for name, value in model.named_parameters() if not value.requires_grad}
     assert frozen == {"visual" if tower == "image" else "text"}
 
@@ -178,7 +178,7 @@ def test_a_captioners_tower_is_locked(configs, tower):
 def test_what_a_tower_cannot_do_is_refused(tmp_path, flags, message):
     add_model_configs()
     name = model_folder(tmp_path / "folder", {**TIMM, "timm_model_name": "test_resnet"})
-    config = config_of(*flags.replace("FOLDER", name).split())
+    config = plan_of(*flags.replace("FOLDER", name).split())
     with pytest.raises(UsageError, match=message):
         build_model(config.model, torch.device("cpu"), 0)
 

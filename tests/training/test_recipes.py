@@ -11,8 +11,8 @@ import pytest
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.losses.registry import list_losses, options_used_by
 from openclip_ext.training import recipes
-from openclip_ext.training.model import for_training
-from tests.training.commands import config_of
+from openclip_ext.training.model import loss_options
+from tests.training.commands import plan_of
 
 ROOT = Path(__file__).parents[2]
 ALL = [(name, loss) for name in recipes.names() for loss in recipes.losses(name)]
@@ -26,7 +26,7 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
     seen = recipe.openclip_flags["epochs"] * recipe.dataset_size
     assert seen == pytest.approx(recipe.samples_seen, rel=0.04)
     command = shlex.split(recipe.launch_command())
-    config = config_of(*command[command.index("--") + 1 :])
+    config = plan_of(*command[command.index("--") + 1 :])
     assert config.loss.name == loss
     for flag, value in recipe.openclip_flags.items():
         assert config.flags[flag.replace("-", "_")] == value
@@ -36,14 +36,14 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
 
 @pytest.mark.parametrize("name", list_losses())
 def test_the_training_program_and_create_loss_have_the_same_defaults(name):
-    of_program = for_training(config_of("--loss", name).loss, 10).options
+    of_program = loss_options(plan_of("--loss", name).loss, 10)
     of_run = {"epochs": of_program["epochs"]} if "epochs" in of_program else {}
     assert of_program == options_used_by(name) | of_run
 
 
 def test_a_pretrained_model_keeps_a_learned_temperature():
     for more, scheme in (([], "global"), (["--temperature-scheme", "solved"], "solved")):
-        options = for_training(config_of("--loss", "neuclip", *more).loss, 10, pretrained=True).options
+        options = loss_options(plan_of("--loss", "neuclip", *more).loss, 10, pretrained=True)
         assert options["temperature_scheme"] == scheme and options["verify_fit"]
 
 

@@ -49,10 +49,14 @@ def build_train_loader(
     preprocess: Transform,
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
+    source: Source | None = None,
 ) -> AnyTrainLoader:
-    """Build the training loader. For its errors, see :class:`TrainLoader`. Collective: all ranks call it."""
+    """Build the training loader of a ``source``, by default that of ``spec``. Collective: all ranks call it.
+
+    For its errors, see :class:`TrainLoader`.
+    """
     spec.check_type()
-    source = build_source(spec, preprocess)
+    source = build_source(spec) if source is None else source
     parts: dict[str, ShardSource] = {}
     if isinstance(source, ShardSource):
         if spec.single_source:
@@ -117,19 +121,16 @@ def build_eval_loader(
         samples = ShardStreams(urls, keys, spec.storage, spec.max_image_pixels)
         _refuse_without_fields(samples, spec)
     else:
-        samples = build_other_source(spec, preprocess)
+        samples = build_other_source(spec)
     return EvalLoader(samples, preprocess=preprocess, tokenizer=tokenizer, batch_size=batch_size, workers=workers)
 
 
-def build_source(spec: DataSpec, preprocess: Transform) -> Source:
+def build_source(spec: DataSpec) -> Source:
     """Return the source of a data set; for shards, find or create the manifest. Raise ValueError if the data is invalid."""
     kind, given = spec.resolved_type, spec.source or ""
     source: Source
     if kind == "synthetic":
-        # The image size is the size of the transform's first step (a crop), as in OpenCLIP.
-        size = getattr(getattr(preprocess, "transforms", [None])[0], "size", 224)
-        num_samples = _SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples
-        source = SyntheticSource(num_samples, (size, size) if isinstance(size, int) else (size[-1], size[-2]))
+        source = SyntheticSource(_SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)
     elif kind == "csv":
         # Imported only here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
@@ -154,16 +155,16 @@ def build_source(spec: DataSpec, preprocess: Transform) -> Source:
 def number_of_pairs(spec: DataSpec) -> int:
     """Return the number of samples that are not excluded. Collective: all ranks call it. For errors, see build_source."""
     if spec.resolved_type == "webdataset":
-        return build_source(spec, str).num_kept  # type: ignore[arg-type]
-    return distributed.on_master(lambda: build_source(spec, str).num_kept)  # type: ignore[arg-type]
+        return build_source(spec).num_kept
+    return distributed.on_master(lambda: build_source(spec).num_kept)
 
 
-def build_other_source(spec: DataSpec, preprocess: Transform) -> Source:
+def build_other_source(spec: DataSpec) -> Source:
     """Return the source of data that are not the training data, such as validation data. For errors, see build_source.
 
     The flags for columns may name the columns of the training data. If a table has no such columns, its own are detected.
     """
-    return with_own_columns(spec, lambda spec: build_source(spec, preprocess))
+    return with_own_columns(spec, build_source)
 
 
 def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:

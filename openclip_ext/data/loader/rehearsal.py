@@ -190,22 +190,23 @@ def build_loader(
     preprocess: Transform,
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
+    source: Source | None = None,
 ) -> AnyTrainLoader | RehearsalLoader:
-    """Build the training loader, with rehearsal if ``keep`` has a source. Collective: all ranks call it.
+    """Build the training loader of a ``source``, by default that of ``spec``, with rehearsal if ``keep`` has a source.
 
-    For errors, see :class:`TrainLoader`.
+    Collective: all ranks call it. For errors, see :class:`TrainLoader`.
     """
     transforms: dict[str, Any] = {"preprocess": preprocess, "tokenizer": tokenizer, "decoder": decoder}
     if keep.source is None:
-        return build_train_loader(spec, config, **transforms)
+        return build_train_loader(spec, config, source=source, **transforms)
     num_own, num_kept = keep.shared(config.batch_size)
     # The joined batches are pinned and their texts are grouped.
     part = replace(config, text_groups=0, pin_memory=False)
     kept_workers = min(config.workers, max(1, round(config.workers * num_kept / config.batch_size)))
     own_workers = min(config.workers, max(1, config.workers - kept_workers))
-    own = build_train_loader(spec, replace(part, batch_size=num_own, workers=own_workers), **transforms)
+    own = build_train_loader(spec, replace(part, batch_size=num_own, workers=own_workers), source=source, **transforms)
     assert isinstance(own, TrainLoader), "--single-source-batches is refused"
-    rehearsed, held_out = split(build_other_source(keep.spec(spec), preprocess))
+    rehearsed, held_out = split(build_other_source(keep.spec(spec)))
     part = replace(part, batch_size=num_kept, workers=kept_workers)
     part = replace(part, draw_captions=config.draw_captions and rehearsed.several_captions)
     try:

@@ -5,14 +5,15 @@ from PIL import Image
 from openclip_ext.data.sources.source import DecodedImage, ImageDecoder, RawSample, Source
 
 CAPTION = "Dummy caption"
+_SIZE = 224
 
 
 class SyntheticSource(Source):
-    """A source that repeats one sample ``num_samples`` times. ``image_size`` is (width, height) in pixels."""
+    """A source that repeats one sample ``num_samples`` times."""
 
-    def __init__(self, num_samples: int, image_size: tuple[int, int]) -> None:
-        super().__init__(num_samples, f"synthetic-{num_samples}-{image_size[0]}x{image_size[1]}")
-        self._image = Image.new("RGB", image_size)
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples, f"synthetic-{num_samples}")
+        self._image = Image.new("RGB", (_SIZE, _SIZE))
 
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         return self._image, CAPTION

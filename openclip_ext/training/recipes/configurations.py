@@ -4,12 +4,15 @@
 contains the values, and where they come from.
 """
 
+import itertools
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import MASK
 from openclip_ext.cli.options import as_words, nearest
 
 NAMES = ("finetune",)
@@ -48,6 +51,25 @@ def get(name: str) -> Configuration:
         raise ValueError(f"unknown --config {name}{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
     content = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     return Configuration(**{**content, "by_pairs": tuple(content["by_pairs"])})
+
+
+def words_of_run(path: str, given: Collection[str]) -> list[str]:
+    """Return the arguments of the run that wrote a ``config.json``.
+
+    Raise UsageError if the file cannot be read, or if an argument had a secret, which the run did not store. The flags in
+    ``given`` have other values now.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8")).get("typed")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(found, list):
+        raise UsageError(f"--config {path}: expected the config.json of a run")
+    for before, word in itertools.pairwise(["", *found]):
+        flag = word.partition("=")[0] if word.startswith("--") else before
+        if MASK in word and flag not in given:
+            raise UsageError(f"--config {path}: the value of {flag} had a secret, which is not stored: give {flag}")
+    return found
 
 
 def words(flags: Mapping[str, Any], names: Collection[str]) -> str:

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -164,22 +164,33 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
         raise UsageError(f"cannot fetch checkpoints from {source}: {result.stderr.strip()}")
 
 
-def write_settings(folder: Path, flags: Mapping[str, Any], loss: str, loss_options: dict[str, Any], steps: int) -> None:
-    """Write the resolved flags, versions and git commit to OpenCLIP's ``params.txt`` and our ``config.json``.
+class Settings(NamedTuple):
+    """What a run folder says about its run: how to repeat it, and what was derived from that.
 
     ``steps`` is the number of optimizer steps of the full run.
     """
-    parameters = "".join(f"{name}: {value}\n" for name, value in sorted(flags.items()))
+
+    words: Sequence[str]
+    flags: Mapping[str, Any]
+    loss: str
+    loss_options: Mapping[str, Any]
+    steps: int
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Write the settings, versions and git commit to our ``config.json``, and the flags to OpenCLIP's ``params.txt``."""
     config = {
-        "flags": _plain(flags),
-        "loss": {"name": loss, "options": loss_options},
-        "steps": steps,
-        "versions": versions(),
-        "git_commit": _git_commit(),
-        "world_size": distributed.world_size(),
+        "typed": settings.words,
+        "resolved": {
+            "flags": _plain(settings.flags),
+            "loss": {"name": settings.loss, "options": settings.loss_options},
+            "steps": settings.steps,
+            "world_size": distributed.world_size(),
+        },
+        "versions": {**versions(), "git_commit": _git_commit()},
     }
-    content = json_lines.dumps(config, indent=2) + "\n"
-    write_text(folder / "config.json", content)
+    write_text(folder / "config.json", json_lines.dumps(config, indent=2) + "\n")
+    parameters = "".join(f"{name}: {value}\n" for name, value in sorted(settings.flags.items()))
     write_text(folder / "params.txt", parameters)
 
 

@@ -1,0 +1,193 @@
+"""Build a training run in the order of the data flow: index of the data, model, loader, loss, optimizer, evaluations."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from openclip_ext import compat, distributed
+from openclip_ext.checkpoint.format import Position, RunIdentity
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.messages import get_logger
+from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.similarities import chunk_bytes
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
+from openclip_ext.data.loader.single_source import AnyTrainLoader
+from openclip_ext.training import model as models
+from openclip_ext.training import parallel
+from openclip_ext.training.checkpoint import restoring, saving
+from openclip_ext.training.checkpoint.finding import Start
+from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch
+from openclip_ext.training.config import Config, RunPlan
+from openclip_ext.training.ema import ModelEma
+from openclip_ext.training.interpolation import SCORES_FILE
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
+from openclip_ext.training.runtime import run_folder
+from openclip_ext.training.runtime.reporting import Reporter
+from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
+from openclip_ext.training.trainer import Trainer, stateful_parts
+from openclip_ext.training.validation import build_tasks
+
+logger = get_logger(__name__)
+
+
+def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | None, start: Start) -> Trainer:
+    """Build a training run, restore it from the checkpoint of ``start``, if any, and write the run's settings to ``folder``.
+
+    Collective: all ranks call it. Raise UsageError for mistakes that only the parts can find.
+    """
+    assert plan.data is not None, "a run without training data only evaluates"
+    source = build_source(plan.data)
+    reference = source.reference
+    built = models.build_model(plan.model, device, plan.loading.seed)
+    # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
+    flags = plan.stored_flags | compat.changed_preprocessing(built.model)
+    loader = build_loader(
+        plan.data,
+        plan.loading,
+        plan.keep,
+        preprocess=built.images.transform,
+        tokenizer=built.tokenizer,
+        decoder=built.images.decode,
+        source=source,
+    )
+    steps_per_epoch = loader.batches_per_epoch // plan.length.accum_freq
+    steps = steps_per_epoch * plan.length.epochs
+
+    options = models.loss_options(plan.loss, steps, bool(plan.model.weights), reference)
+    loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
+    check_combination(plan, loss, distributed.world_size(), compat.is_captioner(built.model))
+    models.initialize(built.model, loss, plan.model.weights, is_fresh=start.checkpoint is None)
+    model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
+    temperature_lr = _temperature_lr(plan, loss, steps)
+    optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
+    ema = None if plan.step.model_ema_decay is None else ModelEma(model, plan.step.model_ema_decay)
+    if plan.parallel.compile_loss:
+        loss.compile()
+    step = TrainStep(
+        parallel.compiled(model, plan.parallel),
+        loss,
+        optimizer,
+        StepSettings.of(plan.step, device, built.images.normalize),
+        gradient_scaler(plan.step.precision, device),
+        ema,
+    )
+
+    settings = run_folder.settings(flags, options) | {"reference_weights": reference and reference.about.get("weights")}
+    identity = _identity(plan, loader, settings)
+    position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
+    # After a resume, an epoch may have fewer steps than the run has already completed in it.
+    steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
+    if distributed.is_master():
+        _log_settings(plan, options, start, identity, steps_left, reference.warning if reference else None)
+        _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
+    if folder is not None:
+        content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
+        distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if steps_left > 0 else None))
+    reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
+    return Trainer(
+        step=step,
+        loader=loader,
+        schedule=create_schedule(plan.schedule, optimizer, steps_per_epoch, temperature_lr),
+        length=plan.length,
+        policy=plan.saving,
+        identity=identity,
+        reporter=Reporter(folder, *reporting),
+        tasks=build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None)),
+        position=position,
+    )
+
+
+def _temperature_lr(plan: RunPlan, loss: ContrastiveLoss, steps: int) -> float | None:
+    """Return the temperature's learning rate. If the user did not set it, it is larger in a short run."""
+    if "lr_tau" in plan.loss.given:
+        return loss.logit_scale_lr
+    rate = logit_scale_lr(loss.logit_scale_lr, steps)
+    if rate != loss.logit_scale_lr:
+        logger.info(
+            f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, because the run has only {steps:,} steps."
+        )
+    return rate
+
+
+def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings: dict[str, object]) -> RunIdentity:
+    lora, optimizer = plan.model.lora, plan.optimizer
+    # A checkpoint stores the optimizer's state by position, and these patterns determine the order of the parameters.
+    excluded = [f"--wd-exclude {glob}" for glob in sorted(optimizer.decay_excluded)]
+    return RunIdentity(
+        model=plan.model.name,
+        loss=plan.loss.name,
+        num_samples=loader.num_samples,
+        global_batch=plan.loading.batch_size * plan.loading.accum_freq * distributed.world_size(),
+        seed=plan.loading.seed,
+        optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
+        data=loader.index_digest if isinstance(loader, RehearsalLoader) else loader.source.index_digest,
+        lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
+        settings=settings,
+    )
+
+
+def _log_settings(
+    plan: RunPlan,
+    options: dict[str, object],
+    start: Start,
+    identity: RunIdentity,
+    steps_left: int,
+    of_reference: str | None,
+) -> None:
+    """Log the loss's defaults, and warn about settings that are probably a mistake."""
+    if defaults := dict(options.items() - plan.loss.options.items()):
+        logger.info(f"Defaults of the loss in this run: {defaults}.")
+    if steps_left <= 0:
+        logger.info("Nothing is left to train: the checkpoint is at its last epoch. To continue, raise --epochs.")
+    changed = restoring.changed_settings(start.checkpoint, identity)
+    warnings = (
+        changed and f"The run continues with changed settings: {'; '.join(changed)}.",
+        other_batch(plan, identity.global_batch, distributed.world_size()),
+        *doubtful_settings(plan),
+        of_reference,
+    )
+    for warning in filter(None, warnings):
+        logger.warning(warning)
+
+
+def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
+    batch = identity.global_batch
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = sum(loss.state_size()) / 2**20
+    similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
+    logger.debug(f"Model:\n{model}")
+    logger.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
+    logger.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
+    logger.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
+
+
+def _begin_folder(
+    plan: RunPlan, folder: Path, position: Position, start: Start, settings: run_folder.Settings | None
+) -> None:
+    """Remove files and log entries that were written after the run's position. Write the run's settings, if any.
+
+    Raise UsageError if a file cannot be written. This file then stays unchanged.
+    """
+    checkpoints = folder / "checkpoints"
+    try:
+        restoring.cut_logs(folder, position)
+        if settings is not None:
+            run_folder.write_settings(folder, settings)
+            models.write_model_config(plan.model, folder)
+            (folder / SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
+        if start.checkpoint is None:
+            (folder / run_folder.SAVED).unlink(missing_ok=True)
+        for unreadable in start.unreadable:
+            saving.set_aside(unreadable)
+        saving.remove_leftovers(checkpoints)
+        if start.checkpoint is not None:
+            # The run may have been killed between a save and the removal of older checkpoints.
+            saving.remove_older_mid_epoch(checkpoints, kept=start.checkpoint.path)
+        if plan.copy_codebase:
+            run_folder.copy_codebase(folder)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to the run folder {folder} ({error}): free disk space, or make the folder writable"
+        ) from error
