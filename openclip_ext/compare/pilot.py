@@ -1,7 +1,6 @@
 """Perform the runs of a comparison: train, score by retrieval, and measure the errors of normalizers."""
 
 import base64
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.ranks import Ranks, image_text_ranks, ranks_of_best_match
 from openclip_ext.losses import registry
 from openclip_ext.training.config import RunPlan
+from openclip_ext.training.dry_run import peak_memory
 
 RETRIEVAL, ZERO_SHOT = ("image_to_text_R@1", "text_to_image_R@1"), "zero_shot"
 # Minimum size of the population for exact normalizers, in batches.
@@ -70,7 +70,7 @@ class ComparePilot:
             "seconds": training.seconds,
             "temperature": training.temperature(),
             "state_bytes": sum(training.loss.state_size()),
-            "memory_bytes": _peak_memory(device),
+            "memory_bytes": peak_memory(device),
             "val": {"mean": float(reciprocal_ranks(ranks(training, self.data.val)).mean())},
             "curve": curve,
             "points": points,
@@ -176,10 +176,3 @@ def pack(values: Tensor) -> str:
 def unpack(packed: str) -> Tensor:
     """Decode the text of :func:`pack` to ``(N,)`` float64."""
     return torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float16).double()
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: allocated tensors on a GPU, or the process's resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from openclip_ext.cli.options import nearest
 
+# Prefix of the metric names of DataComp's tasks and averages during training.
+SUITE_PREFIX = "datacomp/"
+
 
 @dataclass(frozen=True)
 class Entry:

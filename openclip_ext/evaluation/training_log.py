@@ -12,8 +12,6 @@ from openclip_ext.files import json_lines
 from openclip_ext.pages.charts import Chart, Curve
 
 METRICS_FILE = "metrics.jsonl"
-# Prefix of the metric names of DataComp's tasks and averages.
-SUITE_PREFIX = "datacomp/"
 _POINTS = 40  # maximum number of points of a curve
 # Charts of logged steps: title, log key of the curve, and log keys of the lower and upper end of the curve's band.
 _INFONCE = "InfoNCE of the batch"

@@ -430,6 +430,11 @@ class RunPlan:
         dest="global_batch",
         minimum=1,
     )
+    dry_run: bool = flag(
+        False,
+        "take two steps with captions of full length, print their time and memory, and write nothing",
+        needs="train_data",
+    )
     resume: str | None = flag(None)
     copy_codebase: bool = flag(False)
 

@@ -29,6 +29,7 @@ from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import Config, RunPlan
+from openclip_ext.training.dry_run import dry_run
 from openclip_ext.training.interpolation import MODEL_FILE, SCORES_FILE, Mixes, score_mixes
 from openclip_ext.training.plan import ONE_PROCESS, plan_run
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
@@ -81,6 +82,9 @@ def run(config: Config) -> None:
                 start = find_start(plan.resume, plan.folder)
                 if plan.data is None:
                     _evaluate_only(plan, device, folder, start)
+                elif plan.dry_run:
+                    found = dry_run(plan, build(config, plan, device, folder, start))
+                    say(found) if distributed.is_master() else None
                 else:
                     _train(plan, build(config, plan, device, folder, start), folder, start)
     except SystemExit:

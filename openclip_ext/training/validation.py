@@ -23,8 +23,7 @@ from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.ranks import IMAGE_TO_TEXT, RECALL_AT, TEXT_TO_IMAGE, retrieval_metrics
-from openclip_ext.evaluation.tasks import GROUPS, select_tasks
-from openclip_ext.evaluation.training_log import SUITE_PREFIX
+from openclip_ext.evaluation.tasks import GROUPS, SUITE_PREFIX, select_tasks
 from openclip_ext.files import json_lines
 from openclip_ext.training.config import EvaluationConfig, StepConfig
 from openclip_ext.training.model import BuiltModel

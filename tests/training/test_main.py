@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import resource
 import shutil
 import signal
@@ -127,6 +128,13 @@ def test_a_run_is_repeated_from_its_own_folder(finished, tmp_path):
     assert losses_of(tmp_path / "other")[0] != losses_of(finished)[0]
     assert run(["--config", str(tmp_path / "other" / "config.json"), *repeat[2:], "third"]) == 0
     assert_same_run(tmp_path / "third", tmp_path / "other")
+
+
+@pytest.mark.parametrize("more", [["--workers", "1", "--accum-freq", "2", "--batch-size", "8"], ["--text-groups", "1"]])
+def test_a_dry_run_measures_a_step_and_writes_nothing(shards, tmp_path, capsys, more):
+    assert run(small_command(shards, tmp_path, "dry", "neuclip", "--dry-run", *more)) == 0
+    assert re.search(r"16 samples takes [\d.e-]+ s .* GiB of memory per rank.* 10 steps", capsys.readouterr().out)
+    assert not (tmp_path / "dry").exists()
 
 
 def test_a_resume_that_fails_names_the_changed_settings(shards, finished, tmp_path):

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from openclip_ext.evaluation.results import RESULTS_FILE, averages, has_other_size, main_metrics, read_results
-from openclip_ext.evaluation.tasks import GROUPS, TASKS
-from openclip_ext.evaluation.training_log import METRICS_FILE, SUITE_PREFIX, TrainingLog, read_log
+from openclip_ext.evaluation.tasks import GROUPS, SUITE_PREFIX, TASKS
+from openclip_ext.evaluation.training_log import METRICS_FILE, TrainingLog, read_log
 
 _CHECKPOINT_NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from openclip_ext.evaluation.report.runs import EvaluatedRun
 from openclip_ext.evaluation.statistics import seeds_interval
-from openclip_ext.evaluation.training_log import SUITE_PREFIX, TrainingLog, metric_names
+from openclip_ext.evaluation.tasks import SUITE_PREFIX
+from openclip_ext.evaluation.training_log import TrainingLog, metric_names
 from openclip_ext.pages.charts import short_number
 from openclip_ext.pages.rendering import with_minus
 
