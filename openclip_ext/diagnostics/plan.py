@@ -21,15 +21,15 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import EmbeddingStore
-from openclip_ext.diagnostics.dry_run import ALL_REDUCE, PRECISIONS, DryRun, activation_bytes, dry_run, sent_bytes
+from openclip_ext.diagnostics.dry_run import ALL_REDUCE, DryRun, activation_bytes, dry_run, sent_bytes
 from openclip_ext.losses import registry
 from openclip_ext.losses.options import PARTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
 from openclip_ext.training.config import RunPlan
 from openclip_ext.training.flags import parse
-from openclip_ext.training.parser import add_loss_flags, import_losses, take_loss_options
-from openclip_ext.training.plan import plan_run
+from openclip_ext.training.parser import chosen
+from openclip_ext.training.plan import ONE_PROCESS, plan_run
 
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
@@ -227,53 +227,28 @@ def _gib(size: float) -> str:
 
 def run_to_plan(argv: list[str], world_size: int) -> RunPlan:
     """Return the configuration of a run with the flags of ``train`` on ``world_size`` ranks, before it is started."""
-    processes = {"rank": 0, "local_rank": 0, "world_size": world_size, "distributed": world_size > 1}
-    return plan_run(parse(argv), processes)
+    if (batch := chosen(argv, "--global-batch")) is not None and chosen(argv, "--batch-size") is None:
+        # A run would use micro-batches of the default size. The plan tells whether larger ones fit.
+        argv = [*argv, f"--batch-size={max(1, count(batch) // world_size)}"]
+    return plan_run(parse(argv), ONE_PROCESS | {"world_size": world_size, "distributed": world_size > 1})
 
 
 def main(argv: list[str]) -> None:
+    """Print the plan of the run with the given flags of ``train``."""
     add_model_configs()
-    if {word.partition("=")[0] for word in argv} & {"--train-data", "--dataset-type", "--batch-size"}:
-        training, machine = _of_train_flags(argv)
-    else:
-        import_losses(argv)
-        machine = _parser().parse_args(argv)
-        args = vars(machine)
-        options, loss = take_loss_options(args), args["loss"] or "openclip"
-        about = {name: value for name, value in args.items() if name not in ("loss", "world_size", "gpu_memory")}
-        training = Training(loss=loss, options=options, **about)
-    for line in Plan(training, machine.world_size, machine.gpu_memory).report():
-        print(line)
-
-
-def _of_train_flags(argv: list[str]) -> tuple[Training, argparse.Namespace]:
-    """Return the run that a command line with the flags of ``train`` describes, and the flags of the machine."""
-    parser = command_line.Parser(prog="openclip-ext plan", allow_abbrev=False)
-    parser.add_argument("--samples", type=count)
+    usage = "openclip-ext plan [FLAG] FLAGS OF TRAIN ..."
+    parser = command_line.Parser(prog="openclip-ext plan", allow_abbrev=False, usage=usage)
+    parser.add_argument("--samples", type=count, help="number of samples, such as 1e9, instead of --train-data")
     add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
-    if own.samples is not None:
-        config = run_to_plan([*flags, "--dataset-type", "synthetic"], own.world_size)
-        return Training.of(config, own.samples, own.world_size), own
-    config = run_to_plan(flags, own.world_size)
+    config = run_to_plan(flags + ["--dataset-type", "synthetic"] * (own.samples is not None), own.world_size)
     if config.data is None:
         raise UsageError("the number of samples is unknown: give --samples or --train-data")
-    source = build_source(config.data)
-    return Training.of(config, source.num_samples, own.world_size, source.reference), own
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_line.Parser(prog="openclip-ext plan", allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=count, required=True, help="number of samples in the data set, such as 1e9")
-    add_machine_flags(parser)
-    parser.add_argument("--global-batch", type=count, required=True, help="samples per step over all ranks")
-    parser.add_argument("--model", default="ViT-B-32", help="name of an OpenCLIP model (default: %(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="amp", help="as in training (default: %(default)s)")
-    parser.add_argument("--grad-checkpointing", action="store_true", help="recompute activations, as in training")
-    parser.add_argument("--accum-freq", type=count, default=1, help="micro-batches per step (default: %(default)s)")
-    parser.add_argument("--reference-dim", type=count, help="embedding dimension of a reference model (--reference)")
-    add_loss_flags(parser.add_argument_group("loss"))
-    return parser
+    source = None if own.samples is not None else build_source(config.data)
+    samples, reference = (own.samples, None) if source is None else (source.num_samples, source.reference)
+    training = Training.of(config, samples, own.world_size, reference)
+    for line in Plan(training, own.world_size, own.gpu_memory).report():
+        print(line)
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
