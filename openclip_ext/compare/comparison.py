@@ -24,13 +24,12 @@ from openclip_ext.compare import report, space
 from openclip_ext.compare.config import CompareConfig, parse
 from openclip_ext.compare.data import prepare
 from openclip_ext.compare.decoded_data import PilotData
-from openclip_ext.compare.pilot import ComparePilot, unpack
+from openclip_ext.compare.pilot import ComparePilot
 from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, score
 from openclip_ext.compare.short_run import seconds_a_sample, warmup_steps
 from openclip_ext.compare.slurm_pool import make_pool
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
-from openclip_ext.evaluation.statistics import half_width, linked_groups
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import held, write_text
 from openclip_ext.losses.options import OPTIONS
@@ -40,11 +39,6 @@ from openclip_ext.training.runtime.run_folder import versions
 # Time to measure the throughput: as a fraction of --minutes, and its maximum in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
 _REPORT_SECONDS = 2.0
-# A run may stop early after the fraction _EARLIEST of its steps, if another setting is better by more than _CLEARLY times the
-# half width of the confidence interval. One half width is not enough, because this interval ignores the variation between
-# seeds. In docs/benchmarks/icons, 249 pairs of settings differed by 3 points after a quarter of their runs, and only 7 of
-# these pairs changed order later.
-_EARLIEST, _CLEARLY = 0.2, 1.5
 _OTHER = "the folder {} holds a comparison with different {}: choose another --output, or remove the folder"
 
 
@@ -85,7 +79,6 @@ class Plan:
 
     flags: str  # result of digest_of_flags
     context: str  # digest of `flags` and the data
-    judged: dict[str, Any]  # errors of a batch's normalizers before training
     tried: int  # number of settings of each loss in the first stage
     stages: tuple[planner.Stage, ...]
 
@@ -103,14 +96,12 @@ class Comparison:
         self.results = ResultsFile(config.folder / "runs.jsonl")
         self.flags = digest_of_flags(config, training) if plan is None else plan.flags
         self.context = config_digest([self.flags, data.digest])
-        self.pilot = ComparePilot(training, data, config.population, config.anchors)
+        self.pilot = ComparePilot(training, data)
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         jobs = config.folder / "jobs"
         # By default, the time limit of SLURM jobs is --minutes.
         parameters = f"time={math.ceil(config.minutes)},{config.slurm}"
         self.workers = make_pool(config.executor, config.processes, jobs, parameters)
-        self._scored: dict[str, dict[str, Any]] = {}  # rows of this comparison's runs, also of unfinished runs
-        self._val_groups = linked_groups(data.val.image_hashes(), data.val.captions())
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.pilot.batch * self.pilot.batch)
         if plan is not None and plan.context != self.context:
@@ -181,7 +172,7 @@ class Comparison:
     def _plan_tuning(self) -> None:
         """Plan the first stage, assuming that all losses cost as much as the baseline.
 
-        The baseline's throughput and the error of a batch's normalizers are measured first.
+        The baseline's throughput is measured first.
         """
         seconds = min(_PROBE_SECONDS, 60 * self.config.minutes * _PROBE_SHARE)
         run = self._make_run(
@@ -198,7 +189,7 @@ class Comparison:
             most_tried=min(map(len, self.candidates.values())),
             minutes=self.config.minutes,
         )
-        self._write_plan(Plan(self.flags, self.context, probes[0], tried, (stage,)))
+        self._write_plan(Plan(self.flags, self.context, tried, (stage,)))
 
     def _drop_unstarted_stage(self) -> None:
         """Remove a stage that an earlier call planned but did not start. This call plans it again for the remaining time."""
@@ -221,30 +212,12 @@ class Comparison:
             self._write_plan(replace(self._plan, stages=(*stages, stage)))
         return stage is not None
 
-    def stop(self, name: str, so_far: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a final row to stop a run if another setting is clearly better after equally many samples, else None."""
-        self._scored[name] = so_far
-        if so_far["samples"] < _EARLIEST * so_far["epochs"] * so_far["epoch_samples"]:
-            return None
-        at, scores = str(so_far["samples"]), unpack(so_far["points"][str(so_far["samples"])])
-        equal = ("data", "family", "seed", "epochs", "epoch_samples")
-        for other in self._scored.values():
-            if at not in other["points"] or any(other[key] != so_far[key] for key in equal):
-                continue
-            ahead = unpack(other["points"][at]) - scores
-            half = half_width(ahead, self._val_groups)
-            if half is not None and float(ahead.mean()) > _CLEARLY * half:
-                return {**so_far, "stopped": so_far["samples"], "val": {"mean": so_far["val"]["mean"] - 1}}
-        return None
-
     def _work(self) -> bool:
         """Execute the remaining runs of the stage; return False if the deadline comes first."""
         contests, rows = self.contests(), self.results.rows
         contest, samples = contests[-1], self._plan.stages[len(contests) - 1].samples
         runs = sum(len(tried) + len(contest.seeds) - 1 for tried in contest.families.values())
         done = sum(run.id in rows for run in contest.decided(rows)) * samples - self.workers.samples
-        # runs.jsonl may also have rows of earlier calls with other loss options or other code of a user's own loss.
-        self._scored = {run.id: rows[run.id] for one in contests for run in one.decided(rows) if run.id in rows}
         with command_line.progress_bar(
             total=runs * samples, initial=done + self.workers.samples, unit="sample", unit_scale=True, smoothing=0.05
         ) as bar:
@@ -257,13 +230,12 @@ class Comparison:
                 self.results.keep(name, row, failure)
                 bar.set_postfix_str(f"{len(rows)} runs finished", refresh=False)
                 if row is None:
-                    self._scored.pop(name, None)
                     tqdm.write(for_people(f"a run failed: {failure.strip().splitlines()[-1]}"))
 
             def tasks() -> dict[str, Any]:
                 return {run.id: partial(self.pilot.run, run) for run in contest.pending(self.results.known)}
 
-            return self.workers.work_off(tasks, on_end, has_time, self.stop)
+            return self.workers.work_off(tasks, on_end, has_time)
 
     def write_report(self, notes: list[str]) -> bool:
         """Write the report of the finished runs; return whether the report recommends a loss."""
@@ -273,7 +245,6 @@ class Comparison:
         found = report.make_report(
             contests=self.contests(),
             results=self.results.known,
-            judged=self.plan.judged,
             about=report.About(
                 data=without_secrets(self.config.shards),
                 model=self.pilot.config.model.name,
@@ -290,7 +261,6 @@ class Comparison:
         texts = {"report.json": content, "report.md": report.markdown(found), "report.html": report.page(found)}
         for name, text in texts.items():
             write_text(self.config.folder / name, text)
-        print(found.text_of_judgement)
         print(found.sentence)
         print(f"report: {self.config.folder / 'report.html'}, report.md, report.json")
         return found.recommended is not None
@@ -358,4 +328,4 @@ def digest_of_flags(config: CompareConfig, training: RunPlan) -> str:
     parts: list[Any] = [asdict(getattr(training, name)) for name in names]
     if (weights := training.model.pretrained) is not None and os.path.isfile(weights):
         parts.append(checksum(Path(weights)))
-    return config_digest([parts, config.anchors, config.population, versions()])
+    return config_digest([parts, versions()])

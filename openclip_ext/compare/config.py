@@ -57,8 +57,6 @@ class CompareConfig:
     )
     slurm: str = flag("", "sbatch parameters of the jobs, with submitit's names, such as partition=gpu,gpus_per_node=1")
     cache: float = flag(8.0, "maximum size of the decoded images on disk in GiB", exclusive_minimum=0)
-    anchors: int = flag(1000, "number of samples whose normalizers are compared with their exact values", minimum=1)
-    population: int = flag(10_000, "number of training samples from which exact normalizers are computed", minimum=2)
 
     @property
     def folder(self) -> Path:
@@ -104,10 +102,11 @@ def _training_config(shards: str, argv: Sequence[str]) -> RunPlan:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
-    training, defaults = (resolve(flags.parse(["--train-data", shards, *given])) for given in (argv, ()))
-    for name, value in training.flags.items():
+    typed, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
+    for name, value in typed.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on compare; remove it")
+    training = resolve(typed)
     if training.loading.batch_size < 2:  # a run would also refuse it, but only after the data are decoded and embedded
         raise UsageError(f"--batch-size {training.loading.batch_size}: expected at least 2")
     check_device(training.device)

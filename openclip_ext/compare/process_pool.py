@@ -20,12 +20,9 @@ from openclip_ext.data.processes import available_cores
 _POLL_SECONDS = 0.3
 # This module imports all modules of a run.
 _PRELOADED = "openclip_ext.compare.pilot"
-# A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step. It
-# also calls ``seen`` with intermediate results, which are dictionaries.
-Task = Callable[[torch.device, Callable[[Any], None]], dict[str, Any]]
+# A process calls ``task(device, seen)``. After each step, the task calls ``seen`` with the number of samples of the step.
+Task = Callable[[torch.device, Callable[[int], None]], dict[str, Any]]
 Ended = Callable[[str, dict[str, Any] | None, str], None]
-# Receives a task's name and intermediate result; returns a final result to stop the task, else None.
-Judge = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 
 class _Running(NamedTuple):
@@ -57,15 +54,14 @@ class TaskPool(ABC):
         """Wait briefly for tasks to end."""
 
     @abstractmethod
-    def _read(self, name: str, entry: Any, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
-        """Read a task's messages. If the task has ended or must stop, return its result and failure, else None."""
+    def _read(self, name: str, entry: Any) -> tuple[dict[str, Any] | None, str] | None:
+        """Read a task's messages. If the task has ended, return its result and failure, else None."""
 
     def work_off(
         self,
         pending: Callable[[], Mapping[str, Task]],
         on_end: Ended,
         keep_going: Callable[[], bool] = lambda: True,
-        judge: Judge = lambda name, state: None,
     ) -> bool:
         """Execute all tasks and return True. As soon as ``keep_going`` returns False, kill the running tasks and return False.
 
@@ -73,7 +69,6 @@ class TaskPool(ABC):
             pending: Returns, by name, the tasks that can start and have not ended, the most urgent first.
             on_end: Called with name, result and failure of each task. The result is None after a failure.
             keep_going: Returns whether to continue. It is called several times per second.
-            judge: Called with every intermediate result. It decides whether the task stops (see ``Judge``).
         """
         try:
             while keep_going():
@@ -84,7 +79,7 @@ class TaskPool(ABC):
                     return True
                 self._wait()
                 for name, entry in list(self._running.items()):
-                    if (ended := self._read(name, entry, judge)) is not None:
+                    if (ended := self._read(name, entry)) is not None:
                         self._kill(entry)
                         del self._running[name]
                         on_end(name, *ended)
@@ -134,16 +129,13 @@ class ProcessPool(TaskPool):
         entry.process.kill()
         entry.process.join()
 
-    def _read(self, name: str, entry: _Running, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, entry: _Running) -> tuple[dict[str, Any] | None, str] | None:
         try:
             while entry.connection.poll():
                 message = entry.connection.recv()
-                if isinstance(message, int):
-                    self.samples += message
-                elif isinstance(message, tuple):
+                if isinstance(message, tuple):
                     return message
-                elif stopped := judge(name, message):
-                    return stopped, ""
+                self.samples += message
         except (EOFError, OSError):  # OSError means that the process ended while it was sending a message
             entry.process.join()
             return None, _exit_reason(entry.process.exitcode)
@@ -175,7 +167,7 @@ def threads_of_each(processes: int) -> int:
     return max(1, available_cores() // processes)
 
 
-def outcome(task: Task, device: torch.device, seen: Callable[[Any], None]) -> tuple[dict[str, Any] | None, str]:
+def outcome(task: Task, device: torch.device, seen: Callable[[int], None]) -> tuple[dict[str, Any] | None, str]:
     """Execute a task; return its result (None after a failure) and the text of its failure (empty if none)."""
     try:
         return task(device, seen), ""

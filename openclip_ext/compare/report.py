@@ -48,8 +48,6 @@ class LossResult:
             common seeds.
         gains: ``(epochs, gain, number of seeds)`` for each run length, the shortest first.
         curves: ``(samples, seconds, R@1)`` for each seed.
-        normalizers: Errors of the loss's and the batch's log-normalizers at the end of the run with the second seed. None
-            without this run.
         command: The command line that trains with this setting.
     """
 
@@ -69,7 +67,6 @@ class LossResult:
     memory_bytes: int
     state_bytes: int
     curves: Sequence[Sequence[tuple[float, float, float]]]
-    normalizers: Mapping[str, Any] | None
     command: str
 
 
@@ -79,10 +76,8 @@ class Report:
 
     Attributes:
         recommended: The loss to use. None means that there is no result.
-        text_of_judgement: A sentence about the error of a batch's normalizers before training.
         results: Results of the losses, the best first.
         runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
-        stopped: Number of runs that were stopped because another setting of the same loss was clearly better.
         left_behind: Losses that did not reach the last stage.
         chance: R@1 of random guessing, averaged over both directions.
     """
@@ -90,10 +85,8 @@ class Report:
     about: About
     sentence: str
     recommended: str | None
-    text_of_judgement: str
     results: tuple[LossResult, ...]
     runs: tuple[tuple[str, str, float, float, int, float, float], ...]
-    stopped: int
     unfinished: int
     failures: tuple[str, ...]
     left_behind: tuple[str, ...]
@@ -104,7 +97,6 @@ def make_report(
     about: About,
     contests: Sequence[Contest],
     results: Results,
-    judged: Mapping[str, Any],
     images: Sequence[int],
     captions: Sequence[str],
     command_line: Callable[[Row], str],
@@ -113,8 +105,7 @@ def make_report(
 
     Args:
         contests: The runs of each stage.
-        results: Rows of finished, stopped and failed runs.
-        judged: Errors of a batch's normalizers before training.
+        results: Rows of finished and failed runs.
         images, captions: Of the test samples, a hash of the image and the caption.
         command_line: Function that returns the training command line of a run.
     """
@@ -144,10 +135,8 @@ def make_report(
         about=about,
         sentence=sentence,
         recommended=recommended,
-        text_of_judgement=judgement(judged, about.batch),
         results=tuple(found),
         runs=tuple(runs.values()),
-        stopped=sum("stopped" in row for row in decided.values()),
         unfinished=sum(not row or "failed" in row for row in decided.values()),
         failures=tuple(sorted({f"a run failed: {failure}" for failure in failures})),
         left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
@@ -209,7 +198,6 @@ def _loss_result(
         memory_bytes=max(row["memory_bytes"] for row in every),
         state_bytes=every[0]["state_bytes"],
         curves=[row["curve"] for row in every],
-        normalizers=next((row["normalizers"] for row in every if "normalizers" in row), None),
         command=command_line(every[0]),
     )
 
@@ -292,20 +280,6 @@ def _signed(value: float) -> str:
     return _plain(value, "+.1f")
 
 
-def _factor(error: Mapping[str, float]) -> list[str]:
-    """Format an error's factor and the 90 % range of the factor with two digits, without exponents."""
-    return [f"{float(f'{error[name]:.2g}'):,g}" for name in ("factor", "factor_low", "factor_high")]
-
-
-def judgement(measured: Mapping[str, Any], batch: int) -> str:
-    """Describe the error of a batch's normalizers."""
-    median, low, high = _factor(measured["batch"])
-    return (
-        f"Before training, at temperature {measured['temperature']:.3f}, the normalizers of your batch of {batch} are wrong "
-        f"by a factor of {median} (90 %: {low} to {high}), compared with {measured['samples']:,} training samples."
-    )
-
-
 def lines(report: Report) -> list[str]:
     """Return paragraphs that explain the results."""
     return render_lines("compare.txt", report=report)
@@ -324,7 +298,6 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     result = [["loss", f"minus {BASELINE}", "R@1", "epochs", *words, "setting", "lr", "each seed"]]
     cost = [["loss", "ms a step", "memory, MiB", "state of the loss, MiB", "τ at the end"]]
     gains = [["loss", "epochs", f"minus {BASELINE}, R@1", "seeds"]]
-    errors = [["model trained with", "τ", "batch is wrong by (90 %)", "error of the batch", "error of the loss"]]
     for one in report.results:
         scores = [_plain(one.scores[name]) for name in metrics]
         if metrics and one.zero_shot_difference is not None:
@@ -334,15 +307,6 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         result.append([*head, *scores, one.setting, f"{one.lr:g}", " ".join(map(_plain, one.each_seed))])
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
-        if one.normalizers is not None:
-            batch = one.normalizers["batch"]
-            median, low, high = _factor(batch)
-            of_batch = one.normalizers.get("own_batch", batch)
-            # The baseline's normalizers are the batch's. With a reference model, a loss's own are not measured.
-            own = one.normalizers.get("own", batch if one.loss == BASELINE else None)
-            pair = ["-" if error is None else f"{error['mean']:.3f}" for error in (of_batch, own)]
-            temperature = f"{one.normalizers['temperature']:.3f}"
-            errors.append([one.loss, temperature, f"{median} ({low} to {high})", *pair])
         gains += [[one.loss, f"{epochs:.1f}", _signed(gain), str(seeds)] for epochs, gain, seeds in one.gains]
     runs = [["loss", "setting", "lr", "epochs", "seeds", "MRR, choosing half", "R@1"]]
     for loss, setting, lr, epochs, count, choice, recall in report.runs:
@@ -350,7 +314,6 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     found = {
         "Result": result,
         "Gain by length": gains,
-        "Errors of the trained models' normalizers": errors,
         "Cost": cost,
         "All runs": runs,
     }
@@ -362,7 +325,7 @@ def _command(report: Report) -> str | None:
 
 
 def markdown(report: Report) -> str:
-    parts = ["# Which loss?", f"**{report.sentence}**", report.text_of_judgement]
+    parts = ["# Which loss?", f"**{report.sentence}**"]
     if command := _command(report):
         parts += [
             "To train the recommended configuration for the epochs in its row of the table Result:",

@@ -95,7 +95,7 @@ class Contest:
 
 
 def score(row: Mapping[str, Any]) -> float:
-    """Return a run's validation score, by which settings are chosen. It is negative if the run stopped or failed."""
+    """Return a run's validation score, by which settings are chosen. It is negative if the run failed."""
     return row["val"]["mean"]
 
 

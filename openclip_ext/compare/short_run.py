@@ -128,6 +128,7 @@ class PilotRun:
             self.config.loading,
             seed=self.run.seed,
             caption_hash=self.loss.needs_positives,
+            hashed_steps=0,
             **text_groups(self.config.step.text_groups, self.config.parallel),
         )
         return self.data.loader(loading, self.built.images.transform, self.texts, self.steps_per_epoch * self.batch)

@@ -3,7 +3,6 @@
 All nodes need access to the jobs' folder, to the data, and to this Python environment.
 """
 
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.compare.process_pool import Judge, ProcessPool, Task, TaskPool, outcome
+from openclip_ext.compare.process_pool import ProcessPool, Task, TaskPool, outcome
 from openclip_ext.files.writing import write_text
 
 _POLL_SECONDS = 1.0
@@ -70,19 +69,16 @@ class SlurmPool(TaskPool):
             raise UsageError(f"--executor slurm: sbatch rejected a job: {str(error).strip()}") from error
 
     def _progress(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
+        return self._folder / f"{name}.txt"
 
     def _kill(self, job: Any) -> None:
         if not job.paths.result_pickle.exists():  # scancel prints an error for a job that has ended
             job.cancel(check=False)
 
-    def _read(self, name: str, job: Any, judge: Judge) -> tuple[dict[str, Any] | None, str] | None:
+    def _read(self, name: str, job: Any) -> tuple[dict[str, Any] | None, str] | None:
         if self._progress(name).exists():
-            samples, result = json.loads(self._progress(name).read_text())
-            self._samples[name] = samples
+            self._samples[name] = int(self._progress(name).read_text())
             self.samples = sum(self._samples.values())
-            if result is not None and (stopped := judge(name, result)):
-                return stopped, ""
         if job.paths.result_pickle.exists():
             error = job.exception()  # an error outside the task, such as a module that the node lacks
             return job.result() if error is None else (None, str(error))
@@ -112,17 +108,16 @@ def _parsed(parameters: str) -> dict[str, int | str]:
 
 
 def _work(task: Task, progress: Path) -> tuple[dict[str, Any] | None, str]:
-    """Execute a task inside its job; write the number of samples and the intermediate result to ``progress``."""
+    """Execute a task inside its job; write the number of samples to ``progress``."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    samples, written, result = 0, 0.0, None
+    samples, written = 0, 0.0
 
-    def seen(message: Any) -> None:
-        nonlocal samples, written, result
-        is_result = isinstance(message, dict)
-        samples, result = (samples, message) if is_result else (samples + message, result)
-        if is_result or time.monotonic() - written > _PROGRESS_SECONDS:
+    def seen(number: int) -> None:
+        nonlocal samples, written
+        samples += number
+        if time.monotonic() - written > _PROGRESS_SECONDS:
             written = time.monotonic()
-            write_text(progress, json.dumps([samples, result]))
+            write_text(progress, str(samples))
 
     return outcome(task, device, seen)
 
