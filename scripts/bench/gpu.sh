@@ -23,9 +23,10 @@ declare -A parts=(
     [losses]="losses.py --batch-sizes 4096 --embed-dim 512"
     [losses-large]="losses.py --batch-sizes 65536 --embed-dim 512 --losses fastclip neuclip queueclip amorlip --rounds 0"
     [step-vit]="step.py --model ViT-B-32 --batch-size 512 --precision amp_bf16 --steps 5"
+    [step-texts]="step.py --model ViT-B-32 --batch-size 256 --precision amp_bf16 --steps 5 --captions cc3m --script --losses openclip queueclip"
     [step-rn50]="step.py --model RN50 --batch-size 128 --precision amp_bf16 --steps 5"
 )
-all=(tests launches npn losses losses-large step-vit step-rn50)
+all=(tests launches npn losses losses-large step-vit step-texts step-rn50)
 failed=()
 for part in "${@:-"${all[@]}"}"; do
     echo "==> $part"
