@@ -9,7 +9,7 @@ from tests.training.programs import Runs
 from tests.training.runs import make_shards
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="package")  # before the runs of fixtures with a smaller scope
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
