@@ -24,6 +24,7 @@ from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
+from openclip_ext.export.siglip_model import write_siglip_model
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.config import ModelConfig
@@ -76,7 +77,9 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
         _mix_with_initial(model, settings, interpolate)
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     output.mkdir(parents=True, exist_ok=True)
-    if to == "hf":
+    if to == "hf" and getattr(model, "logit_bias", None) is not None:
+        write_siglip_model(model, tokenizer, output)
+    elif to == "hf":
         write_clip_model(model, model_config, tokenizer, output)
     save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
     if "hf_tokenizer_name" in model_config["text_cfg"]:
