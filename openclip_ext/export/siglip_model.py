@@ -164,6 +164,8 @@ def _complete_tokenizer(tokenizer: Any) -> None:
         last = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence(steps + last)
     wrapped.model_max_length = tokenizer.context_length
+    # OpenCLIP's text tower also attends to the padding, so the written tokenizer returns no mask.
+    wrapped.model_input_names = wrapped.init_kwargs["model_input_names"] = ["input_ids"]
     tokens = wrapped([CAPTION], padding="max_length", truncation=True, return_tensors="pt").input_ids
     if not torch.equal(tokens, tokenizer([CAPTION])):
         raise UsageError(no_counterpart("its tokenizer cleans or ends texts unlike that of transformers", _CLASS))

@@ -239,7 +239,7 @@ def test_a_siglip_model_has_the_same_embeddings_in_transformers(activation, tmp_
     assert torch.equal(inputs["input_ids"], texts)
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
     with torch.no_grad():
-        theirs = siglip(input_ids=inputs["input_ids"], pixel_values=images)
+        theirs = siglip(**inputs | {"pixel_values": images})
         logits = model.logit_scale.exp() * expected[:1] @ expected[1:].T + model.logit_bias
     assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
     torch.testing.assert_close(theirs.logits_per_image, logits, rtol=1e-4, atol=1e-4)
