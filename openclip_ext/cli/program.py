@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, mismatched pairs and false negatives"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
+    "search": Command("openclip_ext.evaluation.search", "find the images that fit a text or an image, in embeddings"),
     "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
     "download": Command("openclip_ext.evaluation.download", "download DataComp's evaluation sets, and check them"),
     "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),
