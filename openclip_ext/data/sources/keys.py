@@ -50,7 +50,7 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
 
 
 def sentences_of(caption: str) -> list[str]:
-    """Split a caption into sentences (at least one): after ``.``, ``!`` or ``?`` and a space, after ``。``, and at line breaks."""
+    """Return a caption's sentences, at least one. They end with ``.!?`` and a space, with ``。！？``, or with the line."""
     return [part for part in map(str.strip, _SENTENCE_END.split(caption)) if part] or [caption]
 
 
