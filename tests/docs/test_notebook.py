@@ -10,6 +10,7 @@ import pytest
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "fine_tuning.ipynb"
 
+
 def test_the_notebook_runs_and_draws_its_picture(tmp_path):
     pytest.importorskip("matplotlib")
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
