@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": Command("openclip_ext.diagnostics.doctor", "check the flags of a training run before it is submitted"),
     "losses": Command("openclip_ext.diagnostics.losses", "list the losses, or describe a loss: parts, cost, options"),
     "manifest": Command("openclip_ext.data.manifest", "count the samples in each shard, to give each sample an index"),
+    "shards": Command("openclip_ext.data.shards.write", "write shards from a CSV file, a table or class folders"),
     "plan": Command("openclip_ext.diagnostics.plan", "predict the memory and communication of a training run"),
     "compare": Command("openclip_ext.compare", "find the best loss for your data"),
     "estimation-error": Command(
@@ -35,6 +36,7 @@ COMMANDS = {
     ),
     "inspect": Command("openclip_ext.diagnostics.inspect", "find duplicates, mismatched pairs and false negatives"),
     "embed": Command("openclip_ext.evaluation.embed", "write a model's embeddings of a data set, for --reference"),
+    "search": Command("openclip_ext.evaluation.search", "find the images that fit a text or an image, in embeddings"),
     "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
     "download": Command("openclip_ext.evaluation.download", "download DataComp's evaluation sets, and check them"),
     "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),

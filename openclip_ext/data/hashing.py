@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     HARD_NEGATIVE = 9
     REPLACEMENT = 10
     HELD_OUT = 11
+    SENTENCE = 12
 
 
 def hash64(purpose: Purpose, *words: int | np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -24,9 +24,18 @@ from openclip_ext.cli.messages import get_logger, mask_logs, say
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.mixes import mixes, shares
 from openclip_ext.evaluation.models import OpenedModel, flags_of_run, options_of_run
 from openclip_ext.evaluation.open_tasks import FORMATS, datacomp_task, own_task, retrieval
-from openclip_ext.evaluation.results import ResultLog, has_other_size, run_identity, summary, summary_text
+from openclip_ext.evaluation.results import (
+    ResultLog,
+    has_other_size,
+    main_value,
+    name_of,
+    run_identity,
+    summary,
+    summary_text,
+)
 from openclip_ext.evaluation.run_folder import label_of, read_config
 from openclip_ext.evaluation.samples import DataError, fingerprint
 from openclip_ext.evaluation.scoring import Task
@@ -62,6 +71,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"
     parser.add_argument("--output-dir", type=output_path, help=output_help)
     parser.add_argument("--overwrite", action="store_true", help="also evaluate tasks that already have a result")
+    mixes_help = (
+        "instead of the model, evaluate its mixes with the weights of the run's --pretrained, and print a table. α is the "
+        "weight of the trained weights, such as 0,0.25,0.5,0.75,1"
+    )
+    parser.add_argument("--interpolate", type=shares, metavar="α,...", help=mixes_help)
     sizes_help = (
         "also score data whose number of samples or classes differs from DataComp's; the summary lists such tasks"
     )
@@ -88,6 +102,32 @@ def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the tasks and print the summary; return the exit status. Raise ValueError if nothing can be evaluated."""
     tasks = find_tasks(args)
     opened, encoder = load_encoder(args, show_progress=distributed.is_master())
+    folder = args.output_dir or default_output_dir(opened)
+    if args.interpolate is None:
+        evaluated = evaluate_model(args, tasks, opened, encoder, folder)
+        if distributed.is_master():
+            say(f"{evaluated.text}\n\nResults: {folder}{_better_model(opened)}")
+        return evaluated.status
+    found: dict[float, Evaluated] = {}
+    for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):
+        found[weight] = evaluate_model(args, tasks, mix, encoder, folder / f"alpha-{weight:g}")
+    if distributed.is_master():
+        say(f"{_curve(found)}\n\nResults: {folder}/alpha-*")
+    return max(evaluated.status for evaluated in found.values())
+
+
+class Evaluated(NamedTuple):
+    """Result of a model: exit status, the summary as text (on rank 0), and the lines of all tasks with a result, by key."""
+
+    status: int
+    text: str
+    lines: Mapping[str, Mapping[str, Any]]
+
+
+def evaluate_model(
+    args: argparse.Namespace, tasks: Mapping[str, Task], opened: OpenedModel, encoder: Encoder, folder: Path
+) -> Evaluated:
+    """Evaluate the tasks that have no result in the folder. ``encoder`` is of the same model. Collective."""
     own = options_of_run(opened.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
     run = run_identity(opened, encoder.autocast)
@@ -95,7 +135,7 @@ def evaluate(args: argparse.Namespace) -> int:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
         if args.output_dir is None:
             raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
-    log = ResultLog(args.output_dir or default_output_dir(opened), run, opened.checkpoint)
+    log = ResultLog(folder, run, opened.checkpoint)
     given = {key: task for key, task in tasks.items() if not _is_missing(key, task)}
     todo = distributed.on_master(lambda: _begin(log, given, args))
     if distributed.is_master() and len(todo) < len(given):
@@ -107,9 +147,31 @@ def evaluate(args: argparse.Namespace) -> int:
     # A task whose data were removed may still have a result.
     lines = log.completed()
     missing = [key for key in tasks if key not in given and key not in lines]
-    if distributed.is_master():
-        _report(args, log, lines, failed, missing)
-    return 1 if failed or (args.tasks and missing) else 0
+    text = _summarize(args, log, lines, failed, missing) if distributed.is_master() else ""
+    return Evaluated(1 if failed or (args.tasks and missing) else 0, text, lines)
+
+
+def _better_model(opened: OpenedModel) -> str:
+    """Return how to evaluate the mix that a fine-tuning run chose, if the run has one and another model was evaluated."""
+    chosen = Path(opened.checkpoint).with_name("interpolated.pt")
+    if not chosen.is_file() or chosen == Path(opened.checkpoint):
+        return ""
+    return (
+        f"\nThis is the trained model. The run chose a mix with the weights before training: openclip-ext evaluate {chosen}. "
+        "All mixes: --interpolate 0,0.25,0.5,0.75,1"
+    )
+
+
+def _curve(found: Mapping[float, Evaluated]) -> str:
+    """Return a table: the main metric of each task (columns) for each weight α of the trained weights (rows)."""
+    keys = list(dict.fromkeys(key for evaluated in found.values() for key in evaluated.lines))
+    rows = [["α", *(name_of(key) for key in keys)]]
+    for weight, evaluated in found.items():
+        lines = (evaluated.lines.get(key) for key in keys)
+        rows.append([f"{weight:g}", *("-" if line is None else main_value(line) for line in lines)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*table, "Main metrics; α is the weight of the trained weights."])
 
 
 def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
@@ -215,14 +277,14 @@ def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) 
     return failed
 
 
-def _report(
+def _summarize(
     args: argparse.Namespace,
     log: ResultLog,
     lines: dict[str, dict[str, Any]],
     failed: dict[str, str],
     missing: list[str],
-) -> None:
-    """Write and print the summary of all results in the folder."""
+) -> str:
+    """Write the summary of all results in the folder; return it as text."""
     places = (
         {}
         if args.data_dir is None
@@ -236,7 +298,7 @@ def _report(
     path = log.folder / SUMMARY_FILE
     if not path.is_file() or path.read_text(encoding="utf-8") != content:  # the folder may be read-only
         write_text(path, content)
-    say(f"{summary_text(summarized, kept, args.data_dir)}\n\nResults: {log.folder}")
+    return summary_text(summarized, kept, args.data_dir)
 
 
 def share_tasks(keys: Iterable[str], processes: int) -> list[list[str]]:

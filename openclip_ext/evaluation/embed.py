@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from tqdm import tqdm
 from openclip_ext import distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import say, without_secrets
 from openclip_ext.cli.options import OptionError, check_flags, from_flags, own_options, with_flags
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.loader.workers import WorkerError
+from openclip_ext.data.shards.shardlist import shard_name
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
-from openclip_ext.evaluation.embedding_folder import Done, EmbeddingFolder
+from openclip_ext.evaluation.embedding_folder import KEY_COLUMNS, Done, EmbeddingFolder
 from openclip_ext.evaluation.models import OpenedModel, open_model
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
@@ -68,8 +70,11 @@ def _embed(args: argparse.Namespace) -> None:
                     batch_size=args.batch_size,
                     workers=args.workers,
                     span=unit,
+                    names=True,
                 )
-                unread = len(unit) - folder.write(_rows(encoder.embed_pairs(loader), bar))
+                names: dict[int, dict[str, Any]] = {}
+                unread = len(unit) - folder.write(_rows(encoder.embed_pairs(loader), bar, source, names))
+                folder.write_names(unit.start, (names[index] for index in sorted(names)))
                 bar.update(unread)
                 folder.note(Done(unit.start, unit.stop, unread))
                 bad += unread
@@ -83,12 +88,17 @@ def _embed(args: argparse.Namespace) -> None:
             say(f"{source.num_samples:,} samples in {args.output}; {bad:,} are unreadable and have rows of zeros")
 
 
-def _rows(embedded: Iterable[Any], bar: tqdm) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the indices of each batch and the float16 embeddings of its images and texts."""
+def _rows(
+    embedded: Iterable[Any], bar: tqdm, source: Source, names: dict[int, dict[str, Any]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield the indices of each batch and the float16 embeddings of its images and texts; add the samples' ``names``."""
     for batch, *embeddings, _ in embedded:
         images, texts = (values.half().cpu().numpy() for values in embeddings)
         if not (np.isfinite(images).all() and np.isfinite(texts).all()):
             raise UsageError("the model returns non-finite embeddings: its weights are broken or overflow")
+        for index, *texts_of in zip(batch["index"].tolist(), batch["key"], batch["caption"], strict=True):
+            values = (index, shard_name(source.group_of(index)[0]), *texts_of)
+            names[index] = dict(zip(KEY_COLUMNS, values, strict=True))
         yield batch["index"].numpy(), images, texts
         bar.update(len(images))
 
@@ -132,6 +142,7 @@ def _about(opened: OpenedModel, source: Source, spec: DataSpec, precision: str) 
     model = opened.model
     text = opened.tokenizer(["a"]).to(next(model.parameters()).device)
     inner: Any = getattr(model, "model", model)  # projection heads wrap the model
+    defaults = asdict(DataSpec())
     about = {
         "model": opened.name,
         "pretrained": opened.checkpoint,
@@ -144,8 +155,11 @@ def _about(opened: OpenedModel, source: Source, spec: DataSpec, precision: str) 
         "width": model.encode_text(text).shape[-1],
         "data": source.index_digest,
         "logit_scale": inner.logit_scale.exp().item(),
+        "spec": {name: value for name, value in without_secrets(asdict(spec)).items() if value != defaults[name]},
     }
-    return json.loads(json.dumps(about))  # only JSON types, so that the result can be compared with a file's content
+    return json.loads(
+        json.dumps(about, default=str)
+    )  # only JSON types, so that the result can be compared with a file's content
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -154,7 +168,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Write a model's embeddings of a data set in the order of sample indices, for --reference. Several "
         "processes under torchrun share the shards. The same command continues an interrupted run.",
     )
-    parser.add_argument("train_data", nargs="+", metavar="SHARDS", help="shards or a CSV file, as in --train-data")
+    data = "shards, a CSV file or a table, as in --train-data, and then a run folder LOGS/NAME unless a flag names the model"
+    parser.add_argument("train_data", nargs="+", metavar="DATA", help=data)
     parser.add_argument("--model", help=shared.MODEL_HELP + "; default: the model of --pretrained")
     # --checkpoint is an alias of --pretrained, because error messages that all evaluations share contain this name.
     names = ("--pretrained", "--checkpoint")
@@ -180,8 +195,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.set_defaults(dataset_resampled=False, single_source_batches=False, **dict.fromkeys(unused))
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
+    if args.model is None and args.checkpoint is None and args.train_data[1:]:
+        *args.train_data, args.checkpoint = args.train_data
     if args.model is None and args.checkpoint is None:
-        parser.error("no model given: --model and --pretrained, or --pretrained LOGS/NAME")
+        parser.error("no model given: add LOGS/NAME of a run, or --model and --pretrained")
     args.train_data = args.train_data if args.train_data[1:] else args.train_data[0]
     try:
         check_flags(DataSpec, vars(args))

@@ -5,13 +5,15 @@ finished, ``embeddings.json`` is written.
 """
 
 import contextlib
+import csv
+import io
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +21,11 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS, EmbeddingStore
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_text
+from openclip_ext.files.writing import held, write_atomically, write_text
 
-BEGUN, PROGRESS = "begun.json", "progress-{}.jsonl"
+BEGUN, PROGRESS, NAMES = "begun.json", "progress-{}.jsonl", "names-{}.jsonl"
+# File with the names of the rows, and its columns. Unreadable samples have no line.
+KEYS, KEY_COLUMNS = "keys.csv", ("index", "shard", "key", "caption")
 # Keys of `about` on which the embeddings depend, in the order of the checks. The weights' path is excluded: it may change.
 _IDENTITY = ("model", "weights", "config", "preprocess", "precision", "samples", "data", "image_key", "caption_key")
 
@@ -73,6 +77,11 @@ class EmbeddingFolder:
                 os.fsync(file.fileno())
         return count
 
+    def write_names(self, begin: int, names: Iterable[dict[str, Any]]) -> None:
+        """Write the names (of :data:`KEY_COLUMNS`, in ascending order) of the range of samples that starts at ``begin``."""
+        text = "".join(f"{json_lines.dumps(line)}\n" for line in names)
+        write_text(self.path / NAMES.format(begin), text)
+
     def note(self, done: Done) -> None:
         """Append a range, whose embeddings are on disk, to this rank's progress file."""
         with (self.path / PROGRESS.format(distributed.rank())).open("a", encoding="utf-8") as file:
@@ -82,10 +91,26 @@ class EmbeddingFolder:
             os.fsync(file.fileno())
 
     def finish(self, bad: int) -> None:
-        """Write ``embeddings.json`` and remove the progress files; only rank 0 calls it."""
+        """Write ``keys.csv`` and ``embeddings.json``, and remove the progress files; only rank 0 calls it."""
+        write_atomically(self.path / KEYS, self._write_keys)
         content = json.dumps(self.about | {"unreadable": bad}, indent=2) + "\n"
         write_text(self.path / ABOUT, content)
         self._remove_progress()
+
+    def _write_keys(self, file: IO[bytes]) -> None:
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+        writer = csv.DictWriter(text, KEY_COLUMNS)
+        writer.writeheader()
+        # The files of an earlier launch and of this one may cover the same range.
+        ranges = sorted(self.path.glob(NAMES.format("*")), key=lambda path: int(path.stem.rpartition("-")[2]))
+        last = -1
+        for path in ranges:
+            for line in json_lines.read(path):
+                if line["index"] > last:
+                    writer.writerow(line)
+                    last = line["index"]
+        text.flush()
+        text.detach()
 
     def _begin(self, stack: contextlib.ExitStack) -> list[Done] | None:
         try:
@@ -138,5 +163,5 @@ class EmbeddingFolder:
         return sorted(self.path.glob(PROGRESS.format("*")))
 
     def _remove_progress(self) -> None:
-        for path in (self.path / BEGUN, *self._progress()):
+        for path in (self.path / BEGUN, *self._progress(), *self.path.glob(NAMES.format("*"))):
             path.unlink(missing_ok=True)

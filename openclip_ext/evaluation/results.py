@@ -143,6 +143,12 @@ def main_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {key: value for key, value in scores.items() if value is not None and math.isfinite(value)}
 
 
+def main_value(line: Mapping[str, Any]) -> str:
+    """Return the main metric of a result line as text, with half the width of its interval if it has one."""
+    value, half = line["metrics"].get("main_metric"), line.get("half_widths", {}).get(line["metric"])
+    return "-" if value is None else f"{value:.4f}" + (f" ± {half:.4f}" if half is not None else "")
+
+
 def averages(scores: Mapping[str, float]) -> dict[str, tuple[float | None, tuple[str, ...]]]:
     """Return, by group title, the average main metric (None if a task is missing) and the keys of missing tasks."""
     found = {}

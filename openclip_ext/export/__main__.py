@@ -1,7 +1,5 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
-import argparse
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,19 @@ from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.checkpoint.format import read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.mixes import mixes, share
 from openclip_ext.evaluation.models import open_model, weights_digest
 from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import TrainingLog, read_log
 from openclip_ext.export.card import CURVES, evaluations, model_card
 from openclip_ext.export.clip_model import write_clip_model
+from openclip_ext.export.siglip_model import write_siglip_model
 from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.config import model_config as training_model_config
-from openclip_ext.training.interpolation import WEIGHT_KEY, initial_model, mixed
+from openclip_ext.training.interpolation import WEIGHT_KEY
 from openclip_ext.training.model import MODEL_CONFIG
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}
@@ -68,15 +68,14 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
     opened = open_model(checkpoint, settings.name)
     model, tokenizer = opened.model, opened.tokenizer
     _check_loadable(model, settings)
-    if (chosen := loaded.model_file.get(WEIGHT_KEY)) is not None and interpolate != 1:
-        raise UsageError(
-            f"--interpolate: {checkpoint.name} is a mix of weights already (α = {chosen:g}). Remove the flag"
-        )
+    chosen = loaded.model_file.get(WEIGHT_KEY)
     if interpolate != 1:
-        _mix_with_initial(model, settings, interpolate)
+        next(mixes(opened, [interpolate]))
     model_config = json.loads((run / MODEL_CONFIG / f"{settings.file_name}.json").read_text())
     output.mkdir(parents=True, exist_ok=True)
-    if to == "hf":
+    if to == "hf" and getattr(model, "logit_bias", None) is not None:
+        write_siglip_model(model, tokenizer, output)
+    elif to == "hf":
         write_clip_model(model, model_config, tokenizer, output)
     save_config_for_hf(model, output / HF_CONFIG_NAME, model_config)
     if "hf_tokenizer_name" in model_config["text_cfg"]:
@@ -98,13 +97,6 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
         path.chmod((output / "README.md").stat().st_mode)
 
 
-def _mix_with_initial(model: Any, settings: ModelConfig, weight: float) -> None:
-    """Replace the weights by a mix with the run's initial weights, see :func:`mixed`."""
-    if not settings.weights:
-        raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
-    model.load_state_dict(mixed(initial_model(settings).state_dict(), model.state_dict(), weight))
-
-
 def _check_loadable(model: Any, settings: ModelConfig) -> None:
     """Raise UsageError if --force-image-size changes the shapes of a timm tower's weights."""
     if settings.force_image_size is None or not compat.is_timm(model):
@@ -118,13 +110,6 @@ def _check_loadable(model: Any, settings: ModelConfig) -> None:
         )
 
 
-def _share(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) <= 1:
-            return value
-    raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = command_line.Parser(prog="openclip-ext export", description=__doc__, allow_abbrev=False)
     file = "LOGS/NAME/checkpoints/epoch_K.pt, or LOGS/NAME for its newest checkpoint"
@@ -133,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", choices=FORMATS, default="safetensors", help=f"{formats} (default: %(default)s)")
     parser.add_argument("--output", type=output_path, required=True, help="new or empty folder")
     help = "weight α of the trained weights; below 1, the weights of --pretrained keep the share 1 − α (default: 1)"
-    parser.add_argument("--interpolate", type=_share, default=1.0, metavar="α", help=help)
+    parser.add_argument("--interpolate", type=share, default=1.0, metavar="α", help=help)
     args = parser.parse_args(argv)
     try:
         export(args.checkpoint, args.to, args.output, args.interpolate)

@@ -20,10 +20,11 @@ model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")
 tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")
 """
 _TRANSFORMERS_USAGE = """
-from transformers import CLIPModel, CLIPProcessor
+from transformers import AutoModel, AutoProcessor
 
-model = CLIPModel.from_pretrained("FOLDER")
-processor = CLIPProcessor.from_pretrained("FOLDER")
+model = AutoModel.from_pretrained("FOLDER")
+processor = AutoProcessor.from_pretrained("FOLDER")
+inputs = processor(text=["a cat"], images=image, padding="max_length", return_tensors="pt")
 """
 
 
@@ -41,7 +42,7 @@ def model_card(
         config: What the run's ``config.json`` has derived, see :func:`~openclip_ext.evaluation.run_folder.read_config`.
         logged: The last line of ``metrics.jsonl`` before the checkpoint. None means no such line, and no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
-        with_transformers: Whether the folder contains a ``CLIPModel``.
+        with_transformers: Whether the folder contains a model of ``transformers``.
         interpolate: Weight of the trained weights; the rest are the initial weights.
     """
     flags, loss = config["flags"], config["loss"]

@@ -34,7 +34,7 @@ _IN_BLOCK = {
     "attn.out_proj.": "self_attn.out_proj.",
 }
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
-_CAPTION = "A cat's toys, 2 of them!"  # CLIP's tokenizer only changes it to lower case
+CAPTION = "A cat's toys, 2 of them!"  # CLIP's tokenizer only changes it to lower case
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's codes of the methods
 
 
@@ -54,16 +54,16 @@ def write_clip_model(model: Any, config: dict[str, Any], tokenizer: Any, folder:
         import transformers
     except ImportError as error:
         raise UsageError("--to hf needs the package transformers: pip install transformers") from error
-    processor, vocabulary = _image_processor(model.visual.preprocess_cfg), _vocabulary(tokenizer)
+    processor, vocabulary = image_processor(model.visual.preprocess_cfg), _vocabulary(tokenizer)
     try:
         weights = convert(model.state_dict())
         clip = transformers.CLIPModel(transformers.CLIPConfig(**_clip_config(model, config, weights)))
         clip.load_state_dict(weights)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise UsageError(_no_counterpart(str(error).strip().splitlines()[0])) from error
+        raise UsageError(no_counterpart(str(error).strip().splitlines()[0])) from error
     difference = _difference(model, clip.eval())
     if not difference <= TOLERANCE:
-        raise UsageError(_no_counterpart(f"its embeddings would differ by {difference:.1g}"))
+        raise UsageError(no_counterpart(f"its embeddings would differ by {difference:.1g}"))
     files = {"preprocessor_config.json": processor, "vocab.json": vocabulary[0]}
     files["tokenizer_config.json"] = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokenizer.context_length}
     for name, content in files.items():
@@ -82,21 +82,25 @@ def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
             converted[_TRANSPOSED[name]] = value.T.contiguous()
         elif block := _BLOCK.fullmatch(name):
             tower = "vision_model" if block[1] else "text_model"
-            converted |= _converted_in_block(f"{tower}.encoder.layers.{block[2]}.", block[3], value)
+            converted |= converted_in_block(f"{tower}.encoder.layers.{block[2]}.", block[3], value)
         else:
-            converted[_renamed(name, _RENAMED)] = value
+            converted[renamed(name, _RENAMED)] = value
     return converted
 
 
-def _converted_in_block(prefix: str, name: str, value: Tensor) -> dict[str, Tensor]:
-    if not name.startswith("attn.in_proj_"):
-        return {prefix + _renamed(name, _IN_BLOCK): value}
-    kind = name.removeprefix("attn.in_proj_")
+def converted_in_block(
+    prefix: str, name: str, value: Tensor, qkv: str = "attn.in_proj_", names: dict[str, str] = _IN_BLOCK
+) -> dict[str, Tensor]:
+    """Return the weights of ``transformers`` for a weight of a block. ``qkv`` starts the name of a joint projection."""
+    if not name.startswith(qkv):
+        return {prefix + renamed(name, names): value}
+    kind = name.removeprefix(qkv)
     parts = zip("qkv", value.chunk(3), strict=True)
     return {f"{prefix}self_attn.{letter}_proj.{kind}": part.contiguous() for letter, part in parts}
 
 
-def _renamed(name: str, prefixes: dict[str, str]) -> str:
+def renamed(name: str, prefixes: dict[str, str]) -> str:
+    """Replace a weight's name, or its start if the key ends with a dot; raise KeyError if no key matches."""
     for prefix, replacement in prefixes.items():
         if name == prefix or (prefix.endswith(".") and name.startswith(prefix)):
             return replacement + name.removeprefix(prefix)
@@ -147,11 +151,16 @@ def _difference(model: Any, clip: Any) -> float:
     return max((own - their).abs().max().item() for own, their in pairs)
 
 
-def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
+def image_processor(preprocess: dict[str, Any], model: str = "CLIPModel") -> dict[str, Any]:
+    """Return the content of ``preprocessor_config.json`` for a transform of OpenCLIP.
+
+    Raises:
+        UsageError: ``transformers`` does not support the transform. The error names the class ``model``.
+    """
     size, mode, interpolation = preprocess["size"], preprocess["resize_mode"], preprocess["interpolation"]
     height, width = (size, size) if isinstance(size, int) else size
     if mode not in ("shortest", "squash") or interpolation not in _RESAMPLING:
-        raise UsageError(_no_counterpart(f"it resizes images by {mode}, {interpolation}"))
+        raise UsageError(no_counterpart(f"it resizes images by {mode}, {interpolation}", model))
     box = {"height": height, "width": width}
     return {
         "image_processor_type": "CLIPImageProcessor",
@@ -172,13 +181,13 @@ def _image_processor(preprocess: dict[str, Any]) -> dict[str, Any]:
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
     """Return each token's number, and the merges of byte pairs. Special tokens get the names that ``CLIPTokenizer`` uses."""
     if not isinstance(tokenizer, open_clip.SimpleTokenizer):
-        raise UsageError(_no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
-    if tokenizer.clean_fn(_CAPTION) != _CAPTION.lower() or tokenizer.reduction_fn is not None:
-        raise UsageError(_no_counterpart("tokenizer_kwargs: its tokenizer does not clean or shorten texts like CLIP's"))
+        raise UsageError(no_counterpart(f"its tokenizer is a {type(tokenizer).__name__}"))
+    if tokenizer.clean_fn(CAPTION) != CAPTION.lower() or tokenizer.reduction_fn is not None:
+        raise UsageError(no_counterpart("tokenizer_kwargs: its tokenizer does not clean or shorten texts like CLIP's"))
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {names.get(token, token): number for token, number in tokenizer.encoder.items()}
     return vocabulary, [" ".join(pair) for pair in tokenizer.bpe_ranks]
 
 
-def _no_counterpart(reason: str) -> str:
-    return f"transformers.CLIPModel does not support this model ({reason}): use --to safetensors"
+def no_counterpart(reason: str, model: str = "CLIPModel") -> str:
+    return f"transformers.{model} does not support this model ({reason}): use --to safetensors"

@@ -10,22 +10,29 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.integrations.micro_batches import rows_of
 from openclip_ext.integrations.model_loss import ModelLoss
 from openclip_ext.integrations.transformers import LossCallback
 
+# Inputs with one row per sample: of texts and images. SigLIP's texts have no mask.
+_ROWS = ("attention_mask", "pixel_values", "input_ids")
+
 
 class GlobalContrastiveLoss(nn.Module):
-    """A global contrastive loss for pairs of texts. Both texts of a pair are anchors.
+    """A global contrastive loss for pairs of texts, or of images and texts. Both sides of a pair are anchors.
+
+    A model with a ``logit_scale`` (CLIP, SigLIP) is trained with this temperature, and with its ``logit_bias``, as in
+    :class:`ModelLoss`. For other models, this class has a temperature.
 
     Args:
         loss: Loss from ``openclip_ext.create_loss``.
-        scale: Initial ``1/τ``, if the loss does not set an initial temperature.
-        micro_batch_size: Number of texts with activations in memory at a time. Each text is embedded twice (GradCache, Gao et
-            al. 2021). The loss and its gradient do not change. None (default) embeds the full batch at once.
+        scale: Initial ``1/τ``, if neither the model nor the loss has an initial temperature.
+        micro_batch_size: Number of texts or images with activations in memory at a time. Each is embedded twice (GradCache,
+            Gao et al. 2021). The loss and its gradient do not change. None (default) embeds the full batch at once.
 
     Example:
-        >>> train = with_index(pairs).rename_column("index", "label")  # two columns of texts
+        >>> train = with_index(pairs).rename_column("index", "label")  # two columns: texts, or images and texts
         >>> contrastive = openclip_ext.create_loss("fastclip", embed_dim=256, num_samples=len(train))
         >>> loss = GlobalContrastiveLoss(model, contrastive)
         >>> arguments = SentenceTransformerTrainingArguments(folder, learning_rate_mapping=loss.learning_rates())
@@ -44,23 +51,29 @@ class GlobalContrastiveLoss(nn.Module):
         super().__init__()
         self.model = model
         self.micro_batch_size = micro_batch_size
-        self.logit_scale = nn.Parameter(torch.tensor(scale).log())
-        self.model_loss = ModelLoss(loss, self, averages=False, is_trained=False)
+        towers = (part for part in model.modules() if isinstance(getattr(part, LOGIT_SCALE, None), nn.Parameter))
+        tower = next(towers, None)
+        self.logit_scale = nn.Parameter(torch.tensor(scale).log()) if tower is None else tower.logit_scale
+        self.logit_bias = getattr(tower, "logit_bias", None)
+        # A temperature of this class has no trained value.
+        self.model_loss = ModelLoss(loss, self, averages=False, is_trained=False if tower is None else None)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
         """Return the loss of a batch, 0-d.
 
         Args:
-            sentence_features: The two columns of texts, tokenized.
+            sentence_features: The two columns of texts or images, preprocessed.
             labels: Indices ``(B_local,)`` of the samples, if the loss needs them.
         """
         embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
         if len(embeddings) != 2:
             raise ValueError(
-                f"expected two columns of texts, found {len(embeddings)}: remove columns of hard negatives"
+                f"expected two columns of texts or images, found {len(embeddings)}: remove columns of hard negatives"
             )
         first, second = embeddings
         outputs = {"image_features": first, "text_features": second, "logit_scale": self.logit_scale.exp()}
+        if self.logit_bias is not None:
+            outputs["logit_bias"] = self.logit_bias
         return self.model_loss(outputs, labels, training=self.model.training)
 
     def _embed(self, features: dict[str, Tensor]) -> Tensor:
@@ -69,11 +82,11 @@ class GlobalContrastiveLoss(nn.Module):
 
         if self.micro_batch_size is None:
             return embed(features)
-        if "attention_mask" not in features:
-            raise ValueError(
-                "micro_batch_size needs inputs with an attention_mask, found none: remove micro_batch_size"
-            )
-        count = len(features["attention_mask"])
+        named = (features[name] for name in _ROWS if name in features and "cu_seq_lens_q" not in features)
+        rows = next((value for value in named if value.ndim > 1), None)
+        if rows is None:  # the texts of a batch are joined into one row
+            raise ValueError("micro_batch_size needs inputs with one row per sample: remove micro_batch_size")
+        count = len(rows)
         parts = (
             {name: rows_of(value, first, self.micro_batch_size, count) for name, value in features.items()}
             for first in range(0, count, self.micro_batch_size)

@@ -1,5 +1,6 @@
 """Captions: swap left and right for mirrored images, sample one of several captions per epoch, and hash captions."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,32 @@ def test_half_of_the_pairs_are_mirrored_as_a_whole(shards: list[str]):
             assert caption == f"{index} is left of it"
         assert image == pixels(original).tolist()
     assert 4 <= mirrored <= SAMPLES - 4
+
+
+SENTENCES = ["A red mug.", "It costs 3.50, or less!", "新しい。", "Is it new?"]
+
+
+@pytest.mark.parametrize("kind", ["shards", "csv"])
+def test_sentences_are_drawn_by_seed_epoch_and_index(kind, tmp_path):
+    text = "A red mug. It costs 3.50, or less!\n新しい。Is it new?"
+    members = {number: [*sample_members(number, ["png"]), (f"{number:06d}.txt", text.encode())] for number in range(8)}
+    write_shards(tmp_path, [8], members)
+    data: Any = [str(path) for path in tmp_path.glob("*.tar")]
+    if kind == "csv":
+        data = write_csv(tmp_path, rows=8)
+        rows = [[f"{tmp_path}/{number}.jpg", text] for number in range(8)]
+        with data.open("w", newline="") as file:
+            csv.writer(file, delimiter="\t").writerows([["filepath", "title"], *rows])
+    epochs = [
+        {
+            index: bytes(text).decode().rstrip("\0")
+            for batch in build(data, preprocess=pixels, tokenizer=tokens, seed=3, draw_sentences=True).iterate(epoch)
+            for index, text in zip(batch["index"].tolist(), batch["text"].tolist(), strict=True)
+        }
+        for epoch in (0, 1, 2, 2)
+    ]
+    assert {caption for epoch in epochs for caption in epoch.values()} == {*SENTENCES}
+    assert epochs[2] == epochs[3] and epochs[1] != epochs[2]
 
 
 @pytest.mark.parametrize("options", [{"caption_aware_flip": True}, SEVERAL], ids=["flip", "draw"])

@@ -9,6 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.shards import write as shards
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.table import TableSource
@@ -147,6 +150,39 @@ def test_unclear_columns_are_refused(more, arguments, message, tmp_path):
     datasets.Dataset.from_dict(columns(**more)).to_parquet(tmp_path / "pairs.parquet")
     with pytest.raises(ValueError, match=message):
         TableSource(str(tmp_path / "pairs.parquet"), **arguments)
+
+
+@pytest.mark.parametrize("write", [write_parquet, save_data_set, write_json_lines, write_class_folders])
+def test_shards_of_a_table_have_its_samples(write, tmp_path, capsys):
+    table, folder = write(tmp_path), tmp_path / "shards"
+    shards.main([table, str(folder), "--samples", "8"])
+    assert f"'{folder}/*.tar'" in capsys.readouterr().out
+    expected, found = (build_source(DataSpec(data), str) for data in (table, f"{folder}/*.tar"))
+    assert found.num_samples == expected.num_samples and len([*folder.glob("*.tar")]) > 1
+    for index in range(found.num_samples):
+        (image, caption), (other, text) = (one.decode(one.read_one(index), decode_image) for one in (expected, found))
+        assert caption == text and np.array_equal(image, other)
+    with pytest.raises(UsageError, match="not empty"):
+        shards.main([table, str(folder)])
+
+
+def test_shards_keep_all_captions_and_leave_out_bad_rows(tmp_path, capsys):
+    several = [[f"{number}", f"{number} again"] for number in range(ROWS)]
+    data = columns(captions=several)
+    data["image"][3] = {"bytes": b"no image", "path": "3.png"}
+    image = io.BytesIO()
+    Image.new("RGB", (9, 9), "red").save(image, "BMP")
+    data["image"][5] = {"bytes": image.getvalue(), "path": "5.bmp"}
+    datasets.Dataset.from_dict(data).to_parquet(tmp_path / "pairs.parquet")
+    shards.main([str(tmp_path / "pairs.parquet"), str(tmp_path / "out"), "--csv-caption-key", "captions"])
+    shown = capsys.readouterr().out
+    assert "1 rows are left out" in shown and "--draw-captions" in shown
+    source = build_source(DataSpec(f"{tmp_path}/out/*.tar", caption_key="json:captions"), str)
+    assert source.num_samples == ROWS - 1
+    decoded = [
+        [source.decode(source.read_one(index), decode_image, draw)[1] for draw in (0, 1)] for index in range(ROWS - 1)
+    ]
+    assert decoded == several[:3] + several[4:]
 
 
 def test_what_is_no_table_is_one_sentence(tmp_path):

@@ -1,7 +1,10 @@
 """The embed command writes one row per sample index. Rows are also correct after a kill and with several ranks."""
 
+import csv
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections import namedtuple
 from pathlib import Path
@@ -18,6 +21,7 @@ from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import embed
+from openclip_ext.evaluation import search as search_command
 from openclip_ext.evaluation.models import OpenedModel
 from openclip_ext.files import json_lines
 from tests.data.shards import sample_members, undecodable, write_csv, write_shards
@@ -67,7 +71,14 @@ def assert_rows(folder: Path, tiny: OpenedModel, spec: DataSpec, bad: set[int]) 
 
 def test_rows_are_the_models_and_those_of_bad_samples_zero(whole, command, tiny):
     about = assert_rows(whole, tiny, DataSpec(command(whole)[0]), set(BAD))
-    assert written(whole).keys() == {"images.npy", "texts.npy", "embeddings.json"}
+    assert written(whole).keys() == {"images.npy", "texts.npy", "embeddings.json", "keys.csv"}
+    with (whole / "keys.csv").open() as file:
+        names = {int(line["index"]): line for line in csv.DictReader(file)}
+    source = build_source(DataSpec(command(whole)[0]), tiny.transform)
+    assert names.keys() == {*range(25)} - {*BAD}
+    for index, line in names.items():
+        assert (line["key"], line["caption"]) == source.describe(source.read_one(index))
+        assert Path(source.group_of(index)[0]).stem in line["shard"]
     expected = {"model": TINY_MODEL, "weights": tiny.weights_sha256, "unreadable": len(BAD), "caption_key": "txt"}
     assert about | expected | {"logit_scale": tiny.model.logit_scale.exp().item()} == about
 
@@ -167,3 +178,47 @@ def test_bad_data_and_a_small_disk_are_refused(command, tmp_path, monkeypatch, c
     assert (
         stopped.value.code == 2 and "25 samples of width 16 need 1 MiB, but only 0 MiB are" in capsys.readouterr().err
     )
+
+
+def search(capsys, *arguments: object) -> list[list[str]]:
+    """Run the command, and return the cells of the printed samples."""
+    search_command.main([str(argument) for argument in arguments])
+    return [line.split("  ") for line in capsys.readouterr().out.splitlines() if line[:2] in ("0.", "1.", "-0")]
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_search_finds_the_nearest_images(kind, whole, command, tiny, tmp_path, capsys):
+    source = build_source(DataSpec(command(whole)[0]), tiny.transform)
+    image, caption = source.decode(source.read_one(7), decode_image)
+    image.save(tmp_path / "query.png")
+    query = caption if kind == "text" else tmp_path / "query.png"
+    found = search(capsys, whole, query, "--top", "3", "--output", tmp_path / "page.html")
+    with torch.no_grad():
+        inputs = tiny.model.encode_text(tiny.tokenizer([caption]), normalize=True)
+        if kind == "image":
+            inputs = tiny.model.encode_image(tiny.transform(image)[None], normalize=True)
+    images = torch.from_numpy(EmbeddingStore.open(whole).images.astype("float32"))
+    values, rows = (images @ inputs[0]).masked_fill(~images.any(dim=1), -1).topk(3)
+    assert [int(line[1]) for line in found] == rows.tolist()
+    assert [float(line[0]) for line in found] == pytest.approx(values.tolist(), abs=1e-3)
+    assert [tuple(line[3:]) for line in found] == [source.describe(source.read_one(row)) for row in rows.tolist()]
+    assert kind == "text" or found[0][1] == "7"
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/jpeg") == 3 and found[0][3] in page
+
+
+def test_search_refuses_other_weights_and_works_without_the_data(whole, tiny_folder, tmp_path, capsys):
+    with pytest.raises(UsageError, match="--pretrained"):
+        search_command.main([str(whole), "a", "--pretrained", str(tiny_folder / "epoch_2.pt")])
+    found = search(capsys, whole, "a", "--train-data", tmp_path / "none.tar", "--output", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert len(found) == 25 - len(BAD) and "data:image" not in page and "--train-data" in page
+
+
+def test_a_run_folder_is_the_model(command, tiny_folder, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": {"model": TINY_MODEL}, "loss": {}}))
+    shards, _, _, _, _, *others = command(tmp_path / "out")
+    embed.main([shards, str(tmp_path / "run"), *others])
+    assert EmbeddingStore.open(tmp_path / "out").about["pretrained"].endswith("epoch_1.pt")

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import open_clip
 import pytest
+import tokenizers
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from timm.models import VisionTransformer, build_model_with_cfg, register_model
 
 from openclip_ext.checkpoint import format as ckpt
 from openclip_ext.cli.errors import UsageError
@@ -171,6 +173,89 @@ def test_embeddings_are_the_checkpoints(name, flags, tmp_path):
     assert (towers - expected).abs().max() < TOLERANCE
     # The processor of transformers resizes with another library, which rounds differently.
     assert (inputs["pixel_values"] - images).abs().max() < 0.05
+
+
+@register_model
+def tiny_siglip_vit(pretrained=False, **options):
+    """A tower of SigLIP's architecture for timm."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    options = sizes | {"class_token": False, "mlp_ratio": 2.0} | options
+    return build_model_with_cfg(VisionTransformer, "tiny_siglip_vit", pretrained, **options)
+
+
+@register_model
+def tiny_registers_vit(pretrained=False, **options):
+    return tiny_siglip_vit(reg_tokens=1, **options)
+
+
+def siglip_config(folder: Path, clean: str = "canonicalize", vision: str = "tiny_siglip_vit", **text) -> dict:
+    """Return a small SigLIP architecture; write its tokenizer into ``folder``, with padding token 1 and final token 2."""
+    transformers = pytest.importorskip("transformers")
+    words = ["a", "red", "circle", "left", "of", "blue", "square", "the", "cats", "toys", "2", "them", "Cat's"]
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "[PAD]", "[EOS]", *words])}
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast.post_processor = tokenizers.processors.TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", 2)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, unk_token="[UNK]", pad_token="[PAD]", eos_token="[EOS]"
+    ).save_pretrained(folder)
+    tokenizer = {"hf_tokenizer_name": str(folder), "tokenizer_kwargs": {"clean": clean}}
+    sizes = {"context_length": 16, "vocab_size": 32, "width": 32, "heads": 2, "layers": 2, "proj_bias": True}
+    siglip = {"no_causal_mask": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+    tower = {"timm_model_name": vision, "timm_model_pretrained": False, "timm_pool": "map", "timm_proj": "none"}
+    return {
+        "embed_dim": 32,
+        "init_logit_bias": -10,
+        "custom_text": True,
+        "vision_cfg": {"image_size": 32, **tower},
+        "text_cfg": {**tokenizer, **sizes, **siglip, **text},
+    }
+
+
+def add_siglip(folder: Path, **options) -> str:
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tiny-siglip.json").write_text(json.dumps(siglip_config(folder / "tokenizer", **options)))
+    open_clip.add_model_config(folder / "tiny-siglip.json")
+    return "tiny-siglip"
+
+
+@pytest.mark.parametrize("activation", [{}, {"act_kwargs": {"approximate": "tanh"}}], ids=["SigLIP", "SigLIP 2"])
+def test_a_siglip_model_has_the_same_embeddings_in_transformers(activation, tmp_path):
+    name = add_siglip(tmp_path, **activation)
+    checkpoint = make_run(tmp_path, name, "--image-resize-mode", "squash", "--loss", "siglip")
+    export(checkpoint, "hf", tmp_path / "hf")
+    source = f"local-dir:{tmp_path / 'hf'}"
+    model, _, preprocess = open_clip.create_model_and_transforms(source)
+    images, texts = preprocess(picture())[None], open_clip.get_tokenizer(source)(CAPTIONS)
+    expected = embeddings(model, images, texts)
+    assert torch.equal(texts, open_clip.get_tokenizer(name)(CAPTIONS))
+
+    transformers = pytest.importorskip("transformers")
+    siglip = transformers.SiglipModel.from_pretrained(tmp_path / "hf").eval()
+    processor = transformers.SiglipProcessor.from_pretrained(tmp_path / "hf")
+    inputs = processor(text=CAPTIONS, images=picture(), padding="max_length", return_tensors="pt")
+    assert torch.equal(inputs["input_ids"], texts)
+    assert (inputs["pixel_values"] - images).abs().max() < 0.05
+    with torch.no_grad():
+        theirs = siglip(**inputs | {"pixel_values": images})
+        logits = model.logit_scale.exp() * expected[:1] @ expected[1:].T + model.logit_bias
+    assert (torch.cat([theirs.image_embeds, theirs.text_embeds]) - expected).abs().max() < TOLERANCE
+    torch.testing.assert_close(theirs.logits_per_image, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "message"),
+    [
+        ({"vision": "tiny_registers_vit"}, "--image-resize-mode squash", "reg_token"),
+        ({"no_causal_mask": False}, "--image-resize-mode squash", "embeddings would differ"),
+        ({"clean": "lower"}, "--image-resize-mode squash", "tokenizer cleans"),
+        ({}, "--image-resize-mode longest", "resizes images by longest"),
+    ],
+)
+def test_a_siglip_model_without_a_counterpart_is_refused(options, flags, message, tmp_path):
+    checkpoint = make_run(tmp_path, add_siglip(tmp_path, **options), *flags.split())
+    with pytest.raises(UsageError, match=rf"SiglipModel.*{message}"):
+        export(checkpoint, "hf", tmp_path / "hf")
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:

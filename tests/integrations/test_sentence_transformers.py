@@ -1,5 +1,7 @@
 """sentence-transformers: resuming is bitwise exact, the temperature is trained, and wrong input is rejected."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,18 @@ from torch import nn
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.data import with_index
 from openclip_ext.integrations.sentence_transformers import GlobalContrastiveLoss
-from tests.integrations.towers import BATCH, SAMPLES, assert_equal_runs, example, final_state, stateful_loss
+from openclip_ext.losses.registry import create_loss
+from tests.integrations.towers import (
+    BATCH,
+    EXAMPLES,
+    FEW,
+    PAIRS,
+    SAMPLES,
+    assert_equal_runs,
+    example,
+    final_state,
+    stateful_loss,
+)
 from tests.training.tiny import WIDTH
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -89,7 +102,7 @@ def test_accumulation_and_hard_negatives_are_refused(tmp_path):
         train(tmp_path, gradient_accumulation_steps=2)
     loss = GlobalContrastiveLoss(encoder(), stateful_loss())
     features = loss.model.preprocess(["one two"])
-    with pytest.raises(ValueError, match="expected two columns of texts, found 3"):
+    with pytest.raises(ValueError, match="found 3"):
         loss([dict(features) for _ in range(3)], torch.tensor([0]))
 
 
@@ -134,3 +147,48 @@ def test_micro_batches_give_the_value_and_gradient_of_the_whole_batch():
 def test_the_example_runs(tmp_path):
     arguments = ["--packages", "PIL", "--epochs", "1", "--batch", "32", "--output", str(tmp_path)]
     assert '"split": "test"' in example("sentence_transformers_docstrings.py", *arguments)
+
+
+@pytest.fixture
+def clip_example(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    return runpy.run_path(str(EXAMPLES / "sentence_transformers_clip.py"))
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4])
+@pytest.mark.parametrize(("kind", "name"), [("clip", "fastclip"), ("siglip", "siglip")])
+def test_image_text_pairs_give_the_models_outputs_to_the_loss(clip_example, kind, name, micro_batch_size, tmp_path):
+    """The value and all gradients equal those of the loss and of the model without sentence-transformers."""
+    data = clip_example["shapes"]("train", 10)
+    torch.manual_seed(0)
+    model = clip_example["create_model"](kind, data["caption"], tmp_path).to("cpu").train()
+    clip = model[0].model
+    nn.init.constant_(clip.logit_scale, 3.0)  # a trained temperature, which is kept
+    options = {"embed_dim": 64, "num_samples": 10} if name == "fastclip" else {}
+    loss = GlobalContrastiveLoss(model, create_loss(name, **options), micro_batch_size=micro_batch_size)
+    columns = [model.preprocess(list(data[column])) for column in ("image", "caption")]
+    value = loss([dict(column) for column in columns], torch.arange(10))
+    value.backward()
+    found = {name: weight.grad for name, weight in clip.named_parameters()}
+
+    clip.zero_grad()
+    inputs = {"pixel_values": columns[0]["pixel_values"], "input_ids": columns[1]["input_ids"]}
+    outputs = clip(**inputs, attention_mask=columns[1].get("attention_mask"))
+    bias = {"logit_bias": clip.logit_bias} if kind == "siglip" else {}
+    direct = create_loss(name, **options)(
+        image_features=outputs.image_embeds,
+        text_features=outputs.text_embeds,
+        logit_scale=clip.logit_scale.exp(),
+        index=torch.arange(10) if name == "fastclip" else None,
+        **bias,
+    )
+    direct.backward()
+    torch.testing.assert_close(value, direct)
+    assert found.pop("logit_scale").item() == pytest.approx(clip.logit_scale.grad.item(), rel=1e-4)
+    for weight, gradient in found.items():
+        torch.testing.assert_close(gradient, clip.get_parameter(weight).grad, rtol=1e-3, atol=1e-6, msg=weight)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_the_example_with_images_runs(kind, tmp_path):
+    assert PAIRS in example("sentence_transformers_clip.py", "--model", kind, *FEW, "--output", str(tmp_path))

@@ -15,6 +15,7 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.diagnostics.finished_run import load_run
+from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import read_log
 from openclip_ext.training.flags import parse
@@ -89,6 +90,20 @@ def test_the_chosen_model_is_the_exact_mix_and_loads_in_stock_openclip(whole, st
         expected = torch.lerp(first[name], last[name], chosen) if value.is_floating_point() else last[name]
         assert torch.equal(value, expected), name
     stock_model(model, SMALL_MODEL)
+
+
+def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, shards, tmp_path, capsys, caplog):
+    arguments = ["--val-data", shards, "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert datacomp.main([str(whole), *arguments, "--interpolate", "0,0.5,1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("0 ", "0.5 ", "1 "))]
+    scores = scores_of(whole)["scores"]["validation"]
+    expected = {weight: pytest.approx(scores[weight]["value"], abs=6e-5) for weight in ("0", "0.5", "1")}
+    assert {line[0]: float(line[1]) for line in lines} == expected
+    assert datacomp.main([str(whole), *arguments]) == 0
+    chosen = str(whole / "checkpoints" / "interpolated.pt")
+    assert chosen in capsys.readouterr().out
+    assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
+    assert "--interpolate" in caplog.text
 
 
 @pytest.mark.parametrize(("loss", "more"), [("queueclip", ""), ("openclip", "--accum-freq 2 --model-ema-decay 0.5")])

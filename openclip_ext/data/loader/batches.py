@@ -18,6 +18,7 @@ from openclip_ext.data.loader.config import TrainLoaderConfig
 from openclip_ext.data.loader.streams import SampleStream, open_stream
 from openclip_ext.data.order import EpochOrder, Lanes
 from openclip_ext.data.reference import REFERENCE_KEYS
+from openclip_ext.data.sources.keys import sentences_of
 from openclip_ext.data.sources.source import (
     MAX_CAPTION,
     BadSampleError,
@@ -160,6 +161,9 @@ class BatchDataset(Dataset):
             image, caption, image_hash = decode_with_hash(source, raw, self._decoder, draw)
         else:
             image, caption = source.decode(raw, self._decoder, draw)
+        if self._config.draw_sentences:
+            sentences = sentences_of(caption)
+            caption = sentences[self._hash(Purpose.SENTENCE, epoch, raw.index) % len(sentences)]
         if source.has_hard_negatives:
             draw = self._hash(Purpose.HARD_NEGATIVE, epoch, raw.index)
             hard_negative = source.hard_negative(raw, draw)[:MAX_CAPTION]

@@ -26,6 +26,9 @@ class TrainLoaderConfig:
         False,
         "in each epoch, use a random caption of each sample, from all fields of --caption-key and from lists in json",
     )
+    draw_sentences: bool = flag(
+        False, "in each epoch, use a random sentence of each caption, also of one that --draw-captions selects"
+    )
     # Adds ``caption_hash`` and ``image_hash`` to batches, which are equal for equal captions and for equal image files.
     caption_hash: bool = False
     hashed_steps: int = 0  # number of optimizer steps of the first epoch whose batches always have the two hashes

@@ -70,6 +70,7 @@ class _EvalDataset(IterableDataset):
     _tokenizer: Callable
     _batch_size: int
     _span: range | None
+    _names: bool
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         samples = self._usable()
@@ -93,7 +94,11 @@ class _EvalDataset(IterableDataset):
                 usable += 1
                 sample = {"image": self._transform(image), "text": caption[:MAX_CAPTION]}
                 sample |= {"image_hash": image_hash, "caption_hash": hash_text(sample["text"])}
-                yield sample | ({"index": raw.index} if isinstance(self._samples, Source) else {})
+                if isinstance(self._samples, Source):
+                    sample["index"] = raw.index
+                    if self._names:
+                        sample["key"], sample["caption"] = self._samples.describe(raw)[0], sample["text"]
+                yield sample
             if bad:
                 logger.warning(f"{bad} bad samples or corrupt parts in {name} are skipped; the first: {reason}")
             if bad and not usable and not self._span:  # all samples of a span may be bad
@@ -141,6 +146,7 @@ class EvalLoader:
         workers: Worker processes; 0 means this process.
         span: Range of indices to read from a source: complete shards, including samples that are excluded from training.
             None (default) means all samples that are not excluded.
+        names: Whether batches of a source also have lists ``key`` and ``caption`` of texts.
 
     Raises:
         BadDataError: A shard (or a file) has no usable sample. Raised while iterating.
@@ -156,11 +162,12 @@ class EvalLoader:
         batch_size: int,
         workers: int = 0,
         span: range | None = None,
+        names: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self._is_of_shards = isinstance(samples, ShardStreams)
         self._loader = DataLoader(
-            _EvalDataset(samples, preprocess, tokenizer, batch_size, span),
+            _EvalDataset(samples, preprocess, tokenizer, batch_size, span, names),
             batch_size=None,
             num_workers=workers,
             worker_init_fn=leave_process_group,

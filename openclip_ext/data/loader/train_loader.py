@@ -336,9 +336,10 @@ def _check_arguments(
             "--draw-captions: each image of this data set has one caption. Remove the flag, or name several columns: "
             "--csv-caption-key 'title;description'"
         )
-    if config.draw_captions and source.reference is not None:
+    drawn = {"--draw-captions": config.draw_captions, "--draw-sentences": config.draw_sentences}
+    for flag in (name for name, is_used in drawn.items() if is_used and source.reference is not None):
         raise ValueError(
-            "--draw-captions: expected no --reference, which has the embedding of one caption for each image. "
+            f"{flag}: expected no --reference, which has the embedding of one caption for each image. "
             "Remove one of the two flags"
         )
     if config.caption_aware_flip and source.has_hard_negatives:

@@ -13,6 +13,7 @@ IMAGE_COLUMNS = frozenset({"filepath", "path", "image", "img", "image_path", "fi
 CAPTION_COLUMNS = frozenset({"title", "caption", "captions", "text"})
 # Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 # JSON can contain half of a surrogate pair. This is not valid text, and tokenizers raise an error.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -46,6 +47,11 @@ def parse_keys(text: str, allow_json: bool) -> tuple[Key, ...]:
     if not keys:
         raise ValueError(f"no key in {text!r}: expected names of tar fields such as 'jpg;png'")
     return tuple(keys)
+
+
+def sentences_of(caption: str) -> list[str]:
+    """Return a caption's sentences, at least one. They end with ``.!?`` and a space, with ``。！？``, or with the line."""
+    return [part for part in map(str.strip, _SENTENCE_END.split(caption)) if part] or [caption]
 
 
 def captions_of(data: bytes, key: Key, what: str = "caption") -> list[str]:

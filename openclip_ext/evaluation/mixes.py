@@ -1,0 +1,53 @@
+"""Mixes of a fine-tuned model with the weights from which its run started, to evaluate or export them."""
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from openclip_ext.checkpoint.format import load_model_file
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.evaluation.models import OpenedModel, flags_of_run
+from openclip_ext.losses.heads import stored_heads
+
+
+def share(text: str) -> float:
+    """Parse a weight α of the trained weights."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+
+
+def shares(text: str) -> list[float]:
+    """Parse weights α that are separated by commas."""
+    return [share(part) for part in text.split(",")]
+
+
+def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel]:
+    """Yield the model with the weights (1 − α) · initial + α · trained, for each α (WiSE-FT, Wortsman et al. 2022).
+
+    Every model is the same module, whose weights the next one replaces. The initial weights are those of ``--pretrained`` of
+    the run that wrote the checkpoint.
+
+    Raises:
+        UsageError: The checkpoint is not of such a run, is a mix already, or has projection heads.
+    """
+    # The training program is needed only here, and takes seconds to import.
+    from openclip_ext.training.config import model_config
+    from openclip_ext.training.interpolation import WEIGHT_KEY, initial_model, mixed
+
+    path = Path(opened.checkpoint)
+    flags = flags_of_run(path)
+    if not flags or not (settings := model_config(flags)).weights:
+        raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
+    if (chosen := load_model_file(path, mmap=True).get(WEIGHT_KEY)) is not None:
+        raise UsageError(f"--interpolate: {path.name} is a mix of weights already (α = {chosen:g}). Remove the flag")
+    if stored_heads(path) is not None:
+        raise UsageError(f"--interpolate: {path.name} has projection heads, which do not mix. Remove the flag")
+    initial = initial_model(settings).state_dict()
+    trained = {name: value.cpu().clone() for name, value in opened.model.state_dict().items()}
+    for weight in weights:
+        opened.model.load_state_dict(mixed(initial, trained, weight))
+        yield replace(opened)  # a new object, because the digest of the weights is cached
