@@ -18,6 +18,8 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 
 IMAGES, TEXTS, ABOUT = "images.npy", "texts.npy", "embeddings.json"
+# A value of --reference: the training run embeds the data with its model before the first step.
+START = "start"
 # Keys of the embeddings in a batch.
 REFERENCE_KEYS = ("reference_image", "reference_text")
 

@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
 from openclip_ext.evaluation.embedding_folder import KEY_COLUMNS, Done, EmbeddingFolder
-from openclip_ext.evaluation.models import OpenedModel, open_model
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.models import open_model
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
 
@@ -48,27 +50,51 @@ def _embed(args: argparse.Namespace) -> None:
     if args.precision == "amp" and device.type != "cuda":
         raise UsageError(f"--precision amp needs CUDA, found {device}. Give --precision fp32")
     opened = open_model(args.checkpoint, args.model, args.model_config, **shared.model_options(args))
-    encoder = opened.encoder(device, autocast=args.precision)
+    encoder = opened.encoder(device, autocast=args.precision, batch_size=args.batch_size, workers=args.workers)
     source = build_source(spec)
+    of_model = {
+        "model": opened.name,
+        "pretrained": opened.checkpoint,
+        "weights": opened.weights_sha256,
+        "config": config_digest(opened.config),
+        "preprocess": opened.config["preprocess"],
+    }
+    write_embeddings(encoder, source, spec, args.output, of_model)
+
+
+def write_embeddings(
+    encoder: Encoder, source: Source, spec: DataSpec, output: Path, of_model: Mapping[str, Any]
+) -> None:
+    """Write the embeddings of all samples of a source to a folder, or the missing ones. Collective: all ranks call it.
+
+    Args:
+        encoder: The model, in evaluation mode.
+        spec: The specification of the source.
+        of_model: What identifies the model and its preprocessing: ``model``, ``pretrained``, ``weights``, ``config`` and
+            ``preprocess``.
+
+    Raises:
+        UsageError: The folder has other embeddings, or too many samples are unreadable.
+    """
     _refuse_bad(spec, source, *source.known_bad())
-    folder = EmbeddingFolder(args.output, _about(opened, source, spec, args.precision))
+    folder = EmbeddingFolder(output, _about(encoder, source, spec, of_model))
     is_master = distributed.is_master()
     with folder.begun() as done:
         if done is None:
             if is_master:
-                say(f"{args.output} is finished already")
+                say(f"{output} is finished already")
             return
-        units = _units(source, args.workers, done)[distributed.rank() :: distributed.world_size()]
+        units = _units(source, encoder.workers, done)[distributed.rank() :: distributed.world_size()]
         before, bad = sum(entry.bad for entry in done), 0
         shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not is_master}
         with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
             for unit in units:
                 loader = EvalLoader(
                     source,
-                    preprocess=opened.transform,
-                    tokenizer=opened.tokenizer,
-                    batch_size=args.batch_size,
-                    workers=args.workers,
+                    preprocess=encoder.transform,
+                    tokenizer=encoder.tokenizer,
+                    batch_size=encoder.batch_size,
+                    workers=encoder.workers,
                     span=unit,
                     names=True,
                 )
@@ -85,7 +111,7 @@ def _embed(args: argparse.Namespace) -> None:
         _refuse_bad(spec, source, bad, "in total over all processes")
         if is_master:
             folder.finish(bad)
-            say(f"{source.num_samples:,} samples in {args.output}; {bad:,} are unreadable and have rows of zeros")
+            say(f"{source.num_samples:,} samples in {output}; {bad:,} are unreadable and have rows of zeros")
 
 
 def _rows(
@@ -137,19 +163,15 @@ def _refuse_bad(spec: DataSpec, source: Source, bad: int, where: str) -> None:
 
 
 @torch.no_grad()
-def _about(opened: OpenedModel, source: Source, spec: DataSpec, precision: str) -> dict[str, Any]:
+def _about(encoder: Encoder, source: Source, spec: DataSpec, of_model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of ``embeddings.json``."""
-    model = opened.model
-    text = opened.tokenizer(["a"]).to(next(model.parameters()).device)
+    model: Any = encoder.model
+    text = encoder.tokenizer(["a"]).to(next(model.parameters()).device)
     inner: Any = getattr(model, "model", model)  # projection heads wrap the model
     defaults = asdict(DataSpec())
     about = {
-        "model": opened.name,
-        "pretrained": opened.checkpoint,
-        "weights": opened.weights_sha256,
-        "config": config_digest(opened.config),
-        "preprocess": opened.config["preprocess"],
-        "precision": precision,
+        **of_model,
+        "precision": encoder.autocast,
         **spec.keys,
         "samples": source.num_samples,
         "width": model.encode_text(text).shape[-1],

@@ -1,5 +1,6 @@
 """Build a training run in the order of the data flow: index of the data, model, loader, loss, optimizer, evaluations."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,12 @@ from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
 from openclip_ext.data.loader.single_source import AnyTrainLoader
+from openclip_ext.data.reference import START, EmbeddingStore
+from openclip_ext.data.sources.source import Source
+from openclip_ext.evaluation.embed import write_embeddings
+from openclip_ext.evaluation.encoder import Encoder
+from openclip_ext.evaluation.models import weights_digest
+from openclip_ext.evaluation.results import config_digest
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
@@ -39,10 +46,16 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     """
     assert plan.data is not None, "a run without training data only evaluates"
     source = build_source(plan.data)
-    reference = source.reference
     built = models.build_model(plan.model, device, plan.loading.seed)
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
+    if plan.model.image_features is not None:
+        source.image_features = _embedded(plan, built, source, Path(plan.model.image_features), built.model.visual)
+    if plan.data.reference == START:
+        if folder is None or not plan.model.weights:
+            raise UsageError("--reference start needs --pretrained, and a run folder: remove --logs none")
+        source.reference = _embedded(plan, built, source, folder / "reference", built.model)
+    reference = source.reference
     loader = build_loader(
         plan.data,
         plan.loading,
@@ -83,6 +96,10 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         _log_settings(plan, options, start, identity, steps_left, reference.warning if reference else None)
         _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
     if folder is not None:
+        if reference is not None:
+            flags |= {
+                "reference": str(reference.folder)
+            }  # for programs that read the run, also after --reference start
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
         distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if steps_left > 0 else None))
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
@@ -97,6 +114,28 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         tasks=build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None)),
         position=position,
     )
+
+
+def _embedded(plan: RunPlan, built: models.BuiltModel, source: Source, output: Path, of: nn.Module) -> EmbeddingStore:
+    """Embed the training data with the model as it starts, if ``output`` does not have these embeddings.
+
+    ``of`` is the part of the model whose weights identify them. Training data with other weights are refused.
+    """
+    assert plan.data is not None
+    spec = replace(plan.data, reference=None)
+    of_model = {
+        "model": plan.model.name,
+        "pretrained": plan.model.weights,
+        "weights": weights_digest(of),
+        "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir)]),
+        "preprocess": str(built.preprocess_val),
+    }
+    built.model.eval()
+    parts = built.model, built.preprocess_val, built.tokenizer, built.device, plan.step.precision
+    encoder = Encoder(*parts, batch_size=plan.loading.batch_size, workers=plan.loading.workers)
+    write_embeddings(encoder, source, spec, output, of_model)
+    distributed.barrier()
+    return EmbeddingStore.open(output, source.num_samples, source.index_digest, **spec.keys)
 
 
 def _temperature_lr(plan: RunPlan, loss: ContrastiveLoss, steps: int) -> float | None:

@@ -52,6 +52,8 @@ def check(plan: RunPlan) -> None:
     _check_model(plan.model)
     _check_pixels(plan.model)
     _check_evaluation(plan.evaluation)
+    if plan.model.image_features is not None and plan.loading.views > 1:
+        raise UsageError("--image-features: with --views, a batch has pixels of two views. Remove one of them")
     if plan.parallel.static_graph and plan.length.accum_freq > 1:  # --global-batch may set --accum-freq
         raise UsageError(
             "--ddp-static-graph does not work with --accum-freq: remove one of them, or raise --batch-size"
@@ -145,6 +147,8 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
         raise UsageError(
             "--hard-negative-key does not support models that generate captions, such as CoCa: remove the flag"
         )
+    if plan.model.image_features is not None and is_captioner:
+        raise UsageError("--image-features does not support models that generate captions: remove the flag")
     if plan.step.model_ema_decay is not None and has_head:
         raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
     if plan.saving.best_metric is not None and (plan.saving.folder is None or not plan.evaluation.is_wanted):

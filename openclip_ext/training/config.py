@@ -91,6 +91,12 @@ class ModelConfig:
     siglip_start: bool = flag(False, dest="siglip")
     lock_image: bool = flag(False)
     lock_image_unlocked_groups: int = flag(0, needs="lock_image", minimum=0)
+    image_features: str | None = flag(
+        None,
+        "folder for the image embeddings of the training data: a locked image tower runs once, without augmentation, to "
+        "write them",
+        needs="lock_image",
+    )
     lock_text: bool = flag(False)
     lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
     lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")

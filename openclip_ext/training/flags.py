@@ -232,6 +232,11 @@ def _check_together(args: argparse.Namespace) -> None:
         "--keep-data does not work with --single-source-batches: remove one": args.keep_data
         and args.single_source_batches,
         "--keep-data does not work with --hard-negative-key: remove one": args.keep_data and args.hard_negative_key,
+        "--image-features needs all of the image tower locked: remove --lock-image-unlocked-groups": args.image_features
+        and args.lock_image_unlocked_groups,
+        "--image-features has no pixels to mirror: remove --caption-aware-flip": args.image_features
+        and args.caption_aware_flip,
+        "--image-features does not work with --keep-data: remove one": args.image_features and args.keep_data,
         "--trace is for evaluation only: remove it to train": args.trace and trains,
         "--torchscript cannot train: remove it, or use --torchcompile for speed": args.torchscript and trains,
         f"--name {name} is a path: expected a name. --logs sets the folder": is_path,

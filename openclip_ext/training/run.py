@@ -53,7 +53,7 @@ _PATH_FLAGS = {
         "imagenet_v2",
         "eval_data_dir",
     ),
-    *("manifest", "reference", "cache_dir"),
+    *("manifest", "reference", "image_features", "cache_dir"),
     *("resume", "log_path", "checkpoint_path", "tensorboard_path"),
 }
 

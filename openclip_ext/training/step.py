@@ -82,8 +82,9 @@ class TrainStep:
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
         and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)`` and optionally ``image_hash`` ``(b,)``, or the
         reference model's embeddings ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have
-        ``hard_negative`` ``(b, L)``. The model encodes ``text_groups`` instead of texts if this is exact. The guard reports
-        ``number`` if the step is skipped.
+        ``hard_negative`` ``(b, L)``. If the image tower is locked, a batch may have the unit ``image_features`` ``(b, d)``
+        instead of images. The model encodes ``text_groups`` instead of texts if this is exact. The guard reports ``number``
+        if the step is skipped.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -98,7 +99,7 @@ class TrainStep:
         else:
             terms, outputs = self._cached_features(batches)
         # With ``normalize``, the images were integers. These are always finite, so the guard does not check them.
-        images = [batch["image"] for batch in batches] if self.settings.normalize is None else []
+        images = [batch["image"] for batch in batches if "image" in batch] if self.settings.normalize is None else []
         outcome = self._update(images, outputs)
         self.guard.finish(outcome, number, index)
         if self.ema is not None:
@@ -112,6 +113,8 @@ class TrainStep:
     def _to_device(self, batch: Batch) -> Batch:
         device = self.settings.device
         batch = compat.map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+        if "image" not in batch:
+            return batch
         image = batch["image"]
         if self.settings.normalize is not None:
             image = self.settings.normalize(image)
@@ -119,8 +122,11 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
-            images, texts = batch["image"], batch["text_groups"] if self.is_grouped(batch) else texts_of(batch)
-            outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, texts)
+            images, texts = batch.get("image"), batch["text_groups"] if self.is_grouped(batch) else texts_of(batch)
+            if images is None:
+                outputs = {**self.model(None, texts), "image_features": batch["image_features"].float()}
+            else:
+                outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, texts)
             if "hard_negative" in batch:
                 features = outputs["text_features"].split(len(batch["text"]))
                 outputs["text_features"], outputs[HARD_NEGATIVES] = features

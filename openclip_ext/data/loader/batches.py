@@ -107,11 +107,14 @@ class BatchDataset(Dataset):
             if sample is None:
                 return {"has_too_few": True, "bad": [*bad.values()]}
             samples.append(sample)
-        batch = {
-            "image": default_collate([sample.pixels for sample in samples]),
+        batch: dict[str, Any] = {
             "text": self._tokenizer([sample.caption for sample in samples]),
             "index": torch.tensor([sample.index for sample in samples]),
         }
+        if self._source.image_features is None:
+            batch["image"] = default_collate([sample.pixels for sample in samples])
+        else:
+            batch["image_features"], _ = self._source.image_features.rows(batch["index"])
         if self._source.has_hard_negatives:
             batch["hard_negative"] = self._tokenizer([sample.hard_negative for sample in samples])
         if config.text_groups > 0:

@@ -7,10 +7,12 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.cli.messages import get_logger
@@ -19,7 +21,7 @@ from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_
 from openclip_ext.data.loader.single_source import AnyTrainLoader, SingleSourceLoader
 from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
 from openclip_ext.data.manifest.find import find_or_create_manifest
-from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
@@ -40,6 +42,7 @@ T = TypeVar("T")
 # At least one of this many first samples of validation shards or of a table must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
+_NO_IMAGE = Image.new("RGB", (1, 1))
 
 
 def build_train_loader(
@@ -64,6 +67,8 @@ def build_train_loader(
             config = replace(config, workers=math.ceil(config.workers / len(parts)))
         if spec.cache_dir is not None:
             _check_cache(source, spec, max(1, len(parts)) * max(1, config.workers))
+    if source.image_features is not None:
+        preprocess, decoder = _no_pixels, _no_image
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logger.warning(
@@ -87,6 +92,15 @@ def build_train_loader(
         except ValueError as error:
             raise ValueError(f"--single-source-batches: source {name}: {error}") from None
     return SingleSourceLoader(source, loaders, config.accum_freq)
+
+
+def _no_image(data: bytes | BinaryIO) -> Image.Image:
+    """Stand for a decoder where the embeddings of the images are known."""
+    return _NO_IMAGE
+
+
+def _no_pixels(image: object) -> Tensor:
+    return torch.empty(0)
 
 
 def _parts(source: ShardSource, spec: DataSpec) -> dict[str, ShardSource]:
@@ -147,7 +161,7 @@ def build_source(spec: DataSpec) -> Source:
             manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage, spec.hard_negative_key
         )
     source.max_pixels = spec.max_image_pixels
-    if spec.reference is not None:
+    if spec.reference not in (None, START):
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)
     return source
 

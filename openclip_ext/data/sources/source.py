@@ -61,6 +61,7 @@ class Source(ABC):
         several_captions: Whether a sample may have several captions.
         has_hard_negatives: Whether each sample has captions that do not fit its image, see :meth:`hard_negative`.
         reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
+        image_features: Embeddings of the samples, whose images are in the batches instead of pixels. None means pixels.
         max_pixels: Samples whose image has more pixels are bad. None means Pillow's limit.
     """
 
@@ -68,6 +69,7 @@ class Source(ABC):
     several_captions = False
     has_hard_negatives = False
     reference: EmbeddingStore | None = None
+    image_features: EmbeddingStore | None = None
     max_pixels: int | None = None
 
     def __init__(self, num_samples: int, digest: str) -> None:

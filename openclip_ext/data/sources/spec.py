@@ -48,7 +48,9 @@ class DataSpec:
     )
     # Embeddings of the reference model, for losses with ``--steer`` or ``--distill``.
     reference: str | os.PathLike[str] | None = flag(
-        None, "folder with a reference model's embeddings of the training data, from openclip-ext embed"
+        None,
+        "folder with a reference model's embeddings of the training data, from openclip-ext embed; start: embed them first, "
+        "with the pretrained model",
     )
     max_bad_fraction: float = flag(
         0.05, "stop when more than this fraction of the data set is unusable", minimum=0.0, maximum=1.0

@@ -1,0 +1,64 @@
+"""Runs that embed their training data with the starting model: for a locked image tower, or as a reference."""
+
+import pytest
+
+from openclip_ext.cli.errors import UsageError
+from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.evaluation.run_folder import read_config
+from tests.training import runs
+from tests.training.runs import assert_same_run, losses_of, run, small_command, train
+
+LOCKED = ("--lock-image", "--force-patch-dropout", "0")
+WHOLE_IMAGES = ("--aug-cfg", "scale=(1.0,1.0)")
+
+
+@pytest.mark.parametrize("loss", ["openclip", "neuclip"])
+def test_features_give_the_losses_of_the_locked_tower(shards, tmp_path, loss):
+    """Embeddings are stored in half precision."""
+    tower = train(shards, tmp_path, "tower", loss, *LOCKED, *WHOLE_IMAGES)
+    features = train(shards, tmp_path, "features", loss, *LOCKED, "--image-features", str(tmp_path / "store"))
+    for expected, found in zip(losses_of(tower), losses_of(features), strict=True):
+        assert found == pytest.approx(expected, rel=2e-3)
+
+
+def test_features_are_written_once_and_belong_to_the_tower(shards, tmp_path):
+    more = (*LOCKED, "--image-features", str(tmp_path / "store"))
+    whole = train(shards, tmp_path, "whole", "queueclip", *more)
+    written = (tmp_path / "store" / "images.npy").stat().st_mtime_ns
+    assert_same_run(train(shards, tmp_path, "resumed", "queueclip", *more, stops=(3,)), whole)
+    assert (tmp_path / "store" / "images.npy").stat().st_mtime_ns == written
+    with pytest.raises(UsageError, match="has other embeddings"):  # another seed gives other random weights
+        run(small_command(shards, tmp_path, "other", "queueclip", *more, "--seed", "4"))
+
+
+@pytest.mark.parametrize("more", [["--accum-freq", "2", "--batch-size", "4"], ["--text-groups", "1", "--fsdp"]])
+def test_two_ranks_share_the_features(shards, tmp_path, more):
+    runs.train_on_two_ranks(shards, tmp_path, "fastclip", *LOCKED, "--image-features", str(tmp_path / "store"), *more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--lock-image"),
+        (["--lock-image", "--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups"),
+        (["--lock-image", "--caption-aware-flip"], "--caption-aware-flip"),
+        (["--lock-image", "--loss", "sogclr", "--views", "2"], "--views"),
+    ],
+)
+def test_features_that_the_tower_would_change_are_refused(shards, tmp_path, flags, word):
+    argv = ["--train-data", shards, "--logs", str(tmp_path), "--image-features", str(tmp_path / "store"), *flags]
+    with pytest.raises(UsageError, match=word):
+        run(argv)
+
+
+def test_the_start_is_a_reference_without_a_second_command(shards, tmp_path):
+    start = train(shards, tmp_path, "start", "openclip") / "checkpoints" / "epoch_2.pt"
+    more = ("--pretrained", str(start), "--reference", "start", "--distill", "0.5")
+    whole = train(shards, tmp_path, "whole", "queueclip", *more)
+    assert losses_of(whole)[0][1] > 0 and read_config(whole)["flags"]["reference"] == str(whole / "reference")
+    store = EmbeddingStore.open(whole / "reference", runs.NUM_SAMPLES)
+    again = train(shards, tmp_path, "again", "queueclip", *more[:2], "--reference", str(store.folder), *more[4:])
+    assert losses_of(again) == losses_of(whole)
+    assert_same_run(train(shards, tmp_path, "resumed", "queueclip", *more, stops=(3,)), whole)
+    with pytest.raises(UsageError, match="--pretrained"):
+        run(small_command(shards, tmp_path, "other", "queueclip", *more[2:]))
