@@ -17,7 +17,16 @@ from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.diagnostics.finished_run import ABOUT, FinishedRun, add_run_arguments, embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import outputs
-from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.diagnostics.inspect.findings import (
+    DEFINITIONS,
+    OF_IMAGES,
+    PAIRS,
+    Found,
+    Thresholds,
+    find,
+    log_normalizers,
+    separate_copies,
+)
 from openclip_ext.diagnostics.inspect.outputs import Inspection
 from openclip_ext.evaluation.encoder import TABLES, Embeddings
 from openclip_ext.files.writing import held, output_path
@@ -26,6 +35,7 @@ from openclip_ext.training.parser import add_flag
 logger = get_logger(__name__)
 
 _RESULTS = ("index.html", "found.json", "found.csv")
+_MUCH = 0.1  # share of excluded samples that causes a warning
 _MISFITS = ("misfit-captions", "misfit-images")
 
 
@@ -64,6 +74,8 @@ def _inspect(
     difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device, run.source.reference)
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
+    of_images = [index for name in OF_IMAGES for index in found[name].samples.flatten().tolist()]
+    found = separate_copies(found, outputs.image_hashes(run.source, of_images))
     about = _about(run, embeddings, len(anchors), is_stored)
     samples, thumbnails = outputs.read_samples(run.source, found, args.show)
     inspection = Inspection(about, thresholds, found, samples)
@@ -79,6 +91,12 @@ def _inspect(
     if manifest is not None:
         changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
+        excluded = len(changed.left_out) - len(manifest.left_out)
+        if excluded > _MUCH * run.source.num_kept:
+            logger.warning(
+                f"--leave-out excludes {excluded:,} of {run.source.num_kept:,} samples ({excluded / run.source.num_kept:.0%}): "
+                f"look at the least certain pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
+            )
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
 
 
