@@ -91,7 +91,7 @@ def _samples(source: RowSource, bad: list[str]) -> Iterator[dict[str, Any]]:
             continue
         assert isinstance(image, Image.Image)
         name = Image.open(io.BytesIO(contents[0])).format
-        sample = {"__key__": f"{raw.index:08d}", "txt": caption}
+        sample: dict[str, Any] = {"__key__": f"{raw.index:08d}", "txt": caption}
         if name in _EXTENSIONS:
             sample[_EXTENSIONS[name]] = contents[0]
         else:

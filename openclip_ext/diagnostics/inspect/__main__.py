@@ -91,11 +91,11 @@ def _inspect(
     if manifest is not None:
         changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
-        excluded = len(changed.left_out) - len(manifest.left_out)
-        if excluded > _MUCH * run.source.num_kept:
+        excluded, kept = len(changed.left_out) - len(manifest.left_out), run.source.num_kept
+        if excluded > _MUCH * kept:
             logger.warning(
-                f"--leave-out excludes {excluded:,} of {run.source.num_kept:,} samples ({excluded / run.source.num_kept:.0%}): "
-                f"look at the least certain pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
+                f"--leave-out excludes {excluded:,} of {kept:,} samples ({excluded / kept:.0%}): look at the least certain "
+                f"pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
             )
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
 
