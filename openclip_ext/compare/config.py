@@ -100,10 +100,17 @@ def parse(argv: list[str]) -> tuple[CompareConfig, TrainingConfig]:
     return config, found
 
 
+# Learning rate of --config finetune. The default of --lr is for training from scratch.
+_FINE_TUNING_LR = "1e-5"
+
+
 def _training_config(shards: str, argv: Sequence[str]) -> TrainingConfig:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if any(word.split("=")[0] == "--recipe" for word in argv):
         raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
+    names = {word.split("=")[0] for word in argv}
+    if "--pretrained" in names and "--lr" not in names:
+        argv = ["--lr", _FINE_TUNING_LR, *argv]
     training, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in training.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:
