@@ -255,6 +255,28 @@ def test_copies_are_a_list_of_their_own_and_the_least_certain_pairs_are_shown(sh
     assert "--leave-out excludes" in caplog.text
 
 
+def test_a_public_model_is_inspected_before_any_training(trained, shards, tmp_path):
+    """The weights of a run, taken as a public model, find the same pairs as the run."""
+    flags = ["--duplicate-image", "0.9", "--duplicate-caption", "0.9"]
+    inspect.main([str(trained), *flags, "--output", str(tmp_path / "run")])
+    weights = trained / "checkpoints" / "epoch_2.pt"
+    copied = str(shutil.copy(weights, tmp_path / "weights.pt"))
+    public = [shards, "--model", "demo-vit", "--pretrained", copied, *flags]
+    with pytest.raises(UsageError, match="--output"):
+        inspect.main(public)
+    written = ["--leave-out", "duplicates", "--write-manifest", str(tmp_path / "fewer.json")]
+    for _ in range(2):  # the second call reuses the embeddings
+        inspect.main([*public, "--output", str(tmp_path / "public"), *written])
+    expected, found = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("run", "public"))
+    for name in (*PAIRS, "misfit-captions", "misfit-images"):
+        assert found["categories"][name]["count"] == expected["categories"][name]["count"], name
+    left_out = Manifest.load(tmp_path / "fewer.json").left_out
+    assert {*left_out.tolist()} == {*left_out.tolist()} & {
+        pair[1] for pair in found["categories"]["duplicates"]["found"]
+    }
+    assert len(left_out) or not found["categories"]["duplicates"]["count"]
+
+
 def test_captions_are_cut_as_in_training(tmp_path):
     (tmp_path / "rows.csv").write_text(f"filepath,title\nimage.png,{'a' * 5000}\n")
     source = CsvSource(str(tmp_path / "rows.csv"), "filepath", "title", ",")

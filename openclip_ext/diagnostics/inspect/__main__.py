@@ -15,7 +15,15 @@ from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
-from openclip_ext.diagnostics.finished_run import ABOUT, FinishedRun, add_run_arguments, embed_training_set, load_run
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.diagnostics.finished_run import (
+    ABOUT,
+    FinishedRun,
+    add_run_arguments,
+    embed_training_set,
+    load_public,
+    load_run,
+)
 from openclip_ext.diagnostics.inspect import outputs
 from openclip_ext.diagnostics.inspect.findings import (
     DEFINITIONS,
@@ -56,13 +64,21 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             f"--output {args.output} has files of another program, such as {others[0]}: give another folder"
         )
-    run = load_run(**vars(args))
+    run = load_run(**vars(args)) if args.pretrained is None else _public_model(args)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect" / run.checkpoint.stem
     with held(folder):
         _inspect(run, args, thresholds, manifest, folder)
+
+
+def _public_model(args: argparse.Namespace) -> FinishedRun:
+    """Return the public model of the arguments; raise UsageError without --output."""
+    if args.output is None:
+        raise UsageError("--pretrained: there is no run folder for the results: add --output FOLDER")
+    spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
+    return load_public(args.model, args.pretrained, spec, args.output, args.device, args.workers, args.batch_size)
 
 
 def _inspect(
@@ -180,6 +196,10 @@ def _parser() -> argparse.ArgumentParser:
     description = "Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run."
     parser = command_line.Parser(prog="openclip-ext inspect", description=description)
     add_run_arguments(parser)
+    public = "pretrained tag or file of a model that was not trained on the data; RUN_FOLDER is then the data"
+    parser.add_argument("--pretrained", help=public)
+    parser.add_argument("--model", help="OpenCLIP's name of the model of --pretrained")
+    parser.add_argument("--manifest", help="manifest of the data of --pretrained; it may exclude samples")
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
     names = (
